@@ -6,6 +6,7 @@ The program's lines are a strip, as wide as what they keep; memory over the step
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,22 @@ from sp_compile.cost.step import written
 WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
 LABEL = 80
 """Characters that have room beside the peak, which is at least half of the width away from one side."""
+BESIDE, LEFT = 8, 60
+"""Between a point and its label; and the room of the axis' labels."""
+PARTS = 4
+"""Of the axis, at least half as many."""
+KINDS = {
+    "sharded": "each rank has its rows",
+    "tiled": "rows of a rank, some at a time",
+    "exchanged": "ranks send and receive",
+    "gathered": "whole on every rank",
+}
+STATE = ("parameters", "optimizer", "buffers", "inputs")
+ORIGINS = (
+    "saved: kept by the forward for the backward. value: made and read here. result: given to the caller, or kept for "
+    "the backward. gradient: of a weight or an input. workspace: inside an operator. reuse: read no more, and kept for "
+    "a later value of its size."
+)
 STYLE = """
 :root { --sharded: #4c9a6a; --tiled: #8a63b3; --exchanged: #3b78b5; --gathered: #c2553f; --ink: #222; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem auto; max-width: 62rem; padding: 0 1rem; }
@@ -27,11 +44,13 @@ td, th { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px so
 code { font-size: 12px; overflow-wrap: anywhere; }
 .strip { display: flex; height: 3.2rem; border-radius: 4px; overflow: hidden; }
 .strip div { min-width: 5px; flex-basis: 0; border-right: 1px solid #fff; overflow: hidden; white-space: nowrap; }
-.strip div { font: 10px/3.2rem monospace; color: #fff; padding-left: 2px; }
-td:not(:last-child) { white-space: nowrap; }
+.strip div { font: 10px/3.2rem monospace; color: #fff; padding-left: 2px; text-overflow: ellipsis; }
+td:not(:last-child):not(:has(code)) { white-space: nowrap; }
+td.wide { width: 45%; }
 .sharded { background: var(--sharded); } .exchanged { background: var(--exchanged); }
 .gathered { background: var(--gathered); } .tiled { background: var(--tiled); }
-.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
+.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 0; }
+.named { white-space: nowrap; margin-right: 1rem; }
 input { font: inherit; width: 100%; padding: .4rem; box-sizing: border-box; }
 .best { background: #e5f3ea; font-weight: 600; } .misses { color: #999; }
 svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; }
@@ -51,7 +70,7 @@ COLOURS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 def page(found: Mapping[str, Any]) -> str:
     """The page of a report's or a plan's JSON."""
     plan = found["format"] == "sp_compile.plan"
-    title = "What fits" if plan else f"{found['ranks']} ranks"
+    title = "What fits" if plan else f"The program on {found['ranks']} ranks"
     body = _plan(found) if plan else _report(found)
     data = json.dumps(found).replace("<", "\\u003c")
     return (
@@ -65,7 +84,8 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _report(found: Mapping[str, Any]) -> Iterable[str]:
     inputs = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in found["inputs"].items())
-    yield f"<p>The sequence is {escape(inputs) or 'not an input dim'}. {escape(' '.join(found['constraints']))}</p>"
+    words = "; ".join([f"The sequence is {inputs or 'not an input dim'}", *found["constraints"]])
+    yield f"<p>{escape(words)}.</p>"
     yield "<h2>The program, line by line</h2>" + _strip(found["blocks"])
     memory = found["memory"]
     if memory is not None:
@@ -73,8 +93,11 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         state = [
             (name, memory[f"{name}_bytes"]) for name in "parameters gradients optimizer buffers inputs kept".split()
         ]
-        state += [("peak", memory["peak_bytes"]), ("peak with FSDP", memory["peak_with_fsdp_bytes"])]
-        yield _table(("what", "bytes of a rank"), [(name, written(nbytes)) for name, nbytes in state])
+        state += [("peak of the step", memory["peak_bytes"])]
+        state += [("peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"])]
+        words = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
+        yield _table(("what", "of a rank"), [(words.get(name, name), written(nbytes)) for name, nbytes in state])
+        yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
             yield f"<h2>Alive at the peak of {peak['phase']}: {written(peak['values_bytes'])}</h2>"
             yield _table(
@@ -83,27 +106,29 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
             )
     if found["tiles"]:
         yield "<h2>Work in tiles</h2>" + _table(
-            ("tiles", "rows of a rank", "its inside", "of a tile", "line"),
-            [
+            ("times", "tiles", "rows of a rank", "inside, of all rows", "of a tile", "line"),
+            _counted(
                 (t["tiles"], t["rows"], written(t["inside_bytes"]), written(t["tile_bytes"]), _code(t["where"]))
                 for t in found["tiles"]
-            ],
+            ),
         )
     total: Counter[str] = Counter()
     for e in found["collectives"]:
         total[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
     yield "<h2>Bytes by collective</h2>" + _bars(total)
     yield _table(
-        ("op", "local shape", "sent forward", "sent backward", "line"),
-        [
-            (e["op"], escape(e["shape"]), written(e["forward_bytes"]), written(e["backward_bytes"]), _code(e["where"]))
+        ("times", "op", "local shape", "sent forward", "sent backward", "line"),
+        _counted(
+            (e["op"], _code(e["shape"]), written(e["forward_bytes"]), written(e["backward_bytes"]), _code(e["where"]))
             for e in found["collectives"]
-        ],
+        ),
+        wide=True,
     )
     yield "<h2>Rewrites and refusals</h2>"
     yield _table(
-        ("pass", "line", "what and why"),
-        [(escape(r["done"]), _code(r["where"]), escape(r["why"])) for r in found["rewrites"]],
+        ("times", "pass", "line", "what and why"),
+        _counted((escape(r["done"]), _code(r["where"]), escape(r["why"])) for r in found["rewrites"]),
+        wide=True,
     )
     if found["attention"]:
         yield "<h2>Attention</h2>" + _table(
@@ -150,8 +175,9 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
             f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find>'
             f"{escape(_called(block['where']))}</div>"
         )
-    kinds = ("sharded", "tiled", "exchanged", "gathered")
-    key = "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds)
+    key = " ".join(
+        f'<span class="named"><span class="key {kind}"></span>{kind}: {words}</span>' for kind, words in KINDS.items()
+    )
     rows = [
         (_code(b["where"]), b["kind"], written(b["kept_bytes"]), written(b["sent_bytes"]), escape(", ".join(b["done"])))
         for b in blocks
@@ -159,7 +185,8 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
     shown = _table(("line", "kind", "kept for the backward", "sent", "passes"), rows)
     return (
         f'<div class="strip">{"".join(cells)}</div>'
-        f"<p>A line of the model each, in the order in which they run; wider ones keep more for the backward.{key}</p>"
+        "<p>A line of the model each, in the order in which they run; wider ones keep more for the backward."
+        f"<br>{key}</p>"
         f"<details><summary>{len(blocks)} lines</summary>{shown}</details>"
     )
 
@@ -169,12 +196,12 @@ def _area(memory: Mapping[str, Any]) -> str:
     curve = memory["curve"][:: max(1, len(memory["curve"]) // MOST_POINTS)]
     if not curve:
         return ""
-    state = sum(memory[f"{name}_bytes"] for name in ("parameters", "optimizer", "buffers", "inputs"))
+    state = sum(memory[f"{name}_bytes"] for name in STATE)
     top = 1.05 * (state + max(point["values_bytes"] for point in memory["curve"]))
     x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
     y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
     floor = HEIGHT * (1 - state / top)
-    parts = []
+    parts = [_axis(top)]
     for phase, points in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
         run = list(points)
         last = min(run[-1] + 1, len(curve) - 1)
@@ -187,16 +214,27 @@ def _area(memory: Mapping[str, Any]) -> str:
         f'<rect x="0" y="{floor:.1f}" width="{WIDTH}" height="{rest:.1f}" fill="#ccc"><title>state</title></rect>'
     )
     peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
-    words = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"[:LABEL]
-    side = "end" if x[peak] > WIDTH / 2 else "start"
+    words = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    words = words if len(words) <= LABEL else f"{words[:LABEL]}..."
+    side, beside = ("end", -BESIDE) if x[peak] > WIDTH / 2 else ("start", BESIDE)
     parts.append(f'<circle cx="{x[peak]:.1f}" cy="{y[peak]:.1f}" r="4"></circle>')
     parts.append(
-        f'<text x="{x[peak]:.1f}" y="{max(12.0, y[peak] - 7):.1f}" text-anchor="{side}">{escape(words)}</text>'
+        f'<text x="{x[peak] + beside:.1f}" y="{max(12.0, y[peak] - 4):.1f}" text-anchor="{side}">{escape(words)}</text>'
     )
-    parts.append(f'<text x="3" y="{HEIGHT - 4}">state {written(state)}</text>')
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 20}" role="img" aria-label="memory over the step">{"".join(parts)}</svg>'
-    )
+    parts.append(f'<text x="3" y="{HEIGHT - 4}">there all the time: {", ".join(STATE)}: {written(state)}</text>')
+    size = f"{-LEFT} -4 {WIDTH + LEFT} {HEIGHT + 24}"
+    return f'<svg viewBox="{size}" role="img" aria-label="memory over the step">{"".join(parts)}</svg>'
+
+
+def _axis(top: float) -> str:
+    """Labels at the left, of round numbers from nothing to the top, and their lines."""
+    step = 2.0 ** math.floor(math.log2(top / PARTS)) if top else 1.0
+    lines = []
+    for i in range(int(top / step) + 1):
+        at = HEIGHT * (1 - i * step / top)
+        lines.append(f'<text x="-6" y="{at + 4:.1f}" text-anchor="end">{written(i * step)}</text>')
+        lines.append(f'<path d="M0 {at:.1f} H{WIDTH}" stroke="#ddd"></path>')
+    return "".join(lines)
 
 
 def _bars(total: Mapping[str, int]) -> str:
@@ -209,7 +247,12 @@ def _bars(total: Mapping[str, int]) -> str:
         )
         for op, nbytes in sorted(total.items(), key=lambda item: -item[1])
     ]
-    return _table(("op", "bytes", ""), rows)
+    return _table(("op", "bytes", ""), rows, wide=True)
+
+
+def _counted(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Equal rows once, how many they are in front."""
+    return [(times, *row) for row, times in Counter(rows).items()]
 
 
 def _called(where: str) -> str:
@@ -222,11 +265,13 @@ def _code(where: str) -> str:
     return f"<code>{escape(where)}</code>"
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], marks: Sequence[str] = ()) -> str:
-    """Cells are HTML already."""
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], marks: Sequence[str] = (), wide: bool = False) -> str:
+    """Cells are HTML already. wide: does the last column take most of the width?"""
+    last = '<td class="wide">' if wide else "<td>"
     head = "".join(f"<th>{name}</th>" for name in headers)
     lines = []
     for i, row in enumerate(rows):
         mark = f' class="{marks[i]}"' if marks and marks[i] else ""
-        lines.append(f"<tr{mark} data-find>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
+        cells = [f"<td>{cell}</td>" for cell in row[:-1]] + [f"{last}{row[-1]}</td>"]
+        lines.append(f"<tr{mark} data-find>{''.join(cells)}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -8,28 +8,45 @@ from sp_compile.errors import SpError
 
 from .plan import StepPlan
 
+WAYS = ((False, "as written", "o-"), (True, "each layer checkpointed", "s-"))
+
 
 def picture(plan: StepPlan, path: Path) -> None:
     """Write a PNG. Raises SpError: matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, LogLocator
     except ImportError:
         raise SpError(
             '--png draws with matplotlib, which is not installed: pip install "sp-compile[examples]"'
         ) from None
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for again, label in ((False, "as written"), (True, "each layer checkpointed")):
-        ranks = sorted({row.ranks for row in plan.rows if row.checkpoint == again})
+    ranks = sorted({row.ranks for row in plan.rows})
+    for i, (again, label, style) in enumerate(WAYS):
         ways = [[row for row in plan.rows if (row.ranks, row.checkpoint) == (n, again)] for n in ranks]
-        left.plot(ranks, [min(row.memory for row in way) / 1e9 for way in ways], "o-", label=label)
-        right.plot(ranks, [min(row.seconds for row in way) for way in ways], "o-", label=label)
-    left.axhline(plan.memory / 1e9, color="0.4", linestyle="--", label="of a device")
-    left.set(xlabel="ranks", ylabel="GB of a rank, at least", xscale="log", yscale="log", title="Memory")
-    right.set(xlabel="ranks", ylabel="seconds, at best", xscale="log", yscale="log", title="A step")
+        least = [min(way, key=lambda row: row.memory) for way in ways if way]
+        fastest = [min(way, key=lambda row: (not row.fits, row.seconds)) for way in ways if way]
+        for axes, rows, values in (
+            (left, least, [row.memory / 1e9 for row in least]),
+            (right, fastest, [row.seconds for row in fastest]),
+        ):
+            axes.plot([row.ranks for row in rows], values, style, color=f"C{i}", label=label)
+            misses = [(row.ranks, value) for row, value in zip(rows, values, strict=True) if not row.fits]
+            if misses:
+                axes.plot(*zip(*misses, strict=True), style[0], color=f"C{i}", markerfacecolor="white")
+    left.axhline(plan.memory / 1e9, color="0.4", linestyle="--", label=f"a device: {plan.memory / 1e9:.3g} GB")
+    left.set(ylabel="GB", title="Peak memory of a rank, the way that holds least")
+    right.set(ylabel="seconds", title="A training step, the fastest way that fits")
     for axes in (left, right):
-        axes.set_xticks(sorted({row.ranks for row in plan.rows}), labels=sorted({row.ranks for row in plan.rows}))
+        axes.plot([], [], "o", color="0.4", markerfacecolor="white", label="does not fit")
+        axes.set(xlabel="ranks that share the sequence", xscale="log", yscale="log")
+        axes.set_xticks(ranks, labels=ranks)
         axes.minorticks_off()
-        axes.legend()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.margins(y=0.15)
+        axes.grid(axis="y", color="0.9")
+        axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_png(str(path))
