@@ -155,9 +155,11 @@ SPELLINGS: dict[str, tuple[Attend, tuple[str, float]]] = {
     ),
     "baddbmm of a bias, masked on four dims": (
         lambda q, k, v: (
-            torch.baddbmm(v.mean(-1).view(B * H, 1, S), rows(q), rows(k).mT).view(B, H, S, S) + additive(LOWEST)
-        ).softmax(-1)
-        @ v,
+            (
+                torch.baddbmm(v.mean(-1).view(B * H, 1, S), rows(q), rows(k).mT).view(B, H, S, S) + additive(LOWEST)
+            ).softmax(-1)
+            @ v
+        ),
         ("data", 1.0),
     ),
     "-inf fill": (lambda q, k, v: (q @ k.mT).masked_fill(~before(), -math.inf).softmax(-1) @ v, ("k <= q", 1)),
