@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sp_compile
 from sp_compile import _compat
@@ -54,6 +55,12 @@ def test_pairs_of_a_mask(name: str, q_len: int, k_len: int) -> None:
     else:
         every = 2 * 4 * q_len * k_len
         assert all(w <= f <= w * every // (pairs or 1) for w, f in zip(want, found)) or pairs == 0
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_backward", "tiles_forward", "tiles_at_once", "tiles_backward"])
+def test_a_formula_takes_what_overlap_scheduling_gives_it(name: str) -> None:
+    """torch._inductor's hands on what is known of the node, and takes an error for the end of the compilation."""
+    inspect.signature(flop_registry[getattr(sp, name)]).bind(*[None] * 6, out_val=None, _node_meta={})
 
 
 def test_packed_documents_by_their_positions() -> None:
