@@ -48,24 +48,6 @@ def is_module_state(node: Node) -> bool:
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
-def compiled_frame() -> tuple[int, int | None]:
-    """Numbers of the code that is compiled now, the same each time until Dynamo is reset; the second None outside."""
-    from torch._dynamo.callback import callback_handler
-
-    if _not_reset not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
-        callback_handler.register_start_callback(_not_reset)
-        _resets[0] += 1
-    compiled = CompileContext.current_compile_id()
-    return _resets[0], compiled.frame_id if compiled is not None else None
-
-
-def _not_reset(told: Any) -> None:
-    """Is there as long as Dynamo is not reset."""
-
-
-_resets = [0]
-
-
 def is_compiling() -> bool:
     """Does Dynamo compile something in this thread, backends included?"""
     return CompileContext.try_get() is not None

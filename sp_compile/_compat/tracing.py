@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
@@ -120,3 +120,21 @@ def keep_calling_convention(new: Graph, old: Graph) -> None:
 def rename(node: Node, name: str) -> None:
     """Give a node this name, or the next free one like it."""
     node._rename(name)
+
+
+def compiled_frame() -> tuple[int, int | None]:
+    """Numbers of the code that is compiled now, the same each time until Dynamo is reset; the second None outside."""
+    from torch._dynamo.callback import callback_handler
+
+    if _not_reset not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
+        callback_handler.register_start_callback(_not_reset)
+        _resets[0] += 1
+    compiled = CompileContext.current_compile_id()
+    return _resets[0], compiled.frame_id if compiled is not None else None
+
+
+def _not_reset(told: Any) -> None:
+    """Is there as long as Dynamo is not reset."""
+
+
+_resets = [0]
