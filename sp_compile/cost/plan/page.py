@@ -95,8 +95,8 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         ]
         state += [("peak of the step", memory["peak_bytes"])]
         state += [("peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"])]
-        called = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
-        yield _table(("what", "of a rank"), [(called.get(name, name), written(nbytes)) for name, nbytes in state])
+        names = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
+        yield _table(("what", "of a rank"), [(names.get(name, name), written(nbytes)) for name, nbytes in state])
         yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
             yield f"<h2>Alive at the peak of {peak['phase']}: {written(peak['values_bytes'])}</h2>"
