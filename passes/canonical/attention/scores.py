@@ -270,7 +270,7 @@ def _masked(inner: Scores, x: Node, mask: Node, gate: Broadcast | None = None, *
     known = inner if inner.masked in (None, masked) else _regrouped(inner, masked)
     if known is None:
         return None
-    added = {role: (*getattr(known, role), *new) for role, new in more.items()}
+    added: dict[str, Any] = {role: (*getattr(known, role), *new) for role, new in more.items()}
     return replace(known, masked=masked, gate=gate or known.gate, **added)
 
 
