@@ -1,6 +1,6 @@
-"""How the attention of one decoder would be split over ranks, why, and that every strategy gives the same numbers.
+"""How attention would be split over ranks, why, and that every strategy gives the numbers of one device.
 
-    python examples/attention_strategies.py
+    python examples/attention_strategies.py              of a decoder and, against one device, a Llama of transformers
     python examples/attention_strategies.py --million    1,048,576 tokens of an 8B Llama on 8 and 64 H100, and what fits
 
 One process, no GPU. The times are the cost model's for the hardware that `COST` describes; without `cost`, they are
@@ -29,32 +29,32 @@ def predicted(ranks: int) -> None:
 
 
 def verified(ranks: int = 4) -> None:
-    """Loss and gradients of every strategy on simulated ranks against one device."""
+    """Loss and gradients of every strategy on simulated ranks against one device, of a model that no one here wrote."""
     torch.manual_seed(0)
-    model, ids = DecoderLM(dim=64, layers=2, heads=4, kv_heads=2), torch.randint(0, 256, (2, 61))
+    model = llama(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    ids = torch.randint(0, 128, (2, 61))
+    labels = ids.clone()
+    labels[:, :20] = -100  # a prompt that is not learned
     for attention in ("ulysses", "ring", "hybrid", "gather", "auto"):
-        report = sp_compile.verify(model, ids, ids, sp=ranks, attention=attention)
+        report = sp_compile.verify(model, ids, sp=ranks, attention=attention, kwargs={"labels": labels})
         print(f"{attention:<8} on {ranks} ranks: largest relative error {report.worst:.1e}")
-        assert report.worst < 1e-4
+        assert report.worst < 1e-4, "float32 rounding apart, loss and gradients are those of one device"
+
+
+def llama(**sizes: int) -> torch.nn.Module:
+    """With half as many heads of keys as of queries, or as many as are asked for. Weights are drawn, not downloaded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_key_value_heads": sizes["num_attention_heads"] // 2, **sizes}
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, attn_implementation="sdpa"))
 
 
 def million(ranks: int, layers: int) -> None:
     """Checkpointed layers of the sizes of Llama 3 8B, bfloat16: the candidates, and what a rank holds beside them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=1 << 20,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 1 << 20}
     with torch.device("meta"):
-        model, ids = LlamaForCausalLM(sizes).bfloat16().train(), torch.zeros(1, 1 << 20, dtype=torch.int64)
+        model, ids = llama(**sizes, **heads).bfloat16().train(), torch.zeros(1, 1 << 20, dtype=torch.int64)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     start = time.process_time()
     report = sp_compile.explain(model, ids, sp=ranks, outputs="local", kwargs={"labels": ids})

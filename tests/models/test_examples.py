@@ -29,11 +29,6 @@ def test_by_hand():
     assert all(found == expected for found, expected in losses)
 
 
-@pytest.mark.slow
-def test_explain_llama():
-    assert "ulysses" in run("examples/explain_llama.py", "2")
-
-
 def torchrun(processes, *command):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -86,6 +81,19 @@ def test_demo(tmp_path):
     out = run("examples/train_lm.py", *small)
     assert "largest relative gradient difference" in out
     assert (tmp_path / "chart.png").exists()
+
+
+@pytest.mark.slow
+def test_frontier(tmp_path):
+    """Ranks and tiles each take longer sequences into the same memory."""
+    chart = tmp_path / "frontier.png"
+    out = run("examples/frontier.py", "--limit", "48", "--ranks", "1", "2", "--chart", str(chart))
+    found = re.findall(r"([\w ]+), (\d) ranks: ([\d,]+) tokens; predicted", out)
+    tokens = {(name, n): int(made.replace(",", "")) for name, n, made in found}
+    assert len(tokens) == 8
+    assert tokens["both", "1"] > 2 * tokens["as written", "1"]
+    assert all(tokens[name, "2"] > 1.4 * tokens[name, "1"] for name, _ in tokens)
+    assert chart.exists()
 
 
 @pytest.mark.slow
