@@ -33,7 +33,7 @@ VOCAB, DIM, LAYERS, HEADS = 8192, 64, 2, 4
 FIRST, GROWS, STRIDE = 0.5, 1.06, 32
 """The first length, of what is predicted; each next one, of the one before; and what divides all."""
 SHORT = 256  # tokens of the step that compiles
-LOOKED = 1024, 2048  # lengths at which memory is predicted; it grows evenly between and beyond
+LOOKED = 8192, 16384  # lengths at which memory is predicted; it grows evenly between and beyond
 OF_MEMORY = "memory", "alloc"
 
 
