@@ -179,7 +179,7 @@ def test_a_model_on_the_meta_device_is_planned_with_the_kernels_of_a_gpu() -> No
         model = Decoder(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)).bfloat16()
         ids = torch.zeros(1, 64, dtype=torch.int64)
     (decision,) = sp_compile.explain(model, ids, sp=2).attention
-    assert decision.shape.kernel == "named"
+    assert decision.shape.kernel == "cudnn"
 
 
 def test_auto_considers_a_strategy_from_outside() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.attention import kernels
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.triton.flex import calls
 
@@ -34,5 +34,5 @@ class Programs:
 def fused_here() -> Iterator[Programs]:
     """Inside, every attention without dropout is the fused kernel's, whatever its blocks are."""
     programs, dense = Programs(), KERNELS[-1]
-    with mock.patch.object(bodies, "KERNELS", (ANYWHERE, dense)), calls.COMPILER.to(programs):
+    with mock.patch.object(kernels, "KERNELS", (ANYWHERE, dense)), calls.COMPILER.to(programs):
         yield programs
