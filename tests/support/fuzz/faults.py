@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 
+from support.fuzz.fault_replicas import RANKS as REPLICAS
 from support.fuzz.fault_table import FAULTS, Fault
 from support.fuzz.loop import AFTER, STEPS, TIMEOUT, Event, Scene, live
 from support.fuzz.outcomes import Outcome, Result
@@ -41,6 +42,7 @@ AFTERWARDS = {
     ),
     **dict.fromkeys(["a later memory budget", "another memory budget"], "activation_memory_budget"),
     "another setting of functorch": "recompute_views",
+    "deterministic algorithms": "deterministic algorithms",
     "another default dtype": "different values",
 }
 """Faults that last, that end a group, or behind which ranks stand at different places: what another model over the
@@ -159,7 +161,8 @@ def _of_rank(scene: Scene, fault: Fault, rank: int, told: Told) -> Iterator[tupl
             yield Outcome.WRONG, f"was refused what is right, on step {event.step}: {event.words}"
     elif not heard and not (fault.deaf and odd) and not any(event.kind in ("raw", "wrong") for event in events):
         yield Outcome.WRONG, f"has heard nothing: {events}"
-    afterwards = AFTERWARDS.get(scene.fault)
+    apart = OUT_OF_STEP if fault.ranks == REPLICAS else None  # one replica may be told of it a step later
+    afterwards = AFTERWARDS.get(scene.fault, apart)
     for event in events:
         if (event.step, event.kind) == (AFTER, "refused") and not re.search(afterwards or "$^", event.words):
             yield Outcome.WRONG, f"was refused another model afterwards: {event.words}"
