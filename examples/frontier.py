@@ -91,7 +91,7 @@ def predicted(way: Way, ranks: int, limit: int) -> int:
 
 
 def longest(way: Way, ranks: int, limit: int, start: int) -> int:
-    """Tokens of the last step that all ranks did within the limit."""
+    """Tokens of the last step that all ranks did within the limit. start: of the first, if it fits."""
     with tempfile.TemporaryDirectory() as folder:
         world = mp.start_processes(
             train, (way, ranks, limit, start, folder), ranks, join=False, start_method="forkserver"
@@ -105,7 +105,9 @@ def longest(way: Way, ranks: int, limit: int, start: int) -> int:
                 raise
         done = [path.read_text().split() for path in sorted(Path(folder).glob("done*"))]
     if len(done) < ranks or not all(done):
-        raise SystemExit(f"not one step of {start} tokens on {ranks} ranks fits {limit >> 20} MiB")
+        if start <= STRIDE:
+            raise SystemExit(f"not one step of {start} tokens on {ranks} ranks fits {limit >> 20} MiB")
+        return longest(way, ranks, limit, start // 2)
     return min(int(steps[-1]) for steps in done)
 
 
