@@ -181,6 +181,17 @@ def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
         assert (fused - wanted).abs().max() <= limit
 
 
+class OneHead(nn.Module):
+    """Scores of three dims, which a bias of four makes four."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return (x @ x.mT + bias).softmax(-1) @ x
+
+
+def test_scores_of_fewer_dims_than_their_bias() -> None:
+    check(OneHead(), floats(1, 6, 4), floats(1, 1, 6, 6), sp=3)
+
+
 def test_dropout_goes_into_the_op() -> None:
     gm = canonical(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.25, True) @ v)
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)

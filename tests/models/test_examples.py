@@ -85,14 +85,11 @@ def test_demo(tmp_path):
 
 @pytest.mark.slow
 def test_frontier(tmp_path):
-    """Ranks and tiles each take longer sequences into the same memory."""
+    """Tiles take longer sequences into the same memory, and checkpoints beside them still longer ones."""
     chart = tmp_path / "frontier.png"
-    out = run("examples/frontier.py", "--limit", "48", "--ranks", "1", "2", "--chart", str(chart))
-    found = re.findall(r"([\w ]+), (\d) ranks: ([\d,]+) tokens; predicted", out)
-    tokens = {(name, n): int(made.replace(",", "")) for name, n, made in found}
-    assert len(tokens) == 8
-    assert tokens["both", "1"] > 2 * tokens["as written", "1"]
-    assert all(tokens[name, "2"] > 1.4 * tokens[name, "1"] for name, _ in tokens)
+    out = run("examples/frontier.py", "--limit", "48", "--ranks", "1", "--chart", str(chart))
+    tokens = {name: int(made.replace(",", "")) for name, made in re.findall(r"([\w ]+), 1 ranks: ([\d,]+) tokens", out)}
+    assert tokens["both"] > tokens["tiles"] > 2 * tokens["as written"]
     assert chart.exists()
 
 

@@ -123,6 +123,8 @@ def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
     """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
+    if keys >= len(shape_of(x)):  # it broadcasts to what reads it
+        return None
     call = Call(x) if isinstance(x.target, OpOverload) else None
     product = product_of(x, beside=True)
     if call is None or product is not None:
