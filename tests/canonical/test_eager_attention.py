@@ -185,7 +185,7 @@ class OneHead(nn.Module):
     """Scores of three dims, which a bias of four makes four."""
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return (x @ x.mT + bias).softmax(-1) @ x
+        return ((x @ x.mT).transpose(1, 2) + bias).softmax(-1) @ x
 
 
 def test_scores_of_fewer_dims_than_their_bias() -> None:
