@@ -80,8 +80,10 @@ def has_rule(target: Any) -> bool:
 
 
 def _function_of(op: OpOverload) -> RuleFunction | None:
-    by_tag = POINTWISE in op.tags and not schema_of(op).is_mutable  # add.out has the tag, too: a rule is of a function
-    return RULES.get(op) or (RULES[POINTWISE] if by_tag else None)
+    found = RULES.get(op)
+    if found is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, and writes
+        found = RULES[POINTWISE]
+    return found
 
 
 def rule_of(*ops: Any) -> Callable[[FunctionT], FunctionT]:

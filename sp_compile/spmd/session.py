@@ -256,7 +256,7 @@ class Session:
         if meets or error is None:
             return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
-            stop(" ".join(str(error).split("\n"))[:STOPPED], subject=subject_of(gm), within=broken_within())
+            stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
         raise RanksDiffer(str(error)) from error
 
     @contextmanager
