@@ -5,6 +5,8 @@ Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's 
 what that refuses is arithmetic on all scores of a block.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Case, Gradients, Kernel, Need, finite_lse, padded
+from .case import Case, Gradients, Kernel, Need, copied, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -30,10 +32,15 @@ def _additive(case: Case, like: Tensor) -> Tensor | None:
     return torch.where(case.allowed, like.new_zeros(()) if bias is None else bias, -torch.inf)
 
 
+def _neighbouring(*xs: Tensor) -> Sequence[Tensor]:
+    """q, k and v with rows that neighbour each other, as far as `copied` says so."""
+    return tuple(map(Tensor.contiguous, xs)) if copied(*xs) else xs
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *padded(width, q, k, v), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        *_neighbouring(*padded(width, q, k, v)), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
     if mask is not None:
         lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
@@ -43,6 +50,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, T
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
     grad, query, key, value, out = padded(width, grad, q, k, v, out)
+    query, key, value = _neighbouring(query, key, value)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )

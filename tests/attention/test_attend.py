@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
 from sp_compile.lowering.attention.args import LocalArgs, ShardArgs
+from sp_compile.lowering.attention.case import copied
 from sp_compile.lowering.attention.masking import Dropout
 from sp_compile.lowering.attention.merge import merge
 from sp_compile.lowering.communicator import current
@@ -275,3 +276,20 @@ def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeyp
     expected = results()
     monkeypatch.setattr(blockwise, "CPU_SCORES", 300)
     torch.testing.assert_close(results(), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "strided", "expected"),
+    [
+        (512, torch.float32, 3, 3), (512, torch.float32, 1, 1), (512, torch.float64, 3, 6), (512, torch.float32, 0, 0),
+        (511, torch.float32, 3, 0), (512, torch.bfloat16, 3, 0), (1 << 16, torch.float64, 3, 0),
+    ],
+)  # fmt: skip
+def test_rows_that_are_apart_are_copied_where_it_pays(
+    rows: int, dtype: torch.dtype, strided: int, expected: int
+) -> None:
+    """Bytes of so many of q, k and v, in float32; not of half types, few rows, or more than 64 MiB."""
+    shape = (1, rows, 4, 16)
+    views = [torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(strided)]
+    others = [torch.empty(1, 4, rows, 16, dtype=dtype) for _ in range(3 - strided)]
+    assert copied(*views, *others) == expected * math.prod(shape) * 4
