@@ -88,7 +88,7 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
 
 def _rows_with_keys(lse: Tensor) -> slice:
     """From the first to the last row that attends to any key: half of a zigzag shard in most steps of a ring."""
-    found = (lse != -torch.inf).reshape(-1, lse.shape[-1]).any(0).nonzero()
+    found = (lse != -torch.inf).flatten(0, -2).any(0).nonzero()
     return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0)
 
 
