@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from sp_compile._compat import real_tensors
 from sp_compile.lowering.frames import row_order
 
 from .late import LateRows
@@ -134,9 +136,15 @@ class HeldRows:
         assert found is not None
         return found
 
+    @property
+    def _is_traced(self) -> bool:
+        """Is it a compiler's stand-in?"""
+        return type(self.near) is not Tensor
+
     def rows(self) -> Tensor:
-        """This rank's. Raises SpError: they are made late, of what is no more."""
-        with torch.no_grad():
+        """This rank's, also where torch asks for them while it compiles. Raises SpError: made late, of what is no more."""
+        for_real = nullcontext() if self._is_traced else real_tensors()
+        with torch.no_grad(), for_real:
             if self.late is not None:
                 self.local, self.late = self.late.make(), None
             return self.local if self.local is not None else self.layout.rows(self._known())
@@ -147,7 +155,7 @@ class HeldRows:
             self.origin.looked(self.origin.words)
             return self.whole
         local = self.rows()
-        traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
+        traced = self._is_traced  # nothing is exchanged, and nothing kept
         if not traced:
             self.origin.meet(f"{self.origin.words} ({local.dtype} of {self.length} rows)")
         with torch.inference_mode(False), torch.no_grad():
