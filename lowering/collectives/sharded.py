@@ -212,7 +212,8 @@ class Sharded(Tensor):
     def __torch_dispatch__(
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.SymInt, end_of_view, (args, dict(kwargs or {})))
+        kwargs = dict(kwargs or {})
+        args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
         move = MOVES.get(func)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:

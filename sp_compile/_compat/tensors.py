@@ -97,11 +97,12 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-def end_of_view(size: int | torch.SymInt) -> int | torch.SymInt:
-    """The number, where a symbol stands for the end of `x[:, 1:]` or `x[:, :-1]`, as torch 2.13 has it where it repeats a
-    view of a wrapper for Dynamo: it keeps conditions on such a symbol, and can write no guard on it.
+def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
+    """The number, where a symbol stands for the end of `x[:, 1:]` or `x[:, :-1]`.
+
+    So it does where torch 2.13 repeats a view of a wrapper for Dynamo, which can write no guard on such a symbol.
     """
-    hint = size.node.hint if isinstance(size, torch.SymInt) else None  # None: known when the program runs
+    hint = size.node.hint  # None: known when the program runs
     if hint is None or 0 <= hint < sys.maxsize:
         return size
     sources = size.node.shape_env.var_to_sources.get(size.node.expr, ())
