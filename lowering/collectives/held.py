@@ -147,7 +147,7 @@ class HeldRows:
         return type(self.near) is not Tensor
 
     def rows(self) -> Tensor:
-        """This rank's, for real while something else is traced. Raises SpError: they are made late, of what is no more."""
+        """This rank's, for real while something is traced. Raises SpError: they are made late, of what is no more."""
         for_real = nullcontext() if self._is_traced else real_tensors()
         with torch.no_grad(), for_real:
             if self.late is not None:
