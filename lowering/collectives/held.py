@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from sp_compile._compat import FakeTensor, real_tensors
 from sp_compile.lowering.frames import row_order
 
 from .late import LateRows
@@ -83,6 +85,11 @@ class Layout:
             whole = sp.reorder.default(whole, self.dim, self.frame(length), self.dealt.inverse, self.dealt.order)
         return self.dense(whole)
 
+    def empty(self, local: Tensor, length: int) -> Tensor:
+        """One like all ranks' rows, whatever stands in it."""
+        shape = [length if dim == self.dim else extent for dim, extent in enumerate(local.shape)]
+        return local.new_empty_strided(shape, self.strides(shape))
+
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a whole; padding holds copies of others."""
         frame = self.frame(whole.shape[self.dim])
@@ -134,23 +141,33 @@ class HeldRows:
         assert found is not None
         return found
 
+    @property
+    def _is_traced(self) -> bool:
+        """Is it a compiler's stand-in?"""
+        return type(self.near) is not Tensor
+
     def rows(self) -> Tensor:
-        """This rank's. Raises SpError: they are made late, of what is no more."""
-        with torch.no_grad():
+        """This rank's, for real while something is traced. Raises SpError: they are made late, of what is no more."""
+        for_real = nullcontext() if self._is_traced else real_tensors()
+        with torch.no_grad(), for_real:
             if self.late is not None:
                 self.local, self.late = self.late.make(), None
             return self.local if self.local is not None else self.layout.rows(self._known())
 
     def read(self) -> Tensor:
-        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not."""
+        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not.
+
+        Of a compiler's stand-in nothing is kept, and of a fake one only the shape is known: no guard is added on it.
+        """
         if self.whole is not None:
             self.origin.looked(self.origin.words)
             return self.whole
-        local = self.rows()
-        traced = type(local) is not Tensor  # a compiler's stand-in: nothing is exchanged, and nothing kept
+        local, traced = self.rows(), self._is_traced
         if not traced:
             self.origin.meet(f"{self.origin.words} ({local.dtype} of {self.length} rows)")
         with torch.inference_mode(False), torch.no_grad():
+            if isinstance(local, FakeTensor):
+                return self.layout.empty(local, self.length)
             whole = self.layout.whole(local, self.length)
         if not traced:
             self.whole, self.local = whole, None

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sp_compile._compat import (
     OpOverload,
+    end_of_view,
     in_backward,
     in_transform,
     is_batch,
@@ -212,6 +213,7 @@ class Sharded(Tensor):
         cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
         move = MOVES.get(func)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:

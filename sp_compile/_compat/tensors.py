@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -94,6 +95,18 @@ def symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
 def size_hint(size: int | torch.SymInt) -> int:
     """What a size is in the call that is being compiled: to weigh costs, never to prove anything. Adds no guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
+    """The number, where a symbol stands for the end of `x[:, 1:]` or `x[:, :-1]`.
+
+    So it does where torch 2.13 repeats a view of a wrapper for Dynamo, which can write no guard on such a symbol.
+    """
+    hint = size.node.hint  # None: known when the program runs
+    if hint is None or 0 <= hint < sys.maxsize:
+        return size
+    sources = size.node.shape_env.var_to_sources.get(size.node.expr, ())
+    return int(hint) if any(source.is_ephemeral() for source in sources) else size
 
 
 def evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
+from sp_compile._compat import FakeTensorMode
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving, write
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -236,6 +237,21 @@ def test_it_is_gathered_once() -> None:
 
     on_ranks(LAYOUTS[2], rank)
     assert told == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> None:
+    """As AOTAutograd does, which looks at the base of a view."""
+
+    def rank(layout: Layout) -> None:
+        y, right = made(X, layout), made(X, layout).local
+        assert y.sum().isfinite()
+        with FakeTensorMode():
+            rows = y.local
+        assert y.is_whole
+        torch.testing.assert_close(rows, right)
+
+    on_ranks(layout, rank)
 
 
 def test_a_frozen_copy_is_a_leaf() -> None:

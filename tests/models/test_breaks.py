@@ -131,6 +131,52 @@ def test_eager_code_before_a_compiled_tail(
         assert "with an input out of ['x', 'labels']" in words
 
 
+def cut_between_blocks(options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]) -> list[Outcome]:
+    """Blocks that break behind their attention; eager code passes on a view of the first one's result, which it read."""
+    model = build(Packed, shifts=False)
+    for block in model.blocks:
+        block.out.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    alone = copy.deepcopy(model)
+    for block in model.blocks:
+        given = {"compiler": "aot_eager", "cost": {}, "mesh": worker.mesh(), "outputs": "lazy", **options}
+        block.compile(backend="sp", dynamic=dynamic, options=given)
+    outcomes = []
+    for length in lengths:
+        ids, packs = text(length)[0], documents(length, length)
+
+        def loss(m: nn.Module, ids: Tensor = ids, packs: Tensor = packs) -> Tensor:
+            x = m.blocks[0](m.front(ids), packs)[:, cut]
+            for block in m.blocks[1:]:
+                x = block(x, packs[:, cut])
+            return m.tail(x, ids[:, cut])
+
+        found, right = loss(model), loss(alone)
+        grads = [torch.autograd.grad(one, [*m.parameters()]) for one, m in ((found, model), (right, alone))]
+        outcomes.append(outcome(found, grads[0], right, grads[1]))
+    return outcomes
+
+
+BALANCED, ZIGZAG = ({"layout": layout, "attention": "ring"} for layout in ("balanced", "zigzag"))
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "dynamic", "cut", "lengths"),
+    [
+        (2, {}, None, slice(1, None), [10]),
+        pytest.param(2, BALANCED, None, slice(1, None), [24, 27], marks=pytest.mark.slow),
+        pytest.param(2, ZIGZAG, None, slice(None, 20), [24, 27], marks=pytest.mark.slow),
+        pytest.param(3, {}, True, slice(1, -1), [24, 27], marks=pytest.mark.slow),
+        pytest.param(3, BALANCED, True, slice(None, 20), [24, 27], marks=pytest.mark.slow),
+    ],
+)
+def test_views_of_results_in_shards(
+    ranks: Ranks, n: int, options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]
+) -> None:
+    """To autograd such a view has a base in shards, whose rows torch asks for in the middle of a compilation."""
+    for outcomes in zip(*ranks.run(n, cut_between_blocks, options, dynamic, cut, lengths)):
+        check(outcomes)
+
+
 def test_what_the_report_says_of_breaks() -> None:
     """What stays in shards; what is whole, at which line, and why: the hook's largest entry, and what eager code reads."""
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
