@@ -28,6 +28,10 @@ from sp_compile.sharding.windows import SHARD_WINDOWS
 
 # As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
 BUCKET_BYTES = 25 << 20
+# A bucket is a second copy of its gradients while it is filled: no larger share of all that are summed than this,
+# unless it is small anyway.
+BUCKET_SHARE = 1 / 16
+SMALL_BUCKET = 1 << 20
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
@@ -89,19 +93,29 @@ def _is_summand(want: Placement) -> bool:
 
 
 def buckets(sources: list[Node]) -> list[list[Node]]:
-    """Runs of parameters, in the order of their use, of at most BUCKET_BYTES (but at least one parameter) each."""
+    """Runs of parameters, in the order of their use, of at most `_bucket_bytes` (but at least one parameter) each."""
     out: list[list[Node]] = []
-    filled = BUCKET_BYTES + 1
+    most = _bucket_bytes(sources)
+    filled = most + 1
     for source in sources:
-        value = source.meta["val"]
-        numel = size(value.numel())
-        nbytes = numel * value.element_size() if isinstance(numel, int) else 0
-        if filled + nbytes > BUCKET_BYTES and filled:
+        nbytes = _known_bytes(source)
+        if filled + nbytes > most and filled:
             out.append([])
             filled = 0
         out[-1].append(source)
         filled += nbytes
     return out
+
+
+def _bucket_bytes(sources: list[Node]) -> int:
+    share = int(sum(map(_known_bytes, sources)) * BUCKET_SHARE)
+    return min(BUCKET_BYTES, max(SMALL_BUCKET, share))
+
+
+def _known_bytes(source: Node) -> int:
+    value = source.meta["val"]
+    numel = size(value.numel())
+    return numel * value.element_size() if isinstance(numel, int) else 0
 
 
 def before_first_use(sums: list[Node], graph: Graph) -> None:

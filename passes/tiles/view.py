@@ -22,11 +22,11 @@ from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, quotient, size, sizes
-from sp_compile.lowering.frames import rows_held
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
+from sp_compile.sharding.rules.exchanges import frame_of
 from sp_compile.sharding.rules.sorted_rows import SORTED_ROWS
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -117,8 +117,8 @@ def lies(node: Node, planned: Plan, n: int) -> Placement:
 def _cut_by_hand(node: Node) -> Placement:
     """Of what a rank cuts or masks itself: its frame says it."""
     call = Call(node)
-    dim, frame = call.dim(), list(sizes(call["frame"]))
-    rows, outer = rows_held(frame, call["n"]), frame[0]
+    dim, (frame, outer) = call.dim(), frame_of(call)
+    rows = frame.local(call["n"])  # as the shape spells it, where the length is a symbol
     inner = quotient(sizes(node.meta["val"].shape)[dim], product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
 

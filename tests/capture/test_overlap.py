@@ -6,6 +6,7 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+import torch
 from support.capturing import compile_halves
 from support.parity import Checkpointed, Decoder, build, text
 from torch.fx import Graph, GraphModule
@@ -68,3 +69,13 @@ def test_sums_of_gradients_leave_before_the_backward_of_the_layer_before() -> No
     assert len(layers) == 2
     assert sums[0] < layers[1] < waits[-1]
     assert all("wait" not in words(graph)[i + 1] for i in sums[:-1])
+
+
+def test_a_bucket_is_a_small_share_of_all_gradients() -> None:
+    """While it is filled, its gradients are in memory twice."""
+    with mock.patch.object(gradients, "SMALL_BUCKET", 0):
+        _, graph = backward(Decoder, "ulysses", layers=4)
+    summed = [node.args[0] for node in graph.nodes if "all_reduce" in str(node.target)]
+    buckets = [node.meta["val"].nbytes for node in summed if node.target is torch.ops.aten.cat.default]
+    assert buckets
+    assert max(buckets) <= sum(node.meta["val"].nbytes for node in summed) / 16

@@ -17,6 +17,7 @@ from support.parity import Decoder, text
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
+import sp_compile
 from sp_compile import backend
 from sp_compile._compat import SYMBOLIC_GRAPHS
 from sp_compile.backend import RankProgram
@@ -68,6 +69,16 @@ def test_lengths(compiler: str) -> None:
     assert all(fits.values())
     rows = {extents[1] for extents in fits}
     assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process has one program, whoever compiles it
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_labels_that_a_rank_masks_are_rows(n: int) -> None:
+    given = batch(13)
+    for x in given:
+        torch._dynamo.mark_dynamic(x, 1)
+    found = sp_compile.verify(Model(mean).double(), *given, sp=n, tiles=3)
+    assert found.worst < 1e-9
+    assert any("losses.py" in one.where for one in found.tiled), found
 
 
 def on_a_rank(compiler: str) -> None:
