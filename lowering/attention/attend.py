@@ -20,7 +20,7 @@ from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
-from .case import Kernel, Need, copied
+from .case import Kernel, Need, bytes_copied
 from .kernels import kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
@@ -157,7 +157,7 @@ def _inside(workspace: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
     """Kernels have their workspace; then what they lay out, rows before heads, is copied."""
     rows = size_hint(q.shape[:3].numel())
     out, lse = rows * size_hint(v.shape[3]) * q.element_size(), rows * accumulation_dtype(q.dtype).itemsize
-    return max(workspace + copied(q, k, v) + lse, out + lse)
+    return max(workspace + bytes_copied(q, k, v) + lse, out + lse)
 
 
 def _inside_backward(
@@ -172,7 +172,7 @@ def _inside_backward(
     given, packed = _bytes(q, k, v), any(others[1:])
     sent = _bytes(k, v) * wide if packed else 0
     moved = given if wide > 1 else _bytes(k, v) if packed else 0
-    return max(workspace + copied(q, k, v) + _bytes(lse) + sent + given - given * wide, moved)
+    return max(workspace + bytes_copied(q, k, v) + _bytes(lse) + sent + given - given * wide, moved)
 
 
 @opaque(

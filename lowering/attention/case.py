@@ -191,7 +191,7 @@ def finite_lse(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
-def copied(q: Tensor, k: Tensor, v: Tensor) -> int:
+def bytes_copied(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Bytes of what the CPU's kernel is given as copies, because of rows that are apart; 0: none.
 
     Each row is read once for every few rows of the other side, and rows that neighbour each other are read faster:

@@ -17,7 +17,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Case, Gradients, Kernel, Need, copied, finite_lse, padded
+from .case import Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -33,8 +33,8 @@ def _additive(case: Case, like: Tensor) -> Tensor | None:
 
 
 def _neighbouring(*xs: Tensor) -> Sequence[Tensor]:
-    """q, k and v with rows that neighbour each other, as far as `copied` says so."""
-    return tuple(map(Tensor.contiguous, xs)) if copied(*xs) else xs
+    """q, k and v with rows that neighbour each other, as far as `bytes_copied` says so."""
+    return tuple(map(Tensor.contiguous, xs)) if bytes_copied(*xs) else xs
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
@@ -230,10 +231,13 @@ def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:
 
 
 def symbols_of(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where each symbol of a graph in the global view can be read: the number of an input, and the dim of a tensor."""
+    """Where each symbol of a graph in the global view can be read: the number of an input, and the dim of a tensor.
+
+    With inputs="local" a program is called with a rank's shard, whose length a symbol is; the view's is n times that.
+    """
     found: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        value = node.meta.get("val")
+        value = node.meta.get("val") if record(node).local is None else record(node).local
         if isinstance(value, torch.SymInt):
             found.setdefault(size(value), (i, None))
         for dim, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):

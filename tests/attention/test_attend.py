@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
 from sp_compile.lowering.attention.args import LocalArgs, ShardArgs
-from sp_compile.lowering.attention.case import copied
+from sp_compile.lowering.attention.case import bytes_copied
 from sp_compile.lowering.attention.masking import Dropout
 from sp_compile.lowering.attention.merge import merge
 from sp_compile.lowering.communicator import current
@@ -292,4 +292,4 @@ def test_rows_that_are_apart_are_copied_where_it_pays(
     shape = (1, rows, 4, 16)
     views = [torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(strided)]
     others = [torch.empty(1, 4, rows, 16, dtype=dtype) for _ in range(3 - strided)]
-    assert copied(*views, *others) == expected * math.prod(shape) * 4
+    assert bytes_copied(*views, *others) == expected * math.prod(shape) * 4

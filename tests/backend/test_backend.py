@@ -276,15 +276,15 @@ def test_checkpointed_blocks_run_again_in_the_backward(ranks: Ranks) -> None:
     assert exchanges == (4, 4)
 
 
-def shards(seq: int) -> tuple[list[Outcome], str]:
-    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states.
+def shards(seq: int, outputs: str) -> tuple[list[Outcome], str]:
+    """Each rank passes its part of the tokens and targets, and gets its part of the hidden states, or all of them.
 
     At last it passes a part of another length than the others do.
     """
     mesh = worker.mesh()
     model = build(Shards, layers=1)
     alone = copy.deepcopy(model)
-    run = sp(model, mesh=mesh, inputs="local", outputs="local")
+    run = sp(model, mesh=mesh, inputs="local", outputs=outputs)
     outcomes = []
     for seed in (1, 2):
         ids, targets = text(seq * seed, seed=seed)
@@ -293,7 +293,7 @@ def shards(seq: int) -> tuple[list[Outcome], str]:
             m.zero_grad()
         loss, hidden = run(ids[:, mine].clone(), targets[:, mine].clone())
         right, whole = alone(ids, targets)
-        assert difference(hidden, whole[:, mine]) < 1e-9
+        assert difference(hidden, whole[:, mine] if outputs == "local" else whole) < 1e-9
         loss.backward()
         right.backward()
         outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
@@ -307,10 +307,15 @@ class Shards(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), x.detach()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_local_inputs_and_outputs(ranks: Ranks, n: int) -> None:
-    results = ranks.run(n, shards, 12)
+@pytest.mark.parametrize(
+    ("n", "outputs"),
+    [
+        (2, "lazy"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "local"), (3, "local"), (3, "gather")]),
+    ],
+)
+def test_local_inputs_and_outputs(ranks: Ranks, n: int, outputs: str) -> None:
+    results = ranks.run(n, shards, 12, outputs)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
     for _, refusal in results:
