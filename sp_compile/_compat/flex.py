@@ -6,7 +6,8 @@ The public function has a backward of its own result only; a block of a ring nee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,19 @@ _ALWAYS = {
 """What the public function sets, of which templates make code."""
 
 Mod = Callable[..., Tensor]
+
+
+@contextmanager
+def flex_on_any_device() -> Iterator[None]:
+    """torch 2.11 to 2.15 refuse a flex_attention that trains on a CPU, and any on the meta device, by this function
+    alone: on a CPU its eager form has gradients, and a look at a program runs no kernel of it.
+    """
+    refused = public._validate_device
+    public._validate_device = lambda query, key, value: None
+    try:
+        yield
+    finally:
+        public._validate_device = refused
 
 
 def flex_forward(

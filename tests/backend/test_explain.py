@@ -4,7 +4,8 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import sp_compile
 
@@ -44,10 +45,10 @@ Constraints
 Rewrites
   nodes  pass     at                                                        what and why
 -------  -------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean     backend/test_explain.py:25: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
+      1  mean     backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
                                                                             whole sequence
-      2  ulysses  backend/test_explain.py:24: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
-      1  reduce   backend/test_explain.py:25: return F.cross_entropy(se...  partial sums of the ranks added
+      2  ulysses  backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
+      1  reduce   backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
@@ -64,12 +65,12 @@ ring         1 x 4    zigzag, moved         2.627          2.952       5.579    
 Collectives, bytes that one rank sends
   times  exchange     local shape                                     sent forward    sent backward    at
 -------  -----------  ----------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard        1 x 16                                          0 B             0 B              backend/test_explain.py:21: x = self.embed(ids)
+      1  shard        1 x 16                                          0 B             0 B              backend/test_explain.py:22: x = self.embed(ids)
       1  reduce_grad  32 x 16, 48 x 16, 32 x 16, ... (4 tensors)      0 B             10.7 KiB         the parameters
-      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          backend/test_explain.py:24: x = x + F.scaled_dot_prod...
-      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            backend/test_explain.py:24: x = x + F.scaled_dot_prod...
-      1  shard        16                                              0 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
-      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
+      2  all_to_all   1 x 4 x 16 x 4, 1 x 4 x 16 x 4, 1 x 4 x 16 x 4  2.2 KiB         2.2 KiB          backend/test_explain.py:25: x = x + F.scaled_dot_prod...
+      2  all_to_all   1 x 1 x 64 x 4                                  768 B           768 B            backend/test_explain.py:25: x = x + F.scaled_dot_prod...
+      1  shard        16                                              0 B             0 B              backend/test_explain.py:26: return F.cross_entropy(se...
+      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:26: return F.cross_entropy(se...
          total                                                        6.0 KiB         16.7 KiB""",
         )
 
@@ -86,10 +87,10 @@ Constraints
 Rewrites
   nodes  pass    at                                                        what and why
 -------  ------  --------------------------------------------------------  -------------------------------------------------------
-      1  mean    backend/test_explain.py:25: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
+      1  mean    backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
                                                                            whole sequence
-      2  ring    backend/test_explain.py:24: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
-      1  reduce  backend/test_explain.py:25: return F.cross_entropy(se...  partial sums of the ranks added
+      2  ring    backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
+      1  reduce  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal
@@ -106,11 +107,11 @@ ulysses      4 x 1    contiguous                                                
 Collectives, bytes that one rank sends
   times  exchange        local shape                                  sent forward    sent backward    at
 -------  --------------  -------------------------------------------  --------------  ---------------  --------------------------------------------------------
-      1  shard           1 x 3                                        0 B             0 B              backend/test_explain.py:21: x = self.embed(ids)
+      1  shard           1 x 3                                        0 B             0 B              backend/test_explain.py:22: x = self.embed(ids)
       1  reduce_grad     32 x 16, 48 x 16, 32 x 16, ... (4 tensors)   0 B             10.7 KiB         the parameters
-      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          backend/test_explain.py:24: x = x + F.scaled_dot_prod...
-      1  shard           3                                            0 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
-      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:25: return F.cross_entropy(se...
+      2  ring_attention  1 x 2 x 3 x 8, 1 x 2 x 3 x 8, 1 x 2 x 3 x 8  1.1 KiB         2.2 KiB          backend/test_explain.py:25: x = x + F.scaled_dot_prod...
+      1  shard           3                                            0 B             0 B              backend/test_explain.py:26: return F.cross_entropy(se...
+      1  all_reduce                                                   6 B             0 B              backend/test_explain.py:26: return F.cross_entropy(se...
          total                                                        2.3 KiB         15.2 KiB""",
         )
 
@@ -165,3 +166,31 @@ def test_bytes_of_the_other_strategies(attention, ulysses):
     if any("scatter" in str(d.chosen.ring_grads) for d in report.attention):
         home = ring - 1
     assert [e.backward for e in sent] == [others + (ring - 1) * keys + home * keys] * 2
+
+
+class Flexible(nn.Module):
+    """Attention by torch's `flex_attention`, of scores with a slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.inner(x).chunk(3, -1))
+        y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + 0.1 * (j - i))
+        return (y.transpose(1, 2).flatten(2) + x).pow(2).mean()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_flex_attention_that_trains_is_looked_at_without_a_gpu(device: str) -> None:
+    """torch refuses it on both; on a CPU its numbers are compared as well."""
+    with torch.device(device):
+        model, x = Flexible().double(), torch.randn(2, 12, 16, dtype=torch.float64)
+    report = sp_compile.explain(model, x, sp=2, attention="ring", memory=True)
+    assert "ring_attention" in str(report)
+    assert not report.fallbacks
+    assert report.step is not None
+    if device == "cpu":
+        assert not sp_compile.verify(model, x, sp=3, attention="ring").fallbacks
+    with pytest.raises((NotImplementedError, ValueError), match=r"(?i)flexattention"):
+        model(x)
