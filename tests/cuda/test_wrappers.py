@@ -60,27 +60,30 @@ pack
 attend_backward step 0 of 1
 2 = shift:1:1 float32[2, 1, 4, 131072, 128]
 product
+3 = all_reduce bfloat16[1048576]
 wait 1
-3 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
-attend_backward step 1 of 1, 3, 2
+4 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
+attend_backward step 1 of 1, 4, 2
 add_into
 wait 2
 kernel
-4 = shift:1:1 float32[2, 1, 4, 131072, 128]
-wait 3
-attend_backward step 2 of 3, 4
-add_into
+5 = shift:1:1 float32[2, 1, 4, 131072, 128]
 wait 4
-kernel
-5 = shift:-2:1 float32[2, 1, 4, 131072, 128]
+attend_backward step 2 of 4, 5
+add_into
 wait 5
 kernel
+6 = shift:-2:1 float32[2, 1, 4, 131072, 128]
+wait 6
+kernel
 product
+7 = all_reduce bfloat16[1048576]
 kernel x 2
 product
-kernel
-6 = all_reduce bfloat16[3145728]
-wait 6""",
+8 = all_reduce bfloat16[1048576]
+wait 8
+wait 7
+wait 3""",
     )
 
 
@@ -110,18 +113,21 @@ product
 kernel
 1 = all_to_all_single bfloat16[2, 131072, 512]
 product
+2 = all_reduce bfloat16[1048576]
 wait 1
 _scaled_dot_product_flash_attention_backward of 1
 kernel
-2 = all_to_all_single bfloat16[2, 2, 67108864]
-wait 2
+3 = all_to_all_single bfloat16[2, 2, 67108864]
+wait 3
 kernel
 product
+4 = all_reduce bfloat16[1048576]
 kernel
 product
-kernel
-3 = all_reduce bfloat16[3145728]
-wait 3""",
+5 = all_reduce bfloat16[1048576]
+wait 5
+wait 4
+wait 2""",
     )
 
 
@@ -160,25 +166,28 @@ product
 kernel
 1 = all_to_all_single bfloat16[2, 131072, 256]
 product
+2 = all_reduce bfloat16[1048576]
 wait 1
 kernel
-2 = all_to_all_single bfloat16[2, 131072, 256]
+3 = all_to_all_single bfloat16[2, 131072, 256]
 _scaled_dot_product_flash_attention_backward of 1
 kernel
-3 = all_to_all_single bfloat16[2, 1, 67108864]
-wait 2
-_scaled_dot_product_flash_attention_backward of 2
-kernel
 4 = all_to_all_single bfloat16[2, 1, 67108864]
-wait 4
 wait 3
+_scaled_dot_product_flash_attention_backward of 3
+kernel
+5 = all_to_all_single bfloat16[2, 1, 67108864]
+wait 5
+wait 4
 kernel
 product
+6 = all_reduce bfloat16[1048576]
 kernel
 product
-kernel
-5 = all_reduce bfloat16[3145728]
-wait 5""",
+7 = all_reduce bfloat16[1048576]
+wait 7
+wait 6
+wait 2""",
     )
 
 
@@ -227,23 +236,26 @@ product
 pack
 1 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
 product
+2 = all_reduce bfloat16[1048576]
 wait 1
-2 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
+3 = all_gather_into_tensor bfloat16[131072, 1, 4, 256]
 attend_backward step 0 of 1
-3 = reduce_scatter_tensor float32[65536, 1, 4, 256]
-wait 2
-attend_backward step 0 of 2
-add_into
 4 = reduce_scatter_tensor float32[65536, 1, 4, 256]
-wait 4
 wait 3
+attend_backward step 0 of 3
+add_into
+5 = reduce_scatter_tensor float32[65536, 1, 4, 256]
+wait 5
+wait 4
 kernel
 product
+6 = all_reduce bfloat16[1048576]
 kernel x 2
 product
-kernel
-5 = all_reduce bfloat16[3145728]
-wait 5""",
+7 = all_reduce bfloat16[1048576]
+wait 7
+wait 6
+wait 2""",
     )
 
 
@@ -281,29 +293,32 @@ product
 kernel
 1 = among:2 bfloat16[2, 131072, 512]
 product
+2 = all_reduce bfloat16[1048576]
 wait 1
 kernel
 pack
-2 = shift:1:2 bfloat16[2, 1, 2, 262144, 128]
-attend_backward step 0 of 2
-3 = shift:1:2 float32[2, 1, 2, 262144, 128]
-wait 2
-attend_backward step 1 of 2, 3
-add_into
+3 = shift:1:2 bfloat16[2, 1, 2, 262144, 128]
+attend_backward step 0 of 3
+4 = shift:1:2 float32[2, 1, 2, 262144, 128]
 wait 3
-kernel
-4 = shift:-1:2 float32[2, 1, 2, 262144, 128]
+attend_backward step 1 of 3, 4
+add_into
 wait 4
 kernel
-5 = among:2 bfloat16[2, 2, 67108864]
+5 = shift:-1:2 float32[2, 1, 2, 262144, 128]
 wait 5
 kernel
-product
+6 = among:2 bfloat16[2, 2, 67108864]
+wait 6
 kernel
 product
+7 = all_reduce bfloat16[1048576]
 kernel
-6 = all_reduce bfloat16[3145728]
-wait 6""",
+product
+8 = all_reduce bfloat16[1048576]
+wait 8
+wait 7
+wait 2""",
     )
 
 
