@@ -3,6 +3,8 @@
     python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
     python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB]    to results/plans.md:
         what `sp_compile.plan` finds for models on the meta device, and its CPU time
+    python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/explain.md:
+        how `sp_compile.explain` would split such a model at --tokens, and its CPU time
 
 Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
 plan by a document, which say how it grows on any machine. Last, how evenly layouts share the work of three kinds of
@@ -49,6 +51,14 @@ SIZES = {
             **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024},
         },
     ),
+    "gpt-oss-20b": (
+        "GptOss",
+        {
+            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24},
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+            **{"num_local_experts": 32},
+        },
+    ),
 }
 """transformers' names, and sizes of the published models where they are not its defaults."""
 RANKS = (8, 16, 64, 512)
@@ -58,6 +68,14 @@ WORDS = """# Plans of models on the meta device
 `python benchmarks/plans.py --models`: transformers' models in bfloat16 that return loss and logits, one sequence,
 {memory} a rank. The fastest way that fits on so many ranks: attention, checkpointed layers, tiles, what waits on the
 host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, whole plans, beside other work.
+
+"""
+
+EXPLAINED = RESULTS.with_name("explain.md")
+EXPLAIN_WORDS = """# How `explain` would split models on the meta device
+
+`python benchmarks/plans.py --explain`: transformers' models in bfloat16 that return loss and logits, one sequence of
+{tokens:,} tokens, {memory} a rank. Predicted for H100s; CPU s: of one core, beside other work.
 
 """
 
@@ -107,6 +125,34 @@ def plans_of_models(
             done(made)
 
 
+def attentions(report: sp_compile.Report) -> str:
+    """What each distinct attention became, with predicted seconds of a step of all of its layers."""
+    found = []
+    for one in report.attention:
+        seconds = one.nodes * one.chosen.seconds
+        window = "" if one.shape.window is None else f", window {one.shape.window}"
+        found.append(f"{one.nodes} x {one.chosen.kind} {one.chosen.layout}{window}: {seconds:.4g} s")
+    return "; ".join(found)
+
+
+def explanations(names: Sequence[str], tokens: int, memory: str, ranks: Sequence[int]) -> Table:
+    """CPU time of `explain` of each model on so many ranks, and what it says of attention."""
+    table = Table("model", "ranks", "CPU s", "attention, forward and backward", "inputs that are gathered")
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    for name in names:
+        model = made(name)
+        for n in ranks:
+            begin = time.process_time()
+            report = sp_compile.explain(model, ids, labels=ids, sp=n, cost={"memory": gigabytes(memory)})
+            seconds = time.process_time() - begin
+            table.add_row(name, str(n), f"{seconds:.1f}", attentions(report), str(len(report.fallbacks)))
+    return table
+
+
+def gigabytes(memory: str) -> float:
+    return float(memory.removesuffix("GB")) * 1e9
+
+
 def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
     times = []
     for _ in range(rounds):
@@ -139,6 +185,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="*", choices=[*SIZES], help="all, if none is named")
+    parser.add_argument("--explain", nargs="*", choices=[*SIZES], help="all, if none is named")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1 << 17, 1 << 20, 1 << 22])
     parser.add_argument("--memory", default="80GB")
     args = parser.parse_args()
@@ -147,6 +194,11 @@ def main() -> None:
         words = WORDS.format(memory=args.memory)
         write = lambda made: RESULTS.write_text(words + markdown(made) + "\n")  # noqa: E731
         plans_of_models(args.models or [*SIZES], args.lengths, args.memory, RANKS, write)
+        return
+    if args.explain is not None:
+        table = explanations(args.explain or [*SIZES], args.tokens, args.memory, args.ranks)
+        Console(width=200).print(table)
+        EXPLAINED.write_text(EXPLAIN_WORDS.format(memory=args.memory, tokens=args.tokens) + markdown(table) + "\n")
         return
     console = Console(width=120)
     pieces = Table("vector", "ms", "pieces", title=f"pieces of {args.tokens} values")
