@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import sp_compile
+from sp_compile.cost.plan.plan import bytes_of_text
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import Segment
 
@@ -143,14 +144,10 @@ def explanations(names: Sequence[str], tokens: int, memory: str, ranks: Sequence
         model = made(name)
         for n in ranks:
             begin = time.process_time()
-            report = sp_compile.explain(model, ids, labels=ids, sp=n, cost={"memory": gigabytes(memory)})
+            report = sp_compile.explain(model, ids, labels=ids, sp=n, cost={"memory": bytes_of_text(memory)})
             seconds = time.process_time() - begin
             table.add_row(name, str(n), f"{seconds:.1f}", attentions(report), str(len(report.fallbacks)))
     return table
-
-
-def gigabytes(memory: str) -> float:
-    return float(memory.removesuffix("GB")) * 1e9
 
 
 def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:

@@ -20,7 +20,7 @@ from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
-from .case import Kernel, Need, bytes_copied
+from .case import Kernel, Need, bytes_copied, operand_bytes
 from .kernels import kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
@@ -149,10 +149,6 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
     return both, k.new_empty((0,), dtype=dtype)
 
 
-def _bytes(*xs: Tensor) -> int:
-    return sum(size_hint(x.numel()) * x.element_size() for x in xs)
-
-
 def _inside(workspace: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
     """Kernels have their workspace; then what they lay out, rows before heads, is copied."""
     rows = size_hint(q.shape[:3].numel())
@@ -169,10 +165,10 @@ def _inside_backward(
     """
     _, (_, *others) = LocalArgs.of(rest)
     wide = accumulation_dtype(q.dtype).itemsize // q.element_size()
-    given, packed = _bytes(q, k, v), any(others[1:])
-    sent = _bytes(k, v) * wide if packed else 0
-    moved = given if wide > 1 else _bytes(k, v) if packed else 0
-    return max(workspace + bytes_copied(q, k, v) + _bytes(lse) + sent + given - given * wide, moved)
+    given, packed = operand_bytes(q, k, v), any(others[1:])
+    sent = operand_bytes(k, v) * wide if packed else 0
+    moved = given if wide > 1 else operand_bytes(k, v) if packed else 0
+    return max(workspace + bytes_copied(q, k, v) + operand_bytes(lse) + sent + given - given * wide, moved)
 
 
 @opaque(

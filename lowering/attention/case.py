@@ -191,6 +191,11 @@ def finite_lse(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
+def operand_bytes(*xs: Tensor) -> int:
+    """Of all together, in the call that is being compiled."""
+    return sum(size_hint(x.numel()) * x.element_size() for x in xs)
+
+
 def bytes_copied(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Bytes of what the CPU's kernel is given as copies, because of rows that are apart; 0: none.
 
@@ -202,7 +207,7 @@ def bytes_copied(q: Tensor, k: Tensor, v: Tensor) -> int:
     many = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _MANY_ROWS
     if not apart or not many or q.device.type != "cpu" or q.dtype in HALF:
         return 0
-    nbytes = sum(size_hint(x.numel()) * x.element_size() for x in apart)
+    nbytes = operand_bytes(*apart)
     return nbytes if nbytes <= _MOST_COPIED else 0
 
 
