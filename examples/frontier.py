@@ -3,15 +3,18 @@
     python examples/frontier.py [--limit 64] [--ranks 1 2 4]       a table, and frontier.png
 
 A small decoder with a large vocabulary trains on ranks of this machine. Once it is compiled, each process may take so
-many MiB more and no byte beyond (RLIMIT_DATA, of Linux); sequences grow step by step until one dies of it. What
-`explain` predicts is drawn beside it. What waits on the host (`offload`) is not tried: on a CPU
-the host's memory is the same.
+many MiB more and no byte beyond (RLIMIT_DATA, of Linux); sequences grow step by step until a rank dies of it, which
+lifts its limit to say so, and the others are ended. A step that takes longer than five minutes ends its rank, too, with
+a traceback of every thread. What `explain` predicts is drawn beside it. What waits on the host (`offload`) is not
+tried: on a CPU the host's memory is the same.
 """
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import resource
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,8 +36,9 @@ VOCAB, DIM, LAYERS, HEADS = 8192, 64, 2, 4
 FIRST, GROWS, STRIDE = 0.5, 1.06, 32
 """The first length, of what is predicted; each next one, of the one before; and what divides all."""
 SHORT = 256  # tokens of the step that compiles
+LONGEST_STEP = 300  # seconds; no rank waits longer for one that is stuck
 LOOKED = 8192, 16384  # lengths at which memory is predicted; it grows evenly between and beyond
-OF_MEMORY = "memory", "alloc"
+OF_MEMORY = "memory", "alloc", "MemoryError"
 
 
 @dataclass(frozen=True)
@@ -138,15 +142,21 @@ def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) 
 
     for tokens in (SHORT, SHORT + STRIDE):
         step(tokens)
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # a handler in Python might never run
     limit_memory(limit)
     with Path(f"{folder}/done{rank}").open("w", buffering=1) as done:
         for tokens in lengths(start):
+            signal.alarm(LONGEST_STEP)
             try:
                 step(tokens)
+                done.write(f"{tokens}\n")
             except BaseException as error:
-                Path(f"{folder}/error{rank}").write_text(str(error))
-                os._exit(1)  # others wait for this rank: what they would be told is not the point
-            done.write(f"{tokens}\n")
+                try:
+                    # Without it there may be no memory to open a file, and others would wait for this rank.
+                    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                    Path(f"{folder}/error{rank}").write_text(str(error) or type(error).__name__)
+                finally:
+                    os._exit(1)  # what others would be told is not the point
 
 
 def lengths(start: int) -> Iterator[int]:

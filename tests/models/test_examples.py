@@ -84,11 +84,14 @@ def test_demo(tmp_path):
 
 
 @pytest.mark.slow
-def test_frontier(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frontier(ranks, tmp_path):
     """Tiles take longer sequences into the same memory, and checkpoints beside them still longer ones."""
     chart = tmp_path / "frontier.png"
-    out = run("examples/frontier.py", "--limit", "48", "--ranks", "1", "--chart", str(chart))
-    tokens = {name: int(made.replace(",", "")) for name, made in re.findall(r"([\w ]+), 1 ranks: ([\d,]+) tokens", out)}
+    out = run("examples/frontier.py", "--limit", "48", "--ranks", str(ranks), "--chart", str(chart))
+    tokens = {
+        name: int(made.replace(",", "")) for name, made in re.findall(rf"([\w ]+), {ranks} ranks: ([\d,]+) tokens", out)
+    }
     assert tokens["both"] > tokens["tiles"] > 2 * tokens["as written"]
     assert chart.exists()
 
