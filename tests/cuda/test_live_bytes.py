@@ -25,9 +25,9 @@ def test_a_ring_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> No
         assert few <= found[0] + MIB  # two ranks have less under way
 
 
-@pytest.mark.slow
-def test_a_hybrid_keeps_one_accumulator(gpu: AbsentGpu) -> None:
-    for few, *found in peaks(gpu, "hybrid", (4, 8, 16), ulysses=2):
+@pytest.mark.parametrize("ns", [(4, 6, 8), pytest.param((4, 8, 16), marks=pytest.mark.slow)])
+def test_a_hybrid_keeps_one_accumulator(gpu: AbsentGpu, ns: tuple[int, ...]) -> None:
+    for few, *found in peaks(gpu, "hybrid", ns, ulysses=2):
         flat(found)
         assert few <= found[0] + MIB
 
@@ -37,11 +37,9 @@ def flat(found: Sequence[int]) -> None:
     assert max(found) - min(found) < MIB, found
 
 
-@pytest.mark.slow
 def test_gathered_keys_are_not_copied(gpu: AbsentGpu) -> None:
-    """No kernel writes the rows of all ranks, or one half of each's, but to put gradients side by side."""
+    """No kernel writes the rows of all ranks, or one half of each's."""
     rank = gpu.run(attention, "gather", 4, SIZES)
-    half = [2 * SIZES.rows, 1, SIZES.kv_heads, 2 * SIZES.head_dim]
-    for trace, sent in ((rank.forward, []), (rank.backward, [half, half])):
+    for trace in (rank.forward, rank.backward):
         assert trace.buffers
-        assert [x for x in trace.buffers if not {2 * SIZES.rows, 4 * SIZES.rows}.isdisjoint(x)] == sent
+        assert not [x for x in trace.buffers if not {2 * SIZES.rows, 4 * SIZES.rows}.isdisjoint(x)]
