@@ -5,6 +5,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+from docutils import nodes
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -53,8 +55,22 @@ def escaped(line: str) -> str:
     return "".join(f"``{part}``" if i % 2 else re.sub(r"([*_|\\])", r"\\\1", part) for i, part in enumerate(parts))
 
 
+def anchored(document: nodes.document) -> None:
+    """Every row of the page of errors has an anchor of its message's words, and a link to it."""
+    for row in document.findall(nodes.row):
+        cell = row.children[0]
+        if message := next(cell.findall(nodes.literal), None):
+            anchor = nodes.make_id(message.astext()) or "message"
+            while anchor in document.ids:
+                anchor += "-"
+            document.ids[anchor] = cell
+            cell["ids"].append(anchor)
+            cell.children[0].append(nodes.reference("", " ¶", refid=anchor, classes=["headerlink"]))
+
+
 def setup(app) -> None:
     def docstring(_app, _what, _name, _object, _options, lines: list[str]) -> None:
         lines[:] = restructured(lines)
 
     app.connect("autodoc-process-docstring", docstring)
+    app.connect("doctree-read", lambda app, document: app.env.docname == "errors" and anchored(document))

@@ -1,5 +1,6 @@
 """The site of docs/ builds without a warning: links, anchors, docstrings."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,8 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     api = (tmp_path / "site" / "api.html").read_text()
     assert "sp_compile.integrations.transformers.SequenceParallel" in api
     assert "the DeviceMesh whose ranks share the sequence" in api
+    errors = (tmp_path / "site" / "errors.html").read_text()
+    messages = re.findall(r"^\| `", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    anchors = re.findall(r'<td[^>]* id="([^"]+)"', errors)
+    assert len(set(anchors)) == len(anchors) == len(messages)
+    assert all(f'href="#{anchor}"' in errors for anchor in anchors)
