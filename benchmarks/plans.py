@@ -1,6 +1,7 @@
 """CPU time of plans of packed documents: of finding a vector's pieces, and of a plan from them, which layers share.
 
     python benchmarks/plans.py [--tokens 1048576] [--documents 100 1000 10000] [--window 1024] [--ranks 8 64]
+        [--output benchmarks/results/packed_documents.md]
     python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB]    to results/plans.md:
         what `sp_compile.plan` finds for models on the meta device, and its CPU time
     python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/explain.md:
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from measuring.balance import balance, lengths_of, packed, pieces_of
-from measuring.tables import markdown
+from measuring.tables import commit, markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -70,6 +71,12 @@ WORDS = """# Plans of models on the meta device
 {memory} a rank. The fastest way that fits on so many ranks: attention, checkpointed layers, tiles, what waits on the
 host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, whole plans, beside other work.
 
+"""
+
+PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share their work
+
+`python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of several
+calls on one thread. "steps" are Python calls by a document; "packed calls" those of a kernel for many documents + of others.
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")
@@ -185,6 +192,7 @@ def main() -> None:
     parser.add_argument("--explain", nargs="*", choices=[*SIZES], help="all, if none is named")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1 << 17, 1 << 20, 1 << 22])
     parser.add_argument("--memory", default="80GB")
+    parser.add_argument("--output", type=Path, help="a file for the tables of packed documents, as Markdown")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.models is not None:
@@ -204,7 +212,6 @@ def main() -> None:
     vectors = {"arange": torch.arange(args.tokens)[None], "documents": number, "position_ids": position, "noise": noise}
     for name, x in vectors.items():
         pieces.add_row(name, f"{milliseconds(lambda x=x: pieces_of(x)):.2f}", str(len(pieces_of(x).starts)))
-    console.print(pieces)
     plans = Table("mask", "documents", "ms", "steps", "blocks", "packed calls", title="plans of all queries and keys")
     rows = (Segment(0, 0, args.tokens),)
     for documents in args.documents:
@@ -219,9 +226,11 @@ def main() -> None:
             calls = f"{len(made.packed)} + {len(made.others)}"
             each = f"{steps(run) / documents:.0f}"
             plans.add_row(name, str(documents), f"{milliseconds(run):.1f}", each, str(len(made.blocks)), calls)
-    console.print(plans)
-    for documents in args.documents[:2]:
-        console.print(balance(args.tokens, documents, args.ranks))
+    tables = [pieces, plans, *(balance(args.tokens, documents, args.ranks) for documents in args.documents[:2])]
+    console.print(*tables)
+    if args.output:
+        sections = [f"## {table.title}\n\n{markdown(table)}\n" for table in tables]
+        args.output.write_text("\n".join([PACKED_WORDS.format(processor=processor(), commit=commit()), *sections]))
 
 
 if __name__ == "__main__":
