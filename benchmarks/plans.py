@@ -75,8 +75,8 @@ host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one cor
 
 PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share their work
 
-`python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of several
-calls on one thread. "steps" are Python calls by a document; "packed calls" those of a kernel for many documents + of others.
+`python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of
+several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")

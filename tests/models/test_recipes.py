@@ -68,8 +68,8 @@ def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any)
     return torch.load(result)
 
 
-def compare(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    assert len(found["losses"]) == len(alone["losses"]) >= 5
+def compare(found: dict[str, Any], alone: dict[str, Any], steps: int = 10) -> None:
+    assert len(found["losses"]) == len(alone["losses"]) >= steps
     assert torch.allclose(*(torch.tensor(one["losses"]) for one in (found, alone)), rtol=0, atol=LOSS)
     assert found["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
@@ -163,7 +163,7 @@ def test_all_that_a_trainer_does(tmp_path: Path, processes: int, words: Sequence
     for name in ("alone", "shared"):
         (tmp_path / name).mkdir()
     alone, whole = trained(tmp_path / "alone", 1, words), trained(tmp_path / "shared", processes, words)
-    compare(whole, alone)
+    compare(whole, alone, steps=5)
     assert torch.allclose(whole["predictions"], alone["predictions"], rtol=0, atol=WEIGHT)
     resumed = trained(tmp_path / "shared", processes, words, "out/checkpoint-3")
     assert resumed["losses"] == whole["losses"]
@@ -184,4 +184,4 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> N
     (tmp_path / "checkpoint").rmdir()
     run("fsdp", tmp_path, 2)
     resumed = run("fsdp", tmp_path, 4)
-    compare(resumed, {**alone, "losses": alone["losses"][5:]})
+    compare(resumed, {**alone, "losses": alone["losses"][5:]}, steps=5)

@@ -71,7 +71,7 @@ class Stack(nn.Module):
 class Way:
     """How the blocks are compiled and sharded, on `sizes` ranks of replicas and of a sequence.
 
-    over: FSDP's ranks, the "replicas" or "all". grads: the option param_grads. gathers: again in the backward.
+    over: FSDP's ranks, the "replicas" or "all"; "ddp" is DDP over all around the model. grads: the option param_grads. gathers: again in the backward.
     fetches: each block asks for its neighbours' weights, both ways.
     """
 
@@ -98,21 +98,26 @@ class Way:
         policy = {"mp_policy": CASTS} if self.mixed else {}
         fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **policy)
 
-    def wrap(self, model: Stack, compiler: Callable[..., Any]) -> None:
+    def wrap(self, model: Stack, compiler: Callable[..., Any]) -> nn.Module:
+        """What is called instead of the model, whose blocks it compiles and shards."""
         sequence = worker.mesh2d(*self.sizes)
         mesh = sequence["dp"] if self.over == "replicas" else worker.mesh2d(4, 1)["dp"]
         options = {"compiler": compiler, "cost": {}, "mesh": sequence, "outputs": "lazy", "param_grads": self.grads}
         for block in model.blocks:
             if self.first == "compile":
                 block.compile(backend="sp", options=options)
-            self.shard(block, mesh)
+            if self.over != "ddp":
+                self.shard(block, mesh)
             if self.first == "shard":
                 block.compile(backend="sp", options=options)
+        if self.over == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
         for part in (model.tail, model):
             self.shard(part, mesh)
         for before, after in pairwise([*model.blocks, model.tail]) if self.fetches else ():
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        return model
 
     def alone(self, model: Stack) -> Stack:
         """One device's: with casts that of FSDP2 over a single rank, which is what says where they are."""
@@ -160,14 +165,14 @@ def trained(way: Way) -> tuple[float, float, Seen, Counter[str]]:
     model = model.float() if way.mixed else model
     begun, compiler, seen = [p.detach().clone() for p in model.parameters()], Counting(), Seen()
     alone = way.alone(model)
-    way.wrap(model, compiler)
+    called = way.wrap(model, compiler)
     for block in model.blocks:
         block.register_forward_hook(lambda _, x, y: seen.append((type(x[0]).__name__, type(y).__name__)))
     steps = [optimizer(one, way.mixed) for one in (model, alone)]
     mine, losses = worker.mesh2d(*way.sizes).get_local_rank("dp"), []
     for step in range(STEPS):
         batches = [text(9, seed=10 * step + row) for row in range(way.sizes[0])]
-        loss, right = model(*batches[mine]), [alone(*batch) for batch in batches]
+        loss, right = called(*batches[mine]), [alone(*batch) for batch in batches]
         loss.backward()
         (sum(right) / len(right)).backward()
         losses.append(abs(loss.item() / right[mine].item() - 1))
@@ -191,12 +196,14 @@ WAYS = [
     Way((1, 4), over="all", grads="partial", mixed=True, gathers=False),
     Way((2, 2), over="all", grads="partial", mixed=True, fetches=True),
     Way((2, 2), first="shard", checkpoints=True, fetches=True),
+    Way((2, 2), over="ddp"),
+    Way((1, 4), over="ddp", checkpoints=True),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_ten_steps_of_fsdp_block_by_block(ranks: Ranks, way: Way) -> None:
+def test_ten_steps_of_fsdp_or_ddp_block_by_block(ranks: Ranks, way: Way) -> None:
     """Its hooks, casts and gathered weights pass rows on; one graph for the first block, and one for all others."""
     for losses, weights, seen, found in ranks.run(4, trained, way):
         assert losses < (1e-3 if way.mixed else 1e-9)
