@@ -195,6 +195,8 @@ class SPConfig:
             return options
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
+            if name in OF_COMPILE:
+                raise SpError(f"unknown option {name!r}: it is an argument of torch.compile itself, {name}=...")
             if name not in known:
                 raise SpError(f"unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
         return SPConfig(**(options or {}))
@@ -202,6 +204,10 @@ class SPConfig:
 
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
 """What `torch.compile` is given: fields of an `SPConfig`, whose values nobody has looked at yet."""
+
+
+OF_COMPILE = "mode", "dynamic", "fullgraph", "backend", "disable"
+"""What torch.compile takes beside `options`."""
 
 
 def _is_share(value: Any) -> bool:

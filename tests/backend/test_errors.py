@@ -107,6 +107,7 @@ def with_options(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"mode": "max-autotune"}, ["unknown option 'mode'", "argument of torch.compile itself"]),
         ({"param_grad": "reduce"}, ["unknown option 'param_grad'", "did you mean 'param_grads'?"]),
         ({"attention": "torus"}, ["attention='torus'", "'auto', 'gather', 'hybrid', 'ring', 'ulysses'"]),
         ({"layout": "zig"}, ["layout='zig'", "did you mean 'zigzag'?"]),
