@@ -60,11 +60,8 @@ def anchored(document: nodes.document) -> None:
     for row in document.findall(nodes.row):
         cell = row.children[0]
         if message := next(cell.findall(nodes.literal), None):
-            anchor = nodes.make_id(message.astext()) or "message"
-            while anchor in document.ids:
-                anchor += "-"
-            document.ids[anchor] = cell
-            cell["ids"].append(anchor)
+            cell["names"].append(message.astext())
+            anchor = document.set_id(cell)
             cell.children[0].append(nodes.reference("", " ¶", refid=anchor, classes=["headerlink"]))
 
 

@@ -71,8 +71,8 @@ class Stack(nn.Module):
 class Way:
     """How the blocks are compiled and sharded, on `sizes` ranks of replicas and of a sequence.
 
-    over: FSDP's ranks, the "replicas" or "all"; "ddp" is DDP over all around the model. grads: the option param_grads. gathers: again in the backward.
-    fetches: each block asks for its neighbours' weights, both ways.
+    over: FSDP's ranks, the "replicas" or "all"; "ddp" is DDP over all around the model, and no FSDP. grads: the option
+    param_grads. gathers: again in the backward. fetches: each block asks for its neighbours' weights, both ways.
     """
 
     sizes: tuple[int, int]
@@ -95,6 +95,8 @@ class Way:
         return "-".join([*words, *(word for word, said in others.items() if said)])
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        if self.over == "ddp":
+            return
         policy = {"mp_policy": CASTS} if self.mixed else {}
         fully_shard(module, mesh=mesh, reshard_after_forward=self.gathers, **policy)
 
@@ -106,18 +108,15 @@ class Way:
         for block in model.blocks:
             if self.first == "compile":
                 block.compile(backend="sp", options=options)
-            if self.over != "ddp":
-                self.shard(block, mesh)
+            self.shard(block, mesh)
             if self.first == "shard":
                 block.compile(backend="sp", options=options)
-        if self.over == "ddp":
-            return nn.parallel.DistributedDataParallel(model)
         for part in (model.tail, model):
             self.shard(part, mesh)
         for before, after in pairwise([*model.blocks, model.tail]) if self.fetches else ():
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-        return model
+        return nn.parallel.DistributedDataParallel(model) if self.over == "ddp" else model
 
     def alone(self, model: Stack) -> Stack:
         """One device's: with casts that of FSDP2 over a single rank, which is what says where they are."""
