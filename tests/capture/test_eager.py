@@ -119,6 +119,7 @@ def test_what_is_compiled_is_not_spoken_of(told: pytest.LogCaptureFixture, modul
 
 def test_calls_that_come_to_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told with its reason; stances that run what was compiled, and code that never was, are not."""
+    torch._dynamo.reset()  # a test above leaves this code past its limit
     heard: list[tuple[Any, str]] = []
     monkeypatch.setattr(eval_frame, "_callback_from_stance", eval_frame._callback_from_stance)
     monkeypatch.setattr(CatchErrorsWrapper, "__call__", CatchErrorsWrapper.__call__)
