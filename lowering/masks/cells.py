@@ -14,14 +14,12 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import predicate as language
-from .pieces import Ints, Pieces, distinct
+from .pieces import Flags, Ints, Pieces, distinct
 from .predicate import Linear
 from .spans import Rows
 
-Flags = NDArray[np.bool_]
 Range = tuple[int, int]
 """Local rows [low, high)."""
 Band = tuple[int, int]
@@ -202,16 +200,17 @@ class MeetingCells:
         """The band of each pair of cells; None where it is not all that the conditions say."""
         lower, upper, every = -self._q.lengths[rows], self._k.lengths[keys], np.ones(len(rows), np.bool_)
         for c, (one, sums) in enumerate(zip(self._linears, self._sums)):
-            if one is None or sums is None or one.relation != "<=":
+            if one is None or sums is None or one.relation not in ("<=", "=="):
                 every &= ~left[c]
                 continue
             of_query, of_key = sums
             step = of_key.slopes[keys]
             known = of_query.known[rows] & of_key.known[keys] & (step != 0) & (of_query.slopes[rows] == -step)
             firsts = np.where(known, of_query.firsts[rows] + of_key.firsts[keys] + one.constant, 0)
-            bound = -firsts // np.where(known, np.abs(step), 1)
-            upper = np.where(left[c] & known & (step > 0), np.minimum(upper, bound), upper)
-            lower = np.where(left[c] & known & (step < 0), np.maximum(lower, -bound), lower)
+            zero, size = -firsts * np.sign(step), np.where(known, np.abs(step), 1)  # where the sum is 0: zero / size
+            bounds, equal = left[c] & known, one.relation == "=="
+            upper = np.where(bounds & (equal | (step > 0)), np.minimum(upper, zero // size), upper)
+            lower = np.where(bounds & (equal | (step < 0)), np.maximum(lower, -(-zero // size)), lower)
             every &= known | ~left[c]
         return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]
 

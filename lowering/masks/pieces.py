@@ -29,6 +29,7 @@ from torch import Tensor
 from sp_compile.lowering.library import opaque
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 CELL, MOST_PIECES = 256, 8
 """Where more than MOST_PIECES start in a cell of CELL positions, one piece that bounds their values stands for them."""
@@ -179,9 +180,23 @@ def _affine(values: Ints) -> Ints:
     if not taken[-1]:
         starts = np.append(starts, length - 1)
     ends = np.append(starts[1:], length) - 1
+    starts[1:] -= _given(values, starts, ends)
+    ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
     return np.stack([starts, *_hulls(first, last, slopes, ends - starts)])
+
+
+def _given(values: Ints, starts: Ints, ends: Ints) -> Flags:
+    """Of each piece but the last: is its last position on the line of the next one, and that one with it the longer?
+
+    The number of a document of one token is on a line with that of the next document's first, which is not what it is.
+    """
+    spans = ends - starts
+    here, there = ends[:-1], starts[1:]
+    behind = values[:, np.minimum(there + 1, values.shape[1] - 1)]
+    bent = values[:, there] - values[:, here] != behind - values[:, there]
+    return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~bent.any(0)
 
 
 def _bends(values: Ints) -> Ints:
