@@ -7,12 +7,12 @@ windows it is one call, or a part of one; on any other, blocks that are full, ca
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from .cells import CellPair, Range
+from .cells import LONG_ROWS, CellPair, Range
 
 
 class Kind(Enum):
@@ -31,7 +31,7 @@ class Window(NamedTuple):
     right: int | None = None
 
 
-FULL, CAUSAL = Window(), Window(None, 0)
+FULL, CAUSAL, ONLY_ITSELF = Window(), Window(None, 0), Window(0, 0)
 
 
 class Block(NamedTuple):
@@ -215,28 +215,43 @@ def blocks_of(run: Run, left: tuple[str, ...]) -> Iterator[Block]:
     yield Block(*sized(run.q), *sized((edge, run.k[1])), Kind.CAUSAL, left)
 
 
-def packed_calls(runs: Sequence[Run]) -> Iterator[PackedCall]:
+def packed_calls(runs: Sequence[Run]) -> list[PackedCall]:
     """The runs of each window; as many in one as follow each other in queries and in keys."""
-    of: dict[Window, list[Run]] = {}
+    runs = [one for run in runs for one in _by_rows(run)]
+    own: dict[Window, list[Run]] = {}
     for run in runs:
-        of.setdefault(run.window, []).append(run)
-    windows = sorted(of, key=lambda window: window.count(None))  # the widest last
-    if len(windows) > 1 and None not in windows[0]:
-        of = {window: [] for window in windows}
-        for run in runs:
-            of[next(window for window in windows if run.fits(window))].append(run)
+        own.setdefault(run.window, []).append(run)
+    windows = sorted(own, key=lambda window: window.count(None))  # the widest last
+    narrowest: dict[Window, list[Run]] = {window: [] for window in windows}
+    for run in runs:
+        narrowest[next(window for window in windows if run.fits(window))].append(run)
+    calls = [_calls(own)] if own == narrowest else [_calls(narrowest), _calls(own)]
+    return min(calls, key=len)
+
+
+def _by_rows(run: Run) -> list[Run]:
+    """The queries of a few that see one key each by themselves: any window will do for them."""
+    rows = run.q[1] - run.q[0]
+    if run.window != ONLY_ITSELF or rows > LONG_ROWS or rows != run.k[1] - run.k[0]:
+        return [run]
+    return [Run((run.q[0] + i, run.q[0] + i + 1), (run.k[0] + i, run.k[0] + i + 1), FULL) for i in range(rows)]
+
+
+def _calls(of: Mapping[Window, Sequence[Run]]) -> list[PackedCall]:
+    found = list[PackedCall]()
     for window, alike in of.items():
         queries, keys = list[int](), list[int]()
         for run in alike:
             if queries and (run.q[0] < queries[-1] or run.k[0] < keys[-1]):
-                yield PackedCall(window, tuple(queries), tuple(keys))
+                found.append(PackedCall(window, tuple(queries), tuple(keys)))
                 queries, keys = [], []
             for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
                 if not queries or (q, k) != (queries[-1], keys[-1]):
                     queries.append(q)
                     keys.append(k)
         if queries:
-            yield PackedCall(window, tuple(queries), tuple(keys))
+            found.append(PackedCall(window, tuple(queries), tuple(keys)))
+    return found
 
 
 def pairs_of(plan: BlockPlan) -> int:
