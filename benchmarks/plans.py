@@ -212,7 +212,16 @@ def main() -> None:
     vectors = {"arange": torch.arange(args.tokens)[None], "documents": number, "position_ids": position, "noise": noise}
     for name, x in vectors.items():
         pieces.add_row(name, f"{milliseconds(lambda x=x: pieces_of(x)):.2f}", str(len(pieces_of(x).starts)))
-    plans = Table("mask", "documents", "ms", "steps", "blocks", "packed calls", title="plans of all queries and keys")
+    plans = Table(
+        "mask",
+        "documents",
+        "ms",
+        "steps",
+        "packed calls",
+        "blocks",
+        "ms with them",
+        title="plans of all queries and keys",
+    )
     rows = (Segment(0, 0, args.tokens),)
     for documents in args.documents:
         found = tuple(pieces_of(x) for x in packed(args.tokens, lengths_of("log-normal", documents)))
@@ -225,7 +234,8 @@ def main() -> None:
             made = run()
             calls = f"{len(made.packed)} + {len(made.others)}"
             each = f"{steps(run) / documents:.0f}"
-            plans.add_row(name, str(documents), f"{milliseconds(run):.1f}", each, str(len(made.blocks)), calls)
+            blocks, both = len(made.blocks), milliseconds(lambda run=run: run().blocks)
+            plans.add_row(name, str(documents), f"{milliseconds(run):.1f}", each, calls, str(blocks), f"{both:.1f}")
     tables = [pieces, plans, *(balance(args.tokens, documents, args.ranks) for documents in args.documents[:2])]
     console.print(*tables)
     if args.output:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from sp_compile.lowering.masks.deal import dealt, new_order
+from sp_compile.lowering.masks.deal import dealt, new_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.spans import Rows, Segment, rows_of
 
 KEY_BYTES = 2 * 8 * 128 * 2
 """Of a token's keys and values: 8 heads of 128 dims in bf16."""
@@ -60,9 +62,33 @@ def needed(number: Tensor, position: Tensor, order: Tensor, n: int) -> int:
     return most
 
 
+def calls(vectors: Sequence[Pieces], tokens: int, n: int, folds: int) -> tuple[int, int]:
+    """The most kernel calls of a rank over the keys of one, in a ring, and over all keys; at most 8 ranks are asked."""
+
+    def most(queries: Rows, keys: Iterable[Rows]) -> int:
+        made = [plan(PREDICATE, queries, rows, (), *[tuple(vectors)] * 2) for rows in keys]
+        return max(len(one.packed) + len(one.others) for one in made)
+
+    every = [rows_of([n, folds, 1, 0, 0, tokens], tokens // n, rank) for rank in range(n)]
+    asked = every[:: max(n // 8, 1)]
+    whole = (Segment(0, 0, tokens),)
+    return max(most(rows, every) for rows in asked), max(most(rows, [whole]) for rows in asked)
+
+
 def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
     """Work over the mean of each layout. A rank attends with each query to its document up to itself."""
-    names = "documents", "ranks", "layout", "work / mean", "chunks a rank", "MB it needs", "MB a ring brings", "ms"
+    names = (
+        "documents",
+        "ranks",
+        "layout",
+        "work / mean",
+        "chunks a rank",
+        "MB it needs",
+        "MB a ring brings",
+        "calls a step",
+        "over all keys",
+        "ms",
+    )
     table = Table(*names, title=f"{documents} documents in {tokens} tokens, causal")
     for kind in KINDS:
         vectors = packed(tokens, lengths_of(kind, documents))
@@ -74,15 +100,17 @@ def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
             start = time.process_time()
             made = dealt((PREDICATE,), (1,), (), found, tokens, n)
             ms = 1e3 * (time.process_time() - start)
-            orders = {
-                "contiguous": (torch.arange(tokens), 1, 0.0),
-                "zigzag": (zigzag(tokens, n), 2, 0.0),
-                "balanced": (new_order(made, torch.device("cpu"))[0], len(made.firsts) / n, ms),
+            order = new_order(made, torch.device("cpu"))[0]
+            moved = tuple(Pieces.of(reordered(one, made)) for one in found)
+            layouts = {
+                "contiguous": (torch.arange(tokens), 1, 0.0, calls(found, tokens, n, 1)),
+                "zigzag": (zigzag(tokens, n), 2, 0.0, calls(found, tokens, n, 2)),
+                "balanced": (order, len(made.firsts) / n, ms, calls(moved, tokens, n, 1)),
             }
-            for layout, (order, chunks, taken) in orders.items():
+            for layout, (order, chunks, taken, kernels) in layouts.items():
                 loads = (position[order] + 1).view(n, -1).sum(1).double()
                 keys = needed(number, position, order, n), tokens // n * (n - 1)
                 megabytes = [f"{KEY_BYTES * x / 1e6:.0f}" for x in keys]
-                row = f"{loads.max() / loads.mean():.3f}", f"{chunks:g}", *megabytes
+                row = f"{loads.max() / loads.mean():.3f}", f"{chunks:g}", *megabytes, *map(str, kernels)
                 table.add_row(kind, str(n), layout, *row, f"{taken:.0f}" if taken else "")
     return table

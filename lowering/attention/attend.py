@@ -65,10 +65,12 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         need = Need(q.device, q.dtype, kind, by_element, bool(masking.score), head_dim, rows)
         return kernel_for(need)
 
-    blocks, calls = masking.plan.blocks, Strip()
+    calls = Strip()
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
         calls = [(call, kernel(Kind.PACKED, call.query_rows[1])) for call in masking.plan.packed]
         blocks = masking.plan.others
+    else:
+        blocks = masking.plan.blocks
     found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
     if any(one.takes_masks for _, one in found):
         every = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)

@@ -7,8 +7,10 @@ windows it is one call, or a part of one; on any other, blocks that are full, ca
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -81,7 +83,8 @@ class PackedCall(NamedTuple):
         return sized((self.keys[0], self.keys[-1]))
 
 
-class BlockPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
     """Which kernel calls there are: one a block, or one for many sequences and one for each of the other blocks.
 
     Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
@@ -89,9 +92,15 @@ class BlockPlan(NamedTuple):
     ``q_len``; all others have no query in common. ``packed`` and ``others`` are for kernels that know windows.
     """
 
-    blocks: tuple[Block, ...] = ()
     packed: tuple[PackedCall, ...] = ()
     others: tuple[Block, ...] = ()
+    cover: Callable[[], Iterable[Block]] = tuple
+    """Makes ``blocks``."""
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Made when first asked for: of a window there are many."""
+        return tuple(self.cover())
 
 
 class Run(NamedTuple):

@@ -46,6 +46,9 @@ WORTH_CUTTING = 0.9
 MASK_ELEMENTS = 1 << 22
 """The largest mask of a block; beyond it the tile is cut."""
 
+Blocks = Callable[[], Sequence[Block]]
+"""Those of a tile, made when they are asked for: kernels that know windows and many sequences need none."""
+
 
 @lru_cache(maxsize=1024)
 def plan(
@@ -95,29 +98,24 @@ class _Planner:
         tiles = self._tiles() if self._rows or self._cols else None
         if tiles is None:
             every = tuple(self.every())
-            return BlockPlan(every, (), self.calls(iter(every)))
-        runs, others, pairs = list[Run](), list[Block](), list[tuple[CellPair, list[Block]]]()
+            return BlockPlan((), self.calls(iter(every)), lambda: every)
+        runs, others, parts = list[Run](), list[Block](), list[tuple[CellPair, Blocks]]()
         for tile in tiles:
             known = runs_of(tile)
             if known is None and tile.parts:
                 known = apart(runs_of_parts(tile))
-            if known:
+            if known is not None:
                 known = [one for run in known for one in split(run)]
-            if known and known[0].window in (FULL, CAUSAL):
-                blocks = [block for run in known for block in blocks_of(run, tile.left)]
+                parts.append((tile, partial(self._known, tile, known)))
             else:
                 blocks = self._cover_tile(tile)
-            pairs.append((tile, blocks))
-            if known is None and any_masked(blocks):
-                known = runs_of_parts(tile)
-            if known is None:
-                others += map(of_any_shape, blocks)
-            else:
-                runs += known
-        together = tuple(self._together(pairs))
+                parts.append((tile, partial(tuple, blocks)))
+                known = runs_of_parts(tile) if any_masked(blocks) else None
+                others += map(of_any_shape, blocks if known is None else ())
+            runs += known or ()
         if len(runs) == 1 and not others and self._is_all(runs[0]):
-            return BlockPlan(together, (), (block_of(runs[0]),))
-        return BlockPlan(together, tuple(packed_calls(runs)), tuple(others))
+            return BlockPlan((), (block_of(runs[0]),), partial(self._together, parts))
+        return BlockPlan(tuple(packed_calls(runs)), tuple(others), partial(self._together, parts))
 
     def every(self) -> Iterator[Block]:
         """The blocks of all rows and keys."""
@@ -155,6 +153,12 @@ class _Planner:
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
         return MeetingCells(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
 
+    def _known(self, tile: CellPair, runs: list[Run]) -> Sequence[Block]:
+        """The blocks of a tile that is these runs."""
+        if runs and runs[0].window in (FULL, CAUSAL):
+            return [block for run in runs for block in blocks_of(run, tile.left)]
+        return self._cover_tile(tile)
+
     def _cover_tile(self, tile: CellPair) -> list[Block]:
         """The blocks of a tile whose pairs only the predicate knows."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE:
@@ -185,17 +189,17 @@ class _Planner:
                 whole = high - last == behind - first
                 yield Block(*part, k[0] + last, high - last, Kind.CAUSAL if whole else Kind.MASKED, left)
 
-    def _together(self, pairs: list[tuple[CellPair, list[Block]]]) -> Iterator[Block]:
+    def _together(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
         """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
-        groups = list[list[tuple[CellPair, list[Block]]]]()
-        for pair in pairs:
-            if groups and _close(groups[-1][0][0], groups[-1][-1][0], pair[0]):
-                groups[-1].append(pair)
+        groups = list[list[tuple[CellPair, Blocks]]]()
+        for part in parts:
+            if groups and _close(groups[-1][0][0], groups[-1][-1][0], part[0]):
+                groups[-1].append(part)
             else:
-                groups.append([pair])
+                groups.append([part])
         for group in groups:
             if len(group) == 1:
-                yield from group[0][1]
+                yield from group[0][1]()
             else:
                 first, last = group[0][0], group[-1][0]
                 q, k = (first.q[0], last.q[1]), (first.k[0], last.k[1])
