@@ -62,17 +62,20 @@ def needed(number: Tensor, position: Tensor, order: Tensor, n: int) -> int:
     return most
 
 
-def calls(vectors: Sequence[Pieces], tokens: int, n: int, folds: int) -> tuple[int, int]:
-    """The most kernel calls of a rank over the keys of one, in a ring, and over all keys; at most 8 ranks are asked."""
+def calls(vectors: Sequence[Pieces], whole: Sequence[Pieces], tokens: int, n: int, folds: int) -> tuple[int, int]:
+    """The most kernel calls of a rank over the keys of one, in a ring, and over all keys; at most 8 ranks are asked.
 
-    def most(queries: Rows, keys: Iterable[Rows]) -> int:
-        made = [plan(PREDICATE, queries, rows, (), *[tuple(vectors)] * 2) for rows in keys]
+    vectors: in the layout's order. whole: in the sequence's, in which keys are gathered.
+    """
+
+    def most(queries: Rows, keys: Iterable[Rows], looked_up: Sequence[Pieces]) -> int:
+        made = [plan(PREDICATE, queries, rows, (), tuple(vectors), tuple(looked_up)) for rows in keys]
         return max(len(one.packed) + len(one.others) for one in made)
 
     every = [rows_of([n, folds, 1, 0, 0, tokens], tokens // n, rank) for rank in range(n)]
     asked = every[:: max(n // 8, 1)]
-    whole = (Segment(0, 0, tokens),)
-    return max(most(rows, every) for rows in asked), max(most(rows, [whole]) for rows in asked)
+    gathered = [(Segment(0, 0, tokens),)]
+    return max(most(rows, every, vectors) for rows in asked), max(most(rows, gathered, whole) for rows in asked)
 
 
 def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
@@ -103,9 +106,9 @@ def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
             order = new_order(made, torch.device("cpu"))[0]
             moved = tuple(Pieces.of(reordered(one, made)) for one in found)
             layouts = {
-                "contiguous": (torch.arange(tokens), 1, 0.0, calls(found, tokens, n, 1)),
-                "zigzag": (zigzag(tokens, n), 2, 0.0, calls(found, tokens, n, 2)),
-                "balanced": (order, len(made.firsts) / n, ms, calls(moved, tokens, n, 1)),
+                "contiguous": (torch.arange(tokens), 1, 0.0, calls(found, found, tokens, n, 1)),
+                "zigzag": (zigzag(tokens, n), 2, 0.0, calls(found, found, tokens, n, 2)),
+                "balanced": (order, len(made.firsts) / n, ms, calls(moved, found, tokens, n, 1)),
             }
             for layout, (order, chunks, taken, kernels) in layouts.items():
                 loads = (position[order] + 1).view(n, -1).sum(1).double()

@@ -4,7 +4,9 @@
     backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
 
 Zigzag shards are gathered in two: their first chunks, which are then in order, and their second ones, in reverse order.
-Nothing is copied into another order, and the second half is under way while the first is attended to.
+Nothing is copied into another order, or to leave padding out, and the second half is under way while the first is
+attended to. Only where padded shards are zigzag, a table deals chunks to ranks, or a mask is data, all keys are copied
+into their own order: documents would be many calls in the ranks' order, and a mask has a column for each key.
 
 Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
 causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, is_padded, pad, trim
-from sp_compile.lowering.masks.spans import Span, halves, whole
+from sp_compile.lowering.masks.spans import Span, stretches, whole
 
 from .args import SEQUENCE, LocalArgs
 from .merge import merge
@@ -55,7 +57,7 @@ class GatheredKeys(NamedTuple):
             dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
             dq = added(dq, dq_)
             if packed:
-                dk, dv = keys_and_values(self._scattered(dk, self._in_halves(args)), k, v)
+                dk, dv = keys_and_values(self._scattered(dk, self._as_held(args)), k, v)
             elif self.frame is not None:
                 dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
@@ -63,19 +65,26 @@ class GatheredKeys(NamedTuple):
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
 
-    def _in_halves(self, args: LocalArgs) -> bool:
-        """A mask that is data may hold large finite numbers, whose log-sum-exps cannot be merged."""
+    def _as_held(self, args: LocalArgs) -> bool:
+        """Whether keys are attended to in the order in which ranks hold them, padding at their ends included.
+
+        The second chunks of padded zigzag shards have it in their middle. A mask that is data has a column for each
+        key, and may hold large finite numbers, whose log-sum-exps cannot be merged.
+        """
         frame, n = self.frame, self.n
-        return frame is not None and folds_of(frame) == 2 and n > 1 and not is_padded(frame, n) and args.mask is None
+        if frame is None or n == 1 or self.orders or args.mask is not None:
+            return False
+        return folds_of(frame) == 1 or not is_padded(frame, n)
 
     def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
         """All keys and values, at once or in two."""
-        if not self._in_halves(args):
+        if self.frame is None or not self._as_held(args):
             keys, values = self._gather(k, v, cat)
             yield keys, values, whole(keys.shape[SEQUENCE])
             return
-        for half, where in zip(_side_by_side(k, v, cat).chunk(2), halves(k.shape[SEQUENCE] // 2 * self.n, self.n)):
-            rows = current().all_gather(half, self.n, self.group)
+        folds = folds_of(self.frame)
+        for part, where in zip(_side_by_side(k, v, cat).chunk(folds), stretches(self.frame, self.n)):
+            rows = current().all_gather(part, self.n, self.group)
             yield *keys_and_values(rows.movedim(0, SEQUENCE), k, v), where
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
@@ -91,12 +100,12 @@ class GatheredKeys(NamedTuple):
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
         return keys_and_values(rows.movedim(0, SEQUENCE), k, v)
 
-    def _scattered(self, both: Tensor, half: bool) -> Tensor:
+    def _scattered(self, both: Tensor, as_held: bool) -> Tensor:
         """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)
-        if not half:
+        if not as_held:
             rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
             rows = by_rank(pad(rows, 0, frame, n, edge=False), frame, n)
         return current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)

@@ -91,8 +91,8 @@ class CellPair(NamedTuple):
 
 
 MOST_PARTS, LONG_ROWS = 4, 128
-"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least LONG_ROWS queries any
-number: a document's share of the balanced one."""
+"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least LONG_ROWS queries on the
+average any number: a document's share of the balanced one."""
 MOST_PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
@@ -228,5 +228,5 @@ def _merged(met: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _few(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
-    long = all(pair.q[1] - pair.q[0] >= LONG_ROWS for pair in parts)
-    return parts if long or len(parts) <= MOST_PARTS else ()
+    rows = sum(pair.q[1] - pair.q[0] for pair in parts)
+    return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MOST_PARTS else ()

@@ -63,7 +63,8 @@ def most_chunks(n: int) -> int:
 def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
 
-    The fewest chunks a rank with which the busiest has at most EVEN_ENOUGH times the mean, or else the best there are.
+    The fewest chunks a rank, of the numbers that are tried, with which the busiest has at most EVEN_ENOUGH times the
+    mean, or else the best there are.
 
     front, behind: how many positions at the beginning and at the end keep their place.
     """
@@ -76,8 +77,9 @@ def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behin
 
 
 def _numbers(most: int) -> Iterator[int]:
-    """2, 3, 4, 6, 8, 12, ... chunks a rank."""
-    number = 2
+    """2, 3, 4, 5, 6, 7, 8, 12, 16, 24, ... chunks a rank."""
+    yield from range(2, min(8, most + 1))
+    number = 8
     while number <= most:
         yield number
         if number * 3 // 2 <= most:

@@ -31,7 +31,7 @@ from sp_compile.lowering.library import opaque
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-CELL, MOST_PIECES = 256, 8
+CELL, MOST_PIECES = 256, 32
 """Where more than MOST_PIECES start in a cell of CELL positions, one piece that bounds their values stands for them."""
 FAR_VALUE = 1 << 58
 """Values from here on tell nothing, so that sums of a few of them are still int64."""

@@ -40,9 +40,13 @@ def whole(length: int) -> Span:
     return [1, 1, 1, 0, 0, length]
 
 
-def halves(rows: int, n: int) -> tuple[Span, Span]:
-    """The spans of the first and of the second chunks of n zigzag shards, one behind the other: so many rows each."""
-    return whole(rows), [1, -n, 1, 0, 0, 2 * rows]
+def stretches(frame: FrameArg, n: int) -> list[Span]:
+    """Of the shards of n ranks one behind the other; of a zigzag frame, of their first chunks and of their second.
+
+    A zigzag frame has no padding: it would lie between valid rows.
+    """
+    ends = [frame[2], frame[3]]
+    return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: folds_of(frame)]]
 
 
 def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:

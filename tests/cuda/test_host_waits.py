@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support.cuda.borrowed import Seen, Watch, borrow, give_back
@@ -12,6 +13,8 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.masks.chunks import ChunkOrder
+from sp_compile.lowering.masks.deal import new_order
 from sp_compile.lowering.masks.pieces import pieces
 from sp_compile.lowering.masks.spans import whole
 from sp_compile.lowering.simulate import GROUP
@@ -21,18 +24,22 @@ CAUSAL = "k <= q"
 SAME_DOCUMENT = "Eq(row0, col0)"
 
 
-def documents(count: int, rows: int = ROWS) -> Tensor:
-    """The number of the document that each of the rows is of, (1, rows)."""
-    return (torch.arange(rows) * count // rows)[None]
+def documents(count: int, rows: int = ROWS, spread: float = 0.0) -> Tensor:
+    """The number of the document that each of the rows is of, (1, rows). spread: of their log-normal lengths."""
+    lengths = (spread * torch.randn(count, generator=torch.Generator().manual_seed(0))).exp()
+    ends = 1 + (lengths.cumsum(0) / lengths.sum() * (rows - count)).long() + torch.arange(count)
+    return torch.bucketize(torch.arange(rows), ends[:-1], right=True)[None]
 
 
-def attend(on_gpu: bool, predicate: str, vectors: int, count: int, rows: int = ROWS) -> tuple[list[Tensor], Seen]:
+def attend(
+    on_gpu: bool, predicate: str, vectors: int, count: int, rows: int = ROWS, spread: float = 0.0
+) -> tuple[list[Tensor], Seen]:
     """Results of attention and of its backward over `count` documents, named by `vectors` vectors on either side."""
     random, span = torch.Generator().manual_seed(0), whole(rows)
     q, k, v, grad = (torch.randn(1, HEADS, rows, WIDTH, generator=random).bfloat16() for _ in range(4))
     place: Callable[[Tensor], Tensor] = borrow if on_gpu else lambda x: x
-    tables = torch.ops.sp.pieces([documents(count, rows) for _ in range(vectors)]) * 2
-    named = [place(documents(count, rows)) for _ in range(vectors)]
+    numbers = [documents(count, rows, spread) for _ in range(vectors)]
+    tables, named = torch.ops.sp.pieces(numbers) * 2, [place(x) for x in numbers]
     args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], span, span, 1, GROUP
     q, k, v, grad = map(place, (q, k, v, grad))
     with Watch() as watch, torch.no_grad():
@@ -41,8 +48,8 @@ def attend(on_gpu: bool, predicate: str, vectors: int, count: int, rows: int = R
     return [give_back(x) for x in (out, lse, *grads)], watch.seen
 
 
-def host(predicate: str, vectors: int = 0, count: int = 1, rows: int = ROWS) -> Seen:
-    return attend(True, predicate, vectors, count, rows)[1]
+def host(predicate: str, vectors: int = 0, count: int = 1, rows: int = ROWS, spread: float = 0.0) -> Seen:
+    return attend(True, predicate, vectors, count, rows, spread)[1]
 
 
 @pytest.mark.parametrize(("predicate", "vectors", "count"), [(CAUSAL, 0, 1), (SAME_DOCUMENT, 1, 4)])
@@ -94,10 +101,26 @@ def test_one_wait_for_all_tables(gpu: AbsentGpu) -> None:
     assert (seen.waits, waits) == ([], 1)
 
 
+@pytest.mark.parametrize(("rows", "spread"), [(40_000, 0.0), (20_000, 0.0), (40_000, 1.0)])
 @pytest.mark.parametrize("predicate", [SAME_DOCUMENT, f"{SAME_DOCUMENT} & ({CAUSAL})"])
-def test_few_launches_however_many_documents(gpu: AbsentGpu, predicate: str) -> None:
-    seen = gpu.run(host, predicate, 1, 1000, 40_000)
+def test_few_launches_however_many_documents(gpu: AbsentGpu, predicate: str, rows: int, spread: float) -> None:
+    """Short ones too, and of any length."""
+    seen = gpu.run(host, predicate, 1, 1000, rows, spread)
     assert (len(seen.kernels), seen.products, seen.waits) == (2, 0, [])
+
+
+def ordered() -> tuple[Seen, list[Tensor]]:
+    found = ChunkOrder(np.array([0, 6, 3]), np.array([3, 2, 3]), 1.0, 1.0)
+    with Watch() as watch:
+        orders = new_order(found, torch.device("cuda"))
+    return watch.seen, [give_back(x) for x in orders]
+
+
+def test_an_order_of_rows_is_not_waited_for(gpu: AbsentGpu) -> None:
+    seen, (order, inverse) = gpu.run(ordered)
+    assert seen.waits == []
+    assert order.tolist() == [0, 1, 2, 6, 7, 3, 4, 5]
+    assert inverse.tolist() == [0, 1, 2, 5, 6, 7, 3, 4]
 
 
 @pytest.mark.parametrize("predicate", [f"({CAUSAL}) & (q - k < 300)"])

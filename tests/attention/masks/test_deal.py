@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from support.attention.attending import packed, pieces_of
 
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
-from sp_compile.lowering.masks.chunks import EVEN_ENOUGH
 from sp_compile.lowering.masks.deal import dealt, new_order, positions_in_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
@@ -84,7 +83,7 @@ def test_work_is_even(spread: float, count: int, n: int) -> None:
     order, _ = new_order(found, torch.device("cpu"))
     pairs = packed(lengths)[1][0] + 1  # a query sees the tokens of its document up to itself
     loads = pairs[order].view(n, -1).sum(1).double()
-    assert loads.max() / loads.mean() <= EVEN_ENOUGH
+    assert loads.max() / loads.mean() <= 1.05
     assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
 
 
@@ -114,7 +113,7 @@ def test_several_masks_count_by_their_weights() -> None:
         for predicate, weight in (DOCUMENTS, 5), ("k <= q", 1):
             loads[rank] += weight * torch.as_tensor(evaluate(predicate, values)).sum()
     assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
-    assert found.imbalance <= EVEN_ENOUGH
+    assert found.imbalance <= 1.05
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -129,9 +128,9 @@ def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
     held = [rows_of([places, 1, 1, 0, 0, length], length // places, place) for place in range(places)]
     plans = [[plan(predicate, q, k, (), moved, moved) for k in held] for q in held]
     loads = torch.tensor([sum(map(pairs_of, steps)) for steps in plans]).double()
-    assert loads.max() / loads.mean() <= EVEN_ENOUGH
+    assert loads.max() / loads.mean() <= 1.05
     every = [one for steps in plans for one in steps]
-    assert sum(len(one.packed) + len(one.others) for one in every) / len(every) <= 6
+    assert max(len(one.packed) + len(one.others) for one in every) <= 3
     assert max(len(one.blocks) for one in every) < 200
 
 

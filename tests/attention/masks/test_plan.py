@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.plan import TILE, plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, halves, intervals, valid_rows, whole
+from sp_compile.lowering.masks.spans import Segment, intervals, stretches, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
@@ -131,7 +131,10 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
     if draw(st.booleans()):  # keys of all ranks, one half of each
         ranks = draw(st.integers(1, 5))
         lengths[1] = ranks * draw(st.integers(1, 150))
-        spans[1] = draw(st.sampled_from(halves(lengths[1], ranks)))
+        rows = 2 * lengths[1]
+        first = draw(st.integers(0, rows - 1))
+        padded = [1, rows, first, draw(st.integers(1, rows - first)), 1]
+        spans[1] = draw(st.sampled_from(stretches([1, rows, 0, rows, 2], ranks) + stretches(padded, ranks)))
     q_rows, k_rows = (rows_of(span, local, rank) for span, local in zip(spans, lengths))
     q_len, k_len = spans[0][5], spans[1][5]
     rows, cols = draw(looked_up(q_len, k_len))
@@ -187,7 +190,9 @@ def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
     """Of each half of the keys: what either chunk of queries sees in full, and a triangle."""
     for rank in range(n):
         queries = rows_of([n, 2, 1, 0, 0, 64 * n], 64, rank)
-        plans = [plan("k <= q", queries, rows_of(span, 32 * n, 0)).blocks for span in halves(32 * n, n)]
+        plans = [
+            plan("k <= q", queries, rows_of(span, 32 * n, 0)).blocks for span in stretches([1, 64 * n, 0, 64 * n, 2], n)
+        ]
         assert all(block.kind is not Kind.MASKED for blocks in plans for block in blocks)
         assert [len(blocks) <= most for blocks, most in zip(plans, (3, 2))] == [True, True]
         assert work(plans[0] + plans[1]) == 32 * 32 * (2 * n - 1) + 32 * 32

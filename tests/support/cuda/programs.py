@@ -22,6 +22,8 @@ class Sizes:
     kv_heads: int = 4
     head_dim: int = 128
     layers: int = 1
+    missing: int = 0
+    """By so many tokens the sequence is shorter than all ranks' rows."""
 
     @property
     def width(self) -> int:
@@ -56,7 +58,7 @@ def inputs_of(sizes: Sizes, n: int) -> Callable[[], Sequence[Tensor]]:
         width, keys = sizes.width, 2 * sizes.kv_heads * sizes.head_dim
         shapes = [(width, width), (keys, width), (width, width)] * sizes.layers
         kind = {"dtype": torch.bfloat16, "device": "cuda"}
-        x = torch.empty(1, sizes.rows * n, width, **kind)
+        x = torch.empty(1, sizes.rows * n - sizes.missing, width, **kind)
         return x, *(torch.empty(shape, **kind, requires_grad=True) for shape in shapes)
 
     return make
