@@ -83,7 +83,9 @@ EXPLAINED = RESULTS.with_name("explain.md")
 EXPLAIN_WORDS = """# How `explain` would split models on the meta device
 
 `python benchmarks/plans.py --explain`: transformers' models in bfloat16 that return loss and logits, one sequence of
-{tokens:,} tokens, {memory} a rank. Predicted for H100s; CPU s: of one core, beside other work.
+{tokens:,} tokens, {memory} a rank. Predicted for H100s. CPU s: of one core, beside other work. GB sent: by a rank in
+a step. `explain` takes the model as it is: where nothing fits so, it says that and what would help; `plan` looks for
+ways that do, for all numbers of ranks at once.
 
 """
 
@@ -144,16 +146,19 @@ def attentions(report: sp_compile.Report) -> str:
 
 
 def explanations(names: Sequence[str], tokens: int, memory: str, ranks: Sequence[int]) -> Table:
-    """CPU time of `explain` of each model on so many ranks, and what it says of attention."""
-    table = Table("model", "ranks", "CPU s", "attention, forward and backward", "inputs that are gathered")
+    """CPU time of `explain` of each model on so many ranks, what it says of attention, and what fits."""
+    split = "attention, forward and backward", "GB sent", "inputs that are gathered"
+    table = Table("model", "ranks", "CPU s", *split, "what fits, by `plan`", "its CPU s")
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     for name in names:
-        model = made(name)
+        model, (spent, whole) = made(name), planned(name, tokens, memory, ranks)
         for n in ranks:
             begin = time.process_time()
             report = sp_compile.explain(model, ids, labels=ids, sp=n, cost={"memory": bytes_of_text(memory)})
             seconds = time.process_time() - begin
-            table.add_row(name, str(n), f"{seconds:.1f}", attentions(report), str(len(report.fallbacks)))
+            sent = f"{sum(float(one.forward + one.backward) for one in report.exchanges) / 1e9:.0f}"
+            found = attentions(report), sent, str(len(report.fallbacks)), cell(whole, n), f"{spent:.1f}"
+            table.add_row(name, str(n), f"{seconds:.1f}", *found)
     return table
 
 
