@@ -50,6 +50,14 @@ def gpt_oss(experts: str = "batched_mm") -> torch.nn.Module:
     return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **counts, **how))
 
 
+def deepseek() -> torch.nn.Module:
+    """Latent attention: keys are wider than values, and one rotary part of them is of all heads."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "kv_lora_rank": 8, "q_lora_rank": 12, "v_head_dim": 6}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.DeepseekV3Config(**sizes, **heads, num_hidden_layers=2, first_k_dense_replace=2, **SMALL)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 COUNTS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -120,14 +128,15 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
     return Trained()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("sp", "attention"), [(1, "auto"), (2, "ring"), (3, "gather"), (4, "hybrid"), (4, "ulysses")])
-def test_gpt_oss_gathers_nothing(sp: int, attention: str, padded: bool) -> None:
-    """Loss and every gradient of one device, on simulated ranks; its experts sort the tokens that a rank has."""
+@pytest.mark.parametrize(("sp", "attention"), [(4, "hybrid"), (1, "auto"), (2, "ring"), (3, "gather"), (4, "ulysses")])
+@pytest.mark.parametrize("make", [deepseek, partial(gpt_oss, "grouped_mm")], ids=["deepseek", "gpt_oss"])
+def test_gathers_nothing(make: Any, sp: int, attention: str, padded: bool) -> None:
+    """Loss and every gradient of one device, on simulated ranks; experts sort the tokens that a rank has."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = gpt_oss("grouped_mm").double()
+    model = make().double()
     ids = torch.randint(0, VOCAB, (2, 13))
     mask = torch.ones_like(ids)
     mask[1, -4:] = 0
