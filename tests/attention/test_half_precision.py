@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,50 @@ LENGTH = 96
 def attend(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = rotated(q).to(v.dtype), rotated(k).to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def places(q: Tensor) -> tuple[Tensor, Tensor]:
+    at = torch.arange(q.shape[2])
+    return at[:, None], at
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    q, k = rotated(q).to(v.dtype), rotated(k).to(v.dtype)
+    return F.scaled_dot_product_attention(q, k, v, allowed)
+
+
+def window(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    row, column = places(q)
+    return masked(q, k, v, (column <= row) & (row - column < 20))
+
+
+def padding(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    row, column = places(q)
+    return masked(q, k, v, (column <= row) & (column >= 5))
+
+
+def documents(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    row, column = places(q)
+    number = torch.bucketize(column, torch.tensor([7, 8, 50]), right=True)
+    return masked(q, k, v, (column <= row) & (number[:, None] == number))
+
+
+def by_hand(q: Tensor, k: Tensor, cap: float | None) -> Tensor:
+    """Scores, in float32 as transformers has them; of keys behind a query the least number."""
+    row, column = places(q)
+    scores = rotated(q).float() @ rotated(k).float().mT * q.shape[-1] ** -0.5
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    return scores.masked_fill(column > row, torch.finfo(scores.dtype).min)
+
+
+def soft_cap(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_hand(q, k, 2.0).softmax(-1).to(v.dtype) @ v
+
+
+def sinks(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = by_hand(q, k, None)
+    column = torch.linspace(-1, 1, q.shape[1])[:, None, None].expand(*q.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 class Loss(nn.Module):
@@ -78,11 +123,28 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
 def test_error_is_at_most_twice_that_of_one_device(strategy: str, heads: tuple[int, int]) -> None:
-    exact = seeded(lambda: Loss(Decoder(attend, *heads)))
+    check(lambda: Decoder(attend, *heads), LENGTH, 4, attention=strategy)
+
+
+@pytest.mark.sampled(every=16)
+@pytest.mark.parametrize("mask", [documents, soft_cap, sinks, window, padding])
+@pytest.mark.parametrize("layout", ["auto", "balanced"])
+@pytest.mark.parametrize(
+    ("n", "strategy"),
+    [(4, "hybrid"), *((n, way) for n in (2, 3, 4) for way in ("ring", "gather")), (2, "ulysses"), (4, "ulysses")],
+)
+def test_of_any_mask(mask: Any, layout: str, n: int, strategy: str) -> None:
+    """Of a length that no number of ranks divides."""
+    with_order = {"layout": layout} if layout != "auto" and strategy != "ulysses" else {}
+    check(lambda: Decoder(mask, 4, 4), LENGTH + 1, n, attention=strategy, **with_order)
+
+
+def check(make: Callable[[], Decoder], length: int, ranks: int, **config: Any) -> None:
+    exact = seeded(lambda: Loss(make()))
     half = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict({k: v.double() for k, v in half.state_dict().items()})
-    ids = tokens(LENGTH)
+    ids = tokens(length)
     reference = one_device(exact, ids)
     alone = error(one_device(half, ids), reference)
-    ours = error(on_ranks(half, ids, 4, attention=strategy), reference)
+    ours = error(on_ranks(half, ids, ranks, **config), reference)
     assert 0 < ours <= 2 * alone, (ours, alone)
