@@ -225,7 +225,7 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     flops = 4 * sizes.heads * sizes.head_dim * sizes.tokens**2
     table = Table("block", "kernel", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s", title="kernels of a block")
     for kind in (Kind.FULL, Kind.CAUSAL):
-        need = Need(device, q.dtype, kind, False, False, sizes.head_dim, sizes.tokens)
+        need = Need(device, q.dtype, kind, sizes.head_dim, sizes.tokens)
         rows = rows_of(whole(sizes.tokens), sizes.tokens, 0)
         predicate = "k <= q" if kind is Kind.CAUSAL else ""
         capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], None)

@@ -17,7 +17,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .case import Biases, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -143,12 +143,15 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
+MASKED = WHOLE | {Kind.MASKED}
 PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
+READ, LEARNED = Biases(same=True, other=True), Biases(same=True, other=True, grad=True)
+EFFICIENT = Biases(none=False, same=True, grad=True)
 
 KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
-        kinds=WHOLE | {Kind.MASKED},
+        kinds=MASKED, biases=READ,
     ),
     # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
     Kernel(
@@ -181,12 +184,28 @@ KERNELS = (
         "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
         dtypes=frozenset({torch.bfloat16}), kinds=WHOLE, capability=(8, 0), rate="efficient",
     ),
+    # In float32 it has tensor cores, which flex has not, and of masks it makes a bias.
+    Kernel(
+        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", dtypes=frozenset({torch.float32}),
+        kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(7, 0), rate="efficient",
+    ),
     # Compiled for its texts, which takes a minute: a few rows are done before.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | {torch.float32},
-        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
+        biases=READ, head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
     ),
-    Kernel("dense", _math_forward, _math_backward, dense=True, rate="dense"),
+    # Half types go there for what flex has not: gradients of a bias, few rows, wider heads.
+    Kernel(
+        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
+        dtypes=frozenset({torch.float16}), kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(7, 0),
+        rate="efficient",
+    ),
+    Kernel(
+        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
+        dtypes=frozenset({torch.bfloat16}), kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(8, 0),
+        rate="efficient",
+    ),
+    Kernel("dense", _math_forward, _math_backward, dense=True, biases=LEARNED, rate="dense"),
 )  # fmt: skip
 
 
