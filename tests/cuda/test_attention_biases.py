@@ -21,7 +21,6 @@ from sp_compile.lowering.masks.blocks import Kind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EFFICIENT = {f"_efficient_attention_{way}" for way in ("forward", "backward")}
-CAUSAL = {"is_causal": True}
 Found = tuple[list[Tensor], list[Tensor], set[str], int]
 
 
@@ -66,16 +65,17 @@ def checked(found: Found, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
-def biased(shape: tuple[int, ...], dtype: torch.dtype, s: int = 32, **more: object) -> Case:
-    options = {"attn_mask": randn(*shape, seed=6).to(dtype), **CAUSAL}
-    return Case(**({"options": options, "kv_heads": 2, "s": s, "dtype": dtype, "layout": "zigzag"} | more))
+def biased(mask: Tensor, s: int = 32, **options: object) -> Case:
+    """Of the mask's dtype, on zigzag shards."""
+    return Case({"attn_mask": mask, **options}, kv_heads=2, s=s, dtype=mask.dtype, layout="zigzag")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_every_way(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
     """A bias of heads that all of a batch share, learned, in blocks that are causal."""
-    checked(gpu.run(by_hand_on_gpu, op, biased((1, 4, 32, 32), dtype), 2), dtype)
+    case = biased(randn(1, 4, 32, 32, seed=6).to(dtype), is_causal=True)
+    checked(gpu.run(by_hand_on_gpu, op, case, 2), dtype)
 
 
 SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40), (2, 1, 1, 40), (1, 4, 40, 1)]
@@ -83,14 +83,14 @@ SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("options", [CAUSAL, {}, {"is_causal": True, "window": 7}], ids=str)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": 7}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_what_broadcasts(
     gpu: AbsentGpu, op: str, shape: tuple[int, ...], options: dict[str, object], dtype: torch.dtype
 ) -> None:
     """Its gradient is a sum; a window is made part of the bias."""
-    case = biased(shape, dtype, s=40, options={"attn_mask": randn(*shape, seed=6).to(dtype), **options})
+    case = biased(randn(*shape, seed=6).to(dtype), s=40, **options)
     checked(gpu.run(by_hand_on_gpu, op, case, 4), dtype)
 
 
@@ -110,7 +110,8 @@ def in_strips(op: str, case: Case, n: int) -> Found:
 @pytest.mark.parametrize("op", ["gathered", "ulysses"])
 def test_large_gradients_are_cut(gpu: AbsentGpu, op: str) -> None:
     """A strip of a causal block is one call, aligned at the end."""
-    checked(gpu.run(in_strips, op, biased((1, 4, 32, 32), FP32), 2), FP32)
+    case = biased(randn(1, 4, 32, 32, seed=6).to(FP32), is_causal=True)
+    checked(gpu.run(in_strips, op, case, 2), FP32)
 
 
 @pytest.mark.parametrize("op", ["gathered", "ring"])
@@ -121,6 +122,7 @@ def test_keys_that_a_bias_leaves_out(gpu: AbsentGpu, op: str, dtype: torch.dtype
     mask[:, :, 3:20, :16] = none
     mask[:, :, :, 2] = none
     mask[:, :, 8:, 5] = 0.25
-    checked(gpu.run(by_hand_on_gpu, op, biased((), dtype, options={"attn_mask": mask}), 2), dtype)
-    causal = {"attn_mask": mask.index_fill(3, torch.tensor([0]), 0.5), **CAUSAL}
-    checked(gpu.run(by_hand_on_gpu, op, biased((), dtype, options=causal), 2), dtype)
+    checked(gpu.run(by_hand_on_gpu, op, biased(mask, check=False), 2), dtype)
+    mask[:, :, :, 0] = 0.5
+    mask[:, :, 20, 16:22] = none
+    checked(gpu.run(by_hand_on_gpu, op, biased(mask, is_causal=True, check=False), 2), dtype)
