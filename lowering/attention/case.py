@@ -124,6 +124,7 @@ class Biases(NamedTuple):
         return (self.same if need.bias == need.dtype else self.other) and (self.grad or not need.bias_grad)
 
 
+NO_BIASES = Biases()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -141,7 +142,7 @@ class Kernel:
     device: str | None = None
     dtypes: frozenset[torch.dtype] | None = None
     kinds: frozenset[Kind] | None = None
-    biases: Biases = Biases()
+    biases: Biases = NO_BIASES
     aligned_at_end: bool = False
     """Whether a causal block may have fewer queries than keys."""
     head_dim: int | None = None

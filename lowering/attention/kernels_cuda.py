@@ -39,9 +39,9 @@ def _width(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
-def _cut(q: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None = None) -> Gradients:
+def _cut(q: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
     """Gradients without what was padded."""
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], dbias
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
 def _unused(q: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def efficient_backward(
         scale=case.scale,
     )  # fmt: skip
     dbias = _of_bias(dadded, bias.shape, case.causal) if bias is not None and wanted else None
-    return _cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)), dbias)
+    return *_cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
 
 
 def _of_bias(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:

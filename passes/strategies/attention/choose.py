@@ -235,9 +235,7 @@ def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
     )
 
 
-def _kernel(
-    call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]
-) -> str:
+def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]) -> str:
     """The throughput of what computes it, by the name that `Machine` has for it.
 
     A model on the meta device is planned for a GPU, and so are its kernels.

@@ -41,7 +41,9 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
         packed: str = "",
     ) -> Any:  # fmt: skip
         grad, out, lse = given
-        return run(bodies.attend_backward, replace(self, k_span=k_span), grad, q, k, v, out, lse, mask_grad, None, packed)
+        return run(
+            bodies.attend_backward, replace(self, k_span=k_span), grad, q, k, v, out, lse, mask_grad, None, packed
+        )
 
     with mock.patch.object(LocalArgs, "attend", attend), mock.patch.object(LocalArgs, "grads", grads):
         yield seen
