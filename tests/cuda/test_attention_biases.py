@@ -103,7 +103,7 @@ def test_lengths_that_are_not_aligned(gpu: AbsentGpu, op: str, s: int, t: int, c
 
 
 def in_strips(op: str, case: Case, n: int) -> Found:
-    with mock.patch.object(attend, "GPU_BIAS", 8 * 32 * 5):
+    with mock.patch.object(attend, "GPU_BIAS", 8 * 8 * 3):
         return by_hand_on_gpu(op, case, n)
 
 
