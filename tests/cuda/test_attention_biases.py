@@ -102,6 +102,27 @@ def test_lengths_that_are_not_aligned(gpu: AbsentGpu, op: str, s: int, t: int, c
     checked(gpu.run(by_hand_on_gpu, op, Case(options, s=s, t=t, dtype=FP32), 2), FP32)
 
 
+def under_autocast(op: str, case: Case) -> Found:
+    fn, extra = OPS[op]
+
+    def cast(*args: object, **options: object) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            out = fn(*args, **options)
+        assert out.dtype == BF16
+        return out.float()
+
+    with mock.patch.dict(OPS, {op: (cast, extra)}):
+        return by_hand_on_gpu(op, case, 2)
+
+
+@pytest.mark.parametrize("op", ["ulysses", "ring", "gathered"])
+def test_autocast_takes_the_bias_along(gpu: AbsentGpu, op: str) -> None:
+    """As it does before torch's own; the gradients are of the dtype that was given."""
+    found = gpu.run(under_autocast, op, biased(randn(1, 4, 32, 32, seed=6).to(FP32), is_causal=True))
+    assert {x.dtype for x in found[0]} == {FP32}
+    checked(found, BF16)
+
+
 def in_strips(op: str, case: Case, n: int) -> Found:
     with mock.patch.object(attend, "GPU_BIAS", 8 * 8 * 3):
         return by_hand_on_gpu(op, case, n)
