@@ -217,6 +217,21 @@ def test_the_kernel_of_a_bias_is_planned(learned: bool, dtype: torch.dtype, more
     assert decision.shape.kernel == kernel
 
 
+class UnderAutocast(Biased):
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(ids)
+
+
+@pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
+def test_autocast_is_planned(learned: bool, kernel: str) -> None:
+    """A bias is cast with the queries; half as many bytes move."""
+    with torch.device("meta"):
+        model, ids = UnderAutocast(learned), torch.zeros(1, 64, dtype=torch.int64)
+    (decision,) = sp_compile.explain(model, ids, sp=2).attention
+    assert (decision.shape.kernel, decision.shape.element_size) == (kernel, 2)
+
+
 def test_auto_considers_a_strategy_from_outside() -> None:
     report = check(seeded(Decoder), tokens(16), sp=4, cost=FREE)
     (decision,) = report.attention

@@ -24,6 +24,7 @@ from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
+from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
@@ -225,7 +226,7 @@ def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
         kv_heads=k[-3],
         head_dim=q[-1],
         v_head_dim=v[-1],
-        element_size=call.operands[0].meta["val"].element_size(),
+        element_size=_dtype(call.operands[0], node).itemsize,
         causal=causal,
         window=window,
         mask=predicate is None,
@@ -235,19 +236,24 @@ def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
     )
 
 
-def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]) -> str:
-    """The throughput of what computes it, by the name that `Machine` has for it.
+def _device(q: Node) -> torch.device:
+    """A model on the meta device is planned for a GPU."""
+    return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
-    A model on the meta device is planned for a GPU, and so are its kernels.
-    """
-    q = call.operands[0].meta["val"]
-    device = torch.device("cuda") if q.is_meta else q.device
-    mask = call.get("attn_mask")
+
+def _dtype(x: Node, node: Node) -> torch.dtype:
+    """What the attention takes an operand in."""
+    return autocast_dtype(node, x.meta["val"], _device(Call(node).operands[0]).type)
+
+
+def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]) -> str:
+    """The throughput of what computes it, by the name that `Machine` has for it."""
+    q, mask = call.operands[0], call.get("attn_mask")
     kind = Kind.PACKED if predicate and within_documents(predicate) else Kind.BAND if window else Kind.FULL
     kind = kind if mask is None else Kind.MASKED
-    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else mask.meta["val"].dtype
+    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _dtype(mask, call.node)
     of_scores = call["dropout_p"] > 0, bool(call.get("score")), bias, mask in trained
-    return expected_kernel(Need(device, q.dtype, kind, head_dim, MANY, *of_scores)).rate
+    return expected_kernel(Need(_device(q), _dtype(q, call.node), kind, head_dim, MANY, *of_scores)).rate
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
