@@ -223,6 +223,7 @@ class UnderAutocast(Biased):
             return super().forward(ids)
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
 def test_autocast_is_planned(learned: bool, kernel: str) -> None:
     """A bias is cast with the queries; half as many bytes move."""
