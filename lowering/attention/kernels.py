@@ -6,6 +6,7 @@ what that refuses is arithmetic on all scores of a block.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -143,15 +144,18 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
-MASKED = WHOLE | {Kind.MASKED}
 PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
-READ, LEARNED = Biases(same=True, other=True), Biases(same=True, other=True, grad=True)
-EFFICIENT = Biases(none=False, same=True, grad=True)
+READ = Biases(same=True, other=True)
+_FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+_efficient = partial(
+    Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
+    capability=(7, 0), rate="efficient",
+)  # fmt: skip
 
 KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
-        kinds=MASKED, biases=READ,
+        kinds=WHOLE | {Kind.MASKED}, biases=READ,
     ),
     # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
     Kernel(
@@ -176,36 +180,19 @@ KERNELS = (
         "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES, head_dim=256,
         capability=(8, 0), flash="", rate="flash",
     ),
+    _efficient(dtypes=_FP32 | _FP16, kinds=WHOLE),
+    _efficient(dtypes=_BF16, kinds=WHOLE, capability=(8, 0)),
+    # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
+    _efficient(dtypes=_FP32, biases=Biases(none=False, same=True, grad=True)),
+    # Compiled for its texts, which takes a minute: not for a few rows.
     Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0), rate="efficient",
+        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=READ,
+        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
     ),
-    Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.bfloat16}), kinds=WHOLE, capability=(8, 0), rate="efficient",
-    ),
-    # In float32 it has tensor cores, which flex has not, and of masks it makes a bias.
-    Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", dtypes=frozenset({torch.float32}),
-        kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(7, 0), rate="efficient",
-    ),
-    # Compiled for its texts, which takes a minute: a few rows are done before.
-    Kernel(
-        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | {torch.float32},
-        biases=READ, head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
-    ),
-    # Half types go there for what flex has not: gradients of a bias, few rows, wider heads.
-    Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.float16}), kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(7, 0),
-        rate="efficient",
-    ),
-    Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.bfloat16}), kinds=MASKED, biases=EFFICIENT, aligned_at_end=True, capability=(8, 0),
-        rate="efficient",
-    ),
-    Kernel("dense", _math_forward, _math_backward, dense=True, biases=LEARNED, rate="dense"),
+    # What flex has not: gradients of a bias, few rows, wider heads, or a compiler.
+    _efficient(dtypes=_FP32 | _FP16, biases=Biases(same=True, grad=True)),
+    _efficient(dtypes=_BF16, biases=Biases(same=True, grad=True), capability=(8, 0)),
+    Kernel("dense", _math_forward, _math_backward, dense=True, biases=READ._replace(grad=True), rate="dense"),
 )  # fmt: skip
 
 

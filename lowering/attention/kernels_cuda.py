@@ -14,6 +14,10 @@ for it, of the same sizes with 16 heads: 659 630 forward, 559 531 backward (Dao-
 1791). It has no dropout, which is asked of no kernel with a name, takes Hopper alone (-4: and Blackwell, there heads of
 128), and gives the same bits each time to heads of at most 192. No GPU has run it from here.
 
+Efficient attention adds a bias, and gives its gradient, a number for each score, in q's dtype. It reads a bias that
+broadcasts where it lies, if rows are aligned. Of masks a bias is made. With one it gives a row without keys the
+log-sum-exp 0, and takes what is below -2.3e38 for -inf. From its source; no GPU has run it with one from here.
+
 Each has its own log-sum-exp: cuDNN's is (B, H, S, 1); FlashAttention's (B, H, S), and +inf for a row without keys (-inf
 of -3 and -4); that of efficient attention is padded along S to a multiple of 32.
 """
@@ -153,11 +157,12 @@ def _aligned(bias: Tensor, keys: int) -> bool:
     return not any(x % _ELEMENTS for x in (keys, bias.storage_offset(), *steps))
 
 
-def _added(bias: Tensor, case: Case, keys: int) -> Tensor:
+def _added(q: Tensor, case: Case, keys: int) -> Tensor | None:
     """(B | 1, H | 1, Q | 1, K): bias and mask in one, copied only where there is a mask or rows are not aligned."""
+    bias = case.bias
     if case.allowed is not None:
-        bias = torch.where(case.allowed, bias, -torch.inf)
-    if _aligned(bias, keys):
+        bias = torch.where(case.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
+    if bias is None or _aligned(bias, keys):
         return bias
     rows = bias.new_zeros((*bias.shape[:3], keys + -keys % _ELEMENTS))[..., :keys]
     return rows.copy_(bias)
@@ -177,7 +182,7 @@ def _without_keys(added: Tensor, case: Case, queries: int) -> Tensor:
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     query, key, value = padded(_width(q, v), q, k, v)
     kind, shape = _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
-    added = None if case.bias is None else _added(case.bias, case, k.shape[2])
+    added = _added(q, case, k.shape[2])
     out, lse, *_ = aten._efficient_attention_forward(
         query.transpose(1, 2), _expanded(key, q.shape[1]), _expanded(value, q.shape[1]),
         None if added is None else added.expand(shape), None, None, q.shape[2], k.shape[2], 0.0, kind, True,
@@ -198,11 +203,10 @@ def efficient_backward(
     key, value = (_expanded(x, q.shape[1]) for x in (key, value))
     lse = F.pad(finite_lse(lse), (0, -lse.shape[-1] % _ROWS), value=torch.inf)
     unused, kind, shape = _unused(q), _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
-    bias, wanted = case.bias, case.bias is not None and case.bias_grad
-    added = None if bias is None else _added(bias, case, k.shape[2]).expand(shape)
+    bias, wanted, added = case.bias, case.bias is not None and case.bias_grad, _added(q, case, k.shape[2])
     dq, dk, dv, dadded = aten._efficient_attention_backward(
-        grad, query, key, value, added, out, None, None, q.shape[2], k.shape[2], lse, 0.0, unused, unused, kind, wanted,
-        scale=case.scale,
+        grad, query, key, value, None if added is None else added.expand(shape), out, None, None, q.shape[2],
+        k.shape[2], lse, 0.0, unused, unused, kind, wanted, scale=case.scale,
     )  # fmt: skip
     dbias = _of_bias(dadded, bias.shape, case.causal) if bias is not None and wanted else None
     return *_cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
