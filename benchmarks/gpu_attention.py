@@ -6,6 +6,8 @@
 values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error;
         causal, in windows, and in packed documents
 kernels every kernel of a block that takes it, by itself
+biases  those that take floats added to scores, of heads that all of a batch share: values with and without their
+        gradient against float64, some rows and keys left out; and times, beside dense arithmetic
 merge   the log-sum-exp merge of two blocks, as a share of a copy_ that moves as many bytes in the same process
 ranks   the steps of all ranks, one after another on this device, against causal attention of one device on the whole
         sequence. The ranks' exchanges are copies within the device; they say nothing about communication and are
@@ -25,6 +27,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ from measuring.tables import markdown, processor
 from sp_compile.config import Ranks
 from sp_compile.functional import attention as functional
 from sp_compile.lowering import triton as triton_kernels
-from sp_compile.lowering.attention.case import Case, Need
+from sp_compile.lowering.attention.case import Case, Kernel, Need
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
 from sp_compile.lowering.masks.blocks import Kind
@@ -59,6 +62,8 @@ TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.9
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
 SOFT_CAP = "50.0*tanh(s/50.0)"
 """Of the kernel that is compiled from texts."""
+BIASED_SCALE, BIASED_ERROR = 0.1, {torch.bfloat16: 2e-2, torch.float32: 2e-4}
+"""Of kernels with a bias: the scale, and the largest error over the largest value; it has them in the same dtype."""
 ALLOWED = 2.0
 """Times the error of one device in the same dtype."""
 
@@ -225,7 +230,7 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     flops = 4 * sizes.heads * sizes.head_dim * sizes.tokens**2
     table = Table("block", "kernel", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s", title="kernels of a block")
     for kind in (Kind.FULL, Kind.CAUSAL):
-        need = Need(device, q.dtype, kind, False, False, sizes.head_dim, sizes.tokens)
+        need = Need(device, q.dtype, kind, sizes.head_dim, sizes.tokens)
         rows = rows_of(whole(sizes.tokens), sizes.tokens, 0)
         predicate = "k <= q" if kind is Kind.CAUSAL else ""
         capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], None)
@@ -242,6 +247,74 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
             rates = f"{work / forward / 1e9:.0f}", f"{2.5 * work / backward / 1e9:.0f}"
             table.add_row(kind.value, name, f"{forward:.3f}", rates[0], f"{backward:.3f}", rates[1])
     return table
+
+
+def _with_bias(kernel: Kernel, bias: Tensor, causal: bool, learned: bool) -> Case:
+    """The block's case for this kernel, as `sp::attend` makes it."""
+    rows, scale = rows_of(whole(bias.shape[3]), bias.shape[3], 0), BIASED_SCALE
+    if kernel.fused:
+        predicate = "k <= q" if causal else ""
+        return Case(scale, pairs=Pairs(plan(predicate, rows, rows), rows, rows, predicate, "", {}, {}, [], bias))
+    if kernel.aligned_at_end or not causal:
+        return Case(scale, causal, bias=bias, bias_grad=learned)
+    allowed = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).tril()[None, None]
+    return Case(scale, allowed=allowed, bias=bias, bias_grad=learned)
+
+
+def biases(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
+    """Kernels of one block with a bias (1, H, S, S), in the order of the table; dense arithmetic last."""
+    columns = "dtype", "block", "kernel", "gradient", "largest error", "forward, ms", "backward, ms"
+    table, wrong = Table(*columns, title=f"a bias of {sizes.heads} heads, {sizes.tokens // 2} tokens"), []
+    for dtype, kind, learned in product(BIASED_ERROR, (Kind.FULL, Kind.CAUSAL), (False, True)):
+        need = Need(device, dtype, kind, sizes.head_dim, sizes.checked, bias=dtype, bias_grad=learned)
+        jobs: dict[str, Job] = {}
+        errors = {}
+        for kernel in (kernel for kernel in KERNELS if kernel.accepts(need)):
+            errors[kernel.name] = _biased_error(kernel, sizes, dtype, kind is Kind.CAUSAL, learned, device)
+            q, k, v, grad, bias = _biased(sizes, sizes.tokens // 2, dtype, device)
+            case = _with_bias(kernel, bias, kind is Kind.CAUSAL, learned)
+            results = kernel.forward(q, k, v, case)
+            jobs[kernel.name] = partial(kernel.forward, q, k, v, case)
+            jobs[f"{kernel.name} back"] = partial(kernel.backward, grad, q, k, v, *results, case)
+        times = clock.interleaved(jobs, sizes.repeats, 1)
+        for name, error in errors.items():
+            shown = f"{times[name]:.3f}", f"{times[f'{name} back']:.3f}"
+            row = str(dtype).removeprefix("torch."), kind.value, name, "yes" if learned else "no"
+            table.add_row(*row, f"{error:.1e}", *shown)
+            wrong += [", ".join(row)] if not error <= BIASED_ERROR[dtype] else []
+    if wrong:
+        Console().print(table)
+        raise SystemExit(f"too large an error of a bias: {'; '.join(wrong)}")
+    return table
+
+
+def _biased(sizes: Sizes, tokens: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """q, k, v, a cotangent, (1, H, S, D), and a bias (1, H, S, S)."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(1, sizes.heads, tokens, sizes.head_dim)] * 4 + [(1, sizes.heads, tokens, tokens)]
+    return tuple(torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes)
+
+
+def _biased_error(
+    kernel: Kernel, sizes: Sizes, dtype: torch.dtype, causal: bool, learned: bool, device: torch.device
+) -> float:
+    """The largest, over the largest value of each result, of a batch of two that share the bias."""
+    q, k, v, grad, bias = _biased(sizes, sizes.checked, dtype, device)
+    q, k, v, grad = (torch.cat([x, x.flip(2)]) for x in (q, k, v, grad))
+    bias[:, :, 3:7] = bias[..., 5] = -torch.inf
+    found = _biased_results(kernel, q, k, v, grad, bias, causal, learned)
+    true = _biased_results(KERNELS[-1], *(x.double() for x in (q, k, v, grad, bias)), causal, learned)
+    shown = [(t.nan_to_num(neginf=0.0), x.double().nan_to_num(neginf=0.0)) for t, x in zip(true, found, strict=True)]
+    without = torch.equal(true[1] == -torch.inf, found[1] == -torch.inf)
+    return max(_error(t, x) for t, x in shown) if without else torch.inf
+
+
+def _biased_results(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor, causal: bool, learned: bool
+) -> list[Tensor]:
+    case = _with_bias(kernel, bias, causal, learned)
+    out, lse = kernel.forward(q, k, v, case)
+    return [out, lse, *(x for x in kernel.backward(grad, q, k, v, out, lse, case) if x is not None)]
 
 
 def stepping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
@@ -314,7 +387,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {processor()}"
     tables = []
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for part in (values, kernels, merging, stepping):
+        for part in (values, kernels, biases, merging, stepping):
             tables.append(part(sizes, device, *([] if part is values else [clock])))
             console.print(tables[-1])
     args.output.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,9 @@ from .ring import keys_and_values
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
 fastest while they stay in its cache."""
+GPU_BIAS = 4 * GPU_SCORES
+"""The most elements of a bias, or of its gradient, that one kernel call gets or gives: it has one such tensor of q's
+dtype at a time, dense arithmetic four of float32. Each call writes the gradients of all its keys."""
 
 Strip = list[tuple[Block | PackedCall, Kernel]]
 """Blocks with the same queries, and what runs them."""
@@ -58,12 +61,12 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
     If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
     """
 
+    bias = masking.bias_dtype
+
     def kernel(kind: Kind, rows: int) -> Kernel:
-        kind = kind if masking.mask is None else Kind.MASKED
-        by_element = masking.dropout is not None or mask_grad
-        head_dim = max(q.shape[3], v.shape[3])
-        need = Need(q.device, q.dtype, kind, by_element, bool(masking.score), head_dim, rows)
-        return kernel_for(need)
+        kind = kind if masking.mask is None or bias is not None else Kind.MASKED
+        asked = masking.dropout is not None, bool(masking.score), bias, mask_grad
+        return kernel_for(Need(q.device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, *asked))
 
     calls = Strip()
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
@@ -87,31 +90,33 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         strip = [pair for pair in together if pair[1].takes_masks]
         if not strip:
             continue
-        rows = min(_most_rows(q, masking, *pair) for pair in strip)
+        rows = min(_most_rows(q, masking, mask_grad, *pair) for pair in strip)
         first = strip[0][0]
         for low in range(0, first.q_len, rows):
-            yield [(_cut(block, low, rows), kernel) for block, kernel in strip]
+            yield [(_cut(block, low, rows, kernel), kernel) for block, kernel in strip]
 
 
-def _most_rows(q: Tensor, masking: CallMask, block: Block, kernel: Kernel) -> int:
+def _most_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
     """The most query rows of one call."""
-    if kernel.dense:
+    if kernel.dense or mask_grad:
         tensors = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
         tensors = masking.mask.shape[0] * masking.mask.shape[1]
     else:
         return block.q_len
-    scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES
+    scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES if kernel.dense else GPU_BIAS
     return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
-def _cut(block: Block, low: int, rows: int) -> Block:
+def _cut(block: Block, low: int, rows: int, kernel: Kernel) -> Block:
     """The block's rows [low, low + rows), as far as there are any."""
     if rows >= block.q_len:
         return block
     rows = min(rows, block.q_len - low)
     cut = block._replace(q_off=block.q_off + low, q_len=rows)
-    return cut._replace(kind=Kind.MASKED, k_len=low + rows) if block.kind is Kind.CAUSAL else cut
+    if block.kind is not Kind.CAUSAL:
+        return cut
+    return cut._replace(kind=Kind.CAUSAL if kernel.aligned_at_end else Kind.MASKED, k_len=low + rows)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) -> tuple[Tensor, Tensor, Tensor]:

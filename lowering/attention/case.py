@@ -65,7 +65,8 @@ class Case:
 
     scale: float
     causal: bool = False
-    """The i-th query attends to the first i + 1 keys. Only for kernels that are not dense."""
+    """The last query attends to all keys, each before it to one less. Only for kernels that are not dense. As many
+    queries as keys, but for kernels whose rows say `aligned_at_end`."""
     allowed: Tensor | None = None
     """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
     bias: Tensor | None = None
@@ -91,17 +92,39 @@ class Need(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     kind: Kind
-    """MASKED if tensors tell which pairs attend."""
-    by_element: bool
-    """Dropout, or a gradient of the bias: something for each score."""
-    score: bool
-    """A function of the scores."""
+    """MASKED if tensors tell which pairs attend; what is added to scores does not count as such."""
     head_dim: int
     """The wider of D and E."""
     rows: int
     """The fewer of Q and K."""
+    dropout: bool = False
+    score: bool = False
+    """A function of the scores."""
+    bias: torch.dtype | None = None
+    """Of floats that are added to the scores, if there are any."""
+    bias_grad: bool = False
+    """Whether they need a gradient, which is one for each score."""
 
 
+class Biases(NamedTuple):
+    """What a kernel adds to scores."""
+
+    none: bool = True
+    """Whether it is for blocks without."""
+    same: bool = False
+    """Floats of q's dtype."""
+    other: bool = False
+    """Those of another dtype, without rounding them to q's where that is narrower than what it computes in."""
+    grad: bool = False
+    """Whether it gives their gradient."""
+
+    def take(self, need: Need) -> bool:
+        if need.bias is None:
+            return self.none
+        return (self.same if need.bias == need.dtype else self.other) and (self.grad or not need.bias_grad)
+
+
+NO_BIASES = Biases()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -119,6 +142,9 @@ class Kernel:
     device: str | None = None
     dtypes: frozenset[torch.dtype] | None = None
     kinds: frozenset[Kind] | None = None
+    biases: Biases = NO_BIASES
+    aligned_at_end: bool = False
+    """Whether a causal block may have fewer queries than keys."""
     head_dim: int | None = None
     """The widest."""
     rows: int = 0
@@ -162,7 +188,8 @@ class Kernel:
         return (
             (self.dtypes is None or need.dtype in self.dtypes)
             and (self.kinds is None or need.kind in self.kinds)
-            and (self.dense or not need.by_element)
+            and self.biases.take(need)
+            and (self.dense or not need.dropout)
             and (self.dense or self.fused or not need.score)
             and within(need.head_dim, self.head_dim)
             and self.rows <= need.rows

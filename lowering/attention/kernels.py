@@ -6,6 +6,7 @@ what that refuses is arithmetic on all scores of a block.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .case import Biases, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -144,11 +145,17 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
 PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
+READ = Biases(same=True, other=True)
+_FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+_efficient = partial(
+    Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
+    capability=(7, 0), rate="efficient",
+)  # fmt: skip
 
 KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
-        kinds=WHOLE | {Kind.MASKED},
+        kinds=WHOLE | {Kind.MASKED}, biases=READ,
     ),
     # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
     Kernel(
@@ -173,20 +180,19 @@ KERNELS = (
         "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES, head_dim=256,
         capability=(8, 0), flash="", rate="flash",
     ),
+    _efficient(dtypes=_FP32 | _FP16, kinds=WHOLE),
+    _efficient(dtypes=_BF16, kinds=WHOLE, capability=(8, 0)),
+    # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
+    _efficient(dtypes=_FP32, biases=Biases(none=False, same=True, grad=True)),
+    # Compiled for its texts, which takes a minute: not for a few rows.
     Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.float32, torch.float16}), kinds=WHOLE, capability=(7, 0), rate="efficient",
-    ),
-    Kernel(
-        "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda",
-        dtypes=frozenset({torch.bfloat16}), kinds=WHOLE, capability=(8, 0), rate="efficient",
-    ),
-    # Compiled for its texts, which takes a minute: a few rows are done before.
-    Kernel(
-        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | {torch.float32},
+        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=READ,
         head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
     ),
-    Kernel("dense", _math_forward, _math_backward, dense=True, rate="dense"),
+    # What flex has not: gradients of a bias, few rows, wider heads, or a compiler.
+    _efficient(dtypes=_FP32 | _FP16, biases=Biases(same=True, grad=True)),
+    _efficient(dtypes=_BF16, biases=Biases(same=True, grad=True), capability=(8, 0)),
+    Kernel("dense", _math_forward, _math_backward, dense=True, biases=READ._replace(grad=True), rate="dense"),
 )  # fmt: skip
 
 

@@ -14,12 +14,17 @@ for it, of the same sizes with 16 heads: 659 630 forward, 559 531 backward (Dao-
 1791). It has no dropout, which is asked of no kernel with a name, takes Hopper alone (-4: and Blackwell, there heads of
 128), and gives the same bits each time to heads of at most 192. No GPU has run it from here.
 
+Efficient attention adds a bias, and gives its gradient, a number for each score, in q's dtype. It reads a bias that
+broadcasts where it lies, if rows are aligned. Of masks a bias is made. With one it gives a row without keys the
+log-sum-exp 0, and takes what is below -2.3e38 for -inf. From its source; no GPU has run it with one from here.
+
 Each has its own log-sum-exp: cuDNN's is (B, H, S, 1); FlashAttention's (B, H, S), and +inf for a row without keys (-inf
 of -3 and -4); that of efficient attention is padded along S to a multiple of 32.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -129,6 +134,8 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 _CAUSAL = 2  # aligned at the end; 0: every pair
 _ROWS = 32  # to which multiple the backward wants log-sum-exps padded
+_ELEMENTS = 16  # to whose multiples torch pads rows of a bias: it reads 16 bytes at a time
+_LEAST = -torch.finfo(torch.float32).max * math.log(2)  # what is less, it makes -inf of: it goes on with powers of 2
 
 
 def _expanded(x: Tensor, heads: int) -> Tensor:
@@ -142,14 +149,49 @@ def _shared(x: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2).unflatten(1, (heads, -1)).sum(2)
 
 
+def _aligned(bias: Tensor, keys: int) -> bool:
+    """Whether it reads rows of the bias as they lie, 16 bytes at a time, none of them beyond the memory."""
+    if bias.shape[3] != keys or bias.stride(3) != 1:
+        return False
+    steps = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
+    return not any(x % _ELEMENTS for x in (keys, bias.storage_offset(), *steps))
+
+
+def _added(q: Tensor, case: Case, keys: int) -> Tensor | None:
+    """(B | 1, H | 1, Q | 1, K): bias and mask in one, copied only where there is a mask or rows are not aligned."""
+    bias = case.bias
+    if case.allowed is not None:
+        bias = torch.where(case.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
+    if bias is None or _aligned(bias, keys):
+        return bias
+    rows = bias.new_zeros((*bias.shape[:3], keys + -keys % _ELEMENTS))[..., :keys]
+    return rows.copy_(bias)
+
+
+def _without_keys(added: Tensor, case: Case, queries: int) -> Tensor:
+    """bool (B | 1, H | 1, Q | 1): which rows attend to nothing."""
+    keys, least = added.shape[3], -torch.inf if added.dtype == torch.float16 else _LEAST
+    if not case.causal:
+        return added.amax(-1) <= least
+    attended = (added > least).view(torch.uint8)
+    first = attended.argmax(-1, keepdim=True)  # 0 if there is none
+    last = torch.arange(keys - queries, keys, device=added.device)[:, None]
+    return ((attended.gather(-1, first) == 0) | (first > last)).squeeze(-1)
+
+
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     query, key, value = padded(_width(q, v), q, k, v)
-    kind = _CAUSAL if case.causal else 0
+    kind, shape = _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
+    added = _added(q, case, k.shape[2])
     out, lse, *_ = aten._efficient_attention_forward(
-        query.transpose(1, 2), _expanded(key, q.shape[1]), _expanded(value, q.shape[1]), None, None, None,
-        q.shape[2], k.shape[2], 0.0, kind, True, scale=case.scale,
+        query.transpose(1, 2), _expanded(key, q.shape[1]), _expanded(value, q.shape[1]),
+        None if added is None else added.expand(shape), None, None, q.shape[2], k.shape[2], 0.0, kind, True,
+        scale=case.scale,
     )  # fmt: skip
-    return out.transpose(1, 2)[..., : v.shape[-1]], lse[..., : q.shape[2]]
+    lse = lse[..., : q.shape[2]]
+    if added is not None:
+        lse = lse.masked_fill(_without_keys(added, case, q.shape[2]), -torch.inf)  # 0 there, and out as well
+    return out.transpose(1, 2)[..., : v.shape[-1]], lse
 
 
 def efficient_backward(
@@ -160,9 +202,19 @@ def efficient_backward(
     out = out.transpose(1, 2).contiguous()  # of half types it reads whole rows without asking for their stride
     key, value = (_expanded(x, q.shape[1]) for x in (key, value))
     lse = F.pad(finite_lse(lse), (0, -lse.shape[-1] % _ROWS), value=torch.inf)
-    unused, kind = _unused(q), _CAUSAL if case.causal else 0
-    dq, dk, dv, _ = aten._efficient_attention_backward(
-        grad, query, key, value, None, out, None, None, q.shape[2], k.shape[2], lse, 0.0, unused, unused, kind, False,
-        scale=case.scale,
+    unused, kind, shape = _unused(q), _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
+    bias, wanted, added = case.bias, case.bias is not None and case.bias_grad, _added(q, case, k.shape[2])
+    dq, dk, dv, dadded = aten._efficient_attention_backward(
+        grad, query, key, value, None if added is None else added.expand(shape), out, None, None, q.shape[2],
+        k.shape[2], lse, 0.0, unused, unused, kind, wanted, scale=case.scale,
     )  # fmt: skip
-    return _cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)))
+    dbias = _of_bias(dadded, bias.shape, case.causal) if bias is not None and wanted else None
+    return *_cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
+
+
+def _of_bias(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:
+    """(B, H, Q, K) -> the bias's shape, summed in float32. What a causal block skips was not written."""
+    if causal:
+        grad = grad.tril_(grad.shape[3] - grad.shape[2])
+    dims = [dim for dim, size in enumerate(shape) if size == 1 and grad.shape[dim] > 1]
+    return grad.sum(dims, keepdim=True, dtype=torch.float32) if dims else grad

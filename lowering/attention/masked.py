@@ -44,7 +44,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if mask is not None:
-        args = replace(args, mask=_mask(mask, batch, headless))
+        args = with_autocast(replace(args, mask=_mask(mask, batch, headless)))
     out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
@@ -62,6 +62,11 @@ def autocast(*xs: Tensor) -> list[Tensor]:
         return list(xs)
     dtype = torch.get_autocast_dtype(device)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
+
+
+def with_autocast(args: LocalArgs) -> LocalArgs:
+    """What it does to a mask, which is of the operands' dtype then, as kernels want it."""
+    return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
 
 
 def _mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:

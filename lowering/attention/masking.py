@@ -19,7 +19,7 @@ from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import is_of_query
-from sp_compile.lowering.masks.spans import Rows, indices, take, valid_rows
+from sp_compile.lowering.masks.spans import Rows, indices, intervals, take, valid_rows
 from sp_compile.lowering.triton.flex.texts import Pairs
 
 from .args import LocalArgs
@@ -114,6 +114,11 @@ class CallMask:
         of_scores = dropout, args.score, args.heads
         return CallMask(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
 
+    @property
+    def bias_dtype(self) -> torch.dtype | None:
+        """Of the mask, if it is floats that are added to the scores."""
+        return None if self.mask is None or self.mask.dtype == torch.bool else self.mask.dtype
+
     def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
         """A block's masks, as this kernel takes them."""
         if kernel.fused:
@@ -122,7 +127,7 @@ class CallMask:
             return Case(scale, window=block.window, sequences=SequenceEnds.of(block, batch, self.device))
         if block.kind is Kind.BAND:
             return Case(scale, window=block.window)
-        causal = block.kind is Kind.CAUSAL and self.mask is None and not kernel.dense
+        causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
         allowed = None if causal else self._allowed(block)
         bias = self._data(block)
         if bias is not None and bias.dtype == torch.bool:
@@ -186,5 +191,8 @@ class CallMask:
         rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
         if total.shape[3] == 1:
             rows += part
-        else:
-            rows.index_add_(3, indices(*self._keys(block), total.device), part)
+            return
+        done = 0
+        for first, last in intervals(*self._keys(block)):
+            rows.narrow(3, first, last + 1 - first).add_(part.narrow(3, done, last + 1 - first))
+            done += last + 1 - first

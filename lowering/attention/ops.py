@@ -16,7 +16,7 @@ from sp_compile.lowering.library import composite
 from .args import ShardArgs
 from .autograd import attention
 from .gathered import GatheredKeys
-from .masked import autocast
+from .masked import autocast, with_autocast
 from .ring import RingKeys
 from .ulysses import to_heads, to_sequence
 from .zigzag import folded
@@ -32,7 +32,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = attention(q, k, v, args.local(q, stride), keys, args.own_sinks(stride))
+    out = attention(q, k, v, with_autocast(args.local(q, stride)), keys, args.own_sinks(stride))
     return to_sequence(out, args, stride) if stride > 1 else out
 
 
@@ -74,7 +74,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
     if not args.balance:
-        return attention(q, k, v, args.local(q, 1), keys, args.sinks)
+        return attention(q, k, v, with_autocast(args.local(q, 1)), keys, args.sinks)
     (q,) = folded([q], args.n, args.group)
-    out = attention(q, k, v, args.folded().local(q, 1), keys, args.sinks)
+    out = attention(q, k, v, with_autocast(args.folded().local(q, 1)), keys, args.sinks)
     return folded([out], args.n, args.group, back=True)[0]

@@ -162,7 +162,7 @@ def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
 def _measured_kernel(device: torch.device) -> Kernel:
     """What runs `_attention`."""
     _, dim, dtype = _attention_sizes(device)
-    return expected_kernel(Need(device, dtype, Kind.FULL, False, False, dim, 1024))
+    return expected_kernel(Need(device, dtype, Kind.FULL, dim, 1024))
 
 
 def _attention(device: torch.device) -> Measurement:

@@ -308,6 +308,8 @@ def _attend(
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         given = replace(given, attn_mask=given.attn_mask[(None,) * (4 - given.attn_mask.ndim)])
     q, k, v = autocast(q, k, v)
+    if given.attn_mask is not None:
+        given = replace(given, attn_mask=autocast(given.attn_mask)[0])
     call = AttentionCall("attention", given.check, way, q, k, v, ranks, given, width, kv_grads, others)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):

@@ -35,6 +35,17 @@ def autocast_regions(node: Node) -> list[Any]:
     return list(entered.values())
 
 
+def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
+    """What an op that autocast runs in less precision would compute in at this place on a device, if x is given."""
+    found = x.dtype
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return found
+    for where, dtype, enabled, _ in autocast_regions(node):
+        if where == device:
+            found = (dtype or torch.get_autocast_dtype(device)) if enabled else x.dtype
+    return found
+
+
 def same_autocast(nodes: Sequence[Node]) -> bool:
     """Would an op compute in the same dtype at the places of all of them?"""
     first = autocast_regions(nodes[0])

@@ -182,6 +182,57 @@ def test_a_model_on_the_meta_device_is_planned_with_the_kernels_of_a_gpu() -> No
     assert decision.shape.kernel == "cudnn"
 
 
+class Biased(Decoder):
+    """T5's: of each distance a number that is learned for each head, in floats of `dtype`, with what masks say."""
+
+    def __init__(self, learned: bool, dtype: torch.dtype | None = None, causal: bool = True, dropout: float = 0.0):
+        super().__init__(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.mask, dropout))
+        self.table = torch.nn.Parameter(torch.empty(64, 4), requires_grad=learned)
+        self.dtype, self.causal = dtype, causal
+
+    def forward(self, ids: Tensor) -> Tensor:
+        i = torch.arange(ids.shape[1], device=ids.device)
+        bias = self.table[(i[:, None] - i).abs()].permute(2, 0, 1)[None]
+        bias = bias.masked_fill(i > i[:, None], -torch.inf) if self.causal else bias
+        self.mask = bias.to(self.dtype)
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(
+    ("learned", "dtype", "more", "kernel"),
+    [
+        (True, torch.bfloat16, {}, "efficient"),
+        (True, torch.bfloat16, {"causal": False}, "efficient"),
+        (False, torch.bfloat16, {}, "fused"),
+        (True, torch.float32, {}, "efficient"),
+        (False, torch.float32, {}, "efficient"),
+        (True, torch.bfloat16, {"dropout": 0.1}, "dense"),
+    ],
+)
+def test_the_kernel_of_a_bias_is_planned(learned: bool, dtype: torch.dtype, more: dict[str, Any], kernel: str) -> None:
+    with torch.device("meta"):
+        model = Biased(learned, dtype, **more).to(dtype)
+        ids = torch.zeros(1, 64, dtype=torch.int64)
+    (decision,) = sp_compile.explain(model, ids, sp=2).attention
+    assert decision.shape.kernel == kernel
+
+
+class UnderAutocast(Biased):
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(ids)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
+def test_autocast_is_planned(learned: bool, kernel: str) -> None:
+    """A bias is cast with the queries; half as many bytes move."""
+    with torch.device("meta"):
+        model, ids = UnderAutocast(learned), torch.zeros(1, 64, dtype=torch.int64)
+    (decision,) = sp_compile.explain(model, ids, sp=2).attention
+    assert (decision.shape.kernel, decision.shape.element_size) == (kernel, 2)
+
+
 def test_auto_considers_a_strategy_from_outside() -> None:
     report = check(seeded(Decoder), tokens(16), sp=4, cost=FREE)
     (decision,) = report.attention

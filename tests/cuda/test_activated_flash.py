@@ -84,7 +84,7 @@ def test_what_it_refuses_goes_elsewhere(
 )
 def test_what_is_counted_on(name: str, kind: Kind, width: int, rate: str) -> None:
     """By its own throughput, without a GPU."""
-    need = Need(torch.device("cuda"), torch.bfloat16, kind, False, False, width, 1 << 20)
+    need = Need(torch.device("cuda"), torch.bfloat16, kind, width, 1 << 20)
     if not name:
         assert expected_kernel(need).rate == rate
         return

@@ -11,7 +11,7 @@ the program depends on the order of the sequence; dealt where masks know documen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call
+from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
@@ -63,7 +64,7 @@ class ChooseAttention(Pass):
         """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits none here."""
         plan, trained = job.plan(gm), differentiable_nodes(gm)
         nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
-        shapes = {n: _shape(n, job.ranks.n, n in trained) for n in nodes}
+        shapes = {n: _shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         if nodes:
             taken = memory_needed(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
@@ -211,7 +212,7 @@ def _even(have: object, n: int) -> bool:
     return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
 
 
-def _shape(node: Node, n: int, training: bool) -> Shape:
+def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
     call = Call(node)
     q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
     predicate = predicate_of(call)
@@ -225,27 +226,34 @@ def _shape(node: Node, n: int, training: bool) -> Shape:
         kv_heads=k[-3],
         head_dim=q[-1],
         v_head_dim=v[-1],
-        element_size=call.operands[0].meta["val"].element_size(),
+        element_size=_dtype(call.operands[0], node).itemsize,
         causal=causal,
         window=window,
         mask=predicate is None,
         documents=predicate is not None and within_documents(predicate),
-        kernel=_kernel(call, predicate, window, max(q[-1], v[-1])),
-        training=training,
+        kernel=_kernel(call, predicate, window, max(q[-1], v[-1]), trained),
+        training=node in trained,
     )
 
 
-def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int) -> str:
-    """The throughput of what computes it, by the name that `Machine` has for it.
+def _device(q: Node) -> torch.device:
+    """A model on the meta device is planned for a GPU."""
+    return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
-    A model on the meta device is planned for a GPU, and so are its kernels.
-    """
-    q = call.operands[0].meta["val"]
-    device = torch.device("cuda") if q.is_meta else q.device
-    documents = predicate is not None and within_documents(predicate)
-    kind = Kind.MASKED if predicate is None else Kind.PACKED if documents else Kind.BAND if window else Kind.FULL
-    need = Need(device, q.dtype, kind, call["dropout_p"] > 0, bool(call.get("score")), head_dim, MANY)
-    return expected_kernel(need).rate
+
+def _dtype(x: Node, node: Node) -> torch.dtype:
+    """What the attention takes an operand in."""
+    return autocast_dtype(node, x.meta["val"], _device(Call(node).operands[0]).type)
+
+
+def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]) -> str:
+    """The throughput of what computes it, by the name that `Machine` has for it."""
+    q, mask = call.operands[0], call.get("attn_mask")
+    kind = Kind.PACKED if predicate and within_documents(predicate) else Kind.BAND if window else Kind.FULL
+    kind = kind if mask is None else Kind.MASKED
+    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _dtype(mask, call.node)
+    of_scores = call["dropout_p"] > 0, bool(call.get("score")), bias, mask in trained
+    return expected_kernel(Need(_device(q), _dtype(q, call.node), kind, head_dim, MANY, *of_scores)).rate
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:

@@ -1,7 +1,8 @@
 """CUDA's kernels of attention, in arithmetic on all scores: what they take, their layouts, and what they give.
 
 Each asserts what the kernel asks of its operands. Windows and causal masks of fewer queries than keys are aligned at
-the end; a window's negative size stands for none; a row without keys has out 0, and log-sum-exp +inf.
+the end; a window's negative size stands for none; a row without keys has out 0, and log-sum-exp +inf, or 0 where a bias
+says so. What a kernel does not write is NaN.
 """
 
 from __future__ import annotations
@@ -30,14 +31,21 @@ def _allowed(rows: int, keys: int, left: int | None, right: int | None) -> Tenso
     return allowed
 
 
-def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    return (q.double() @ k.double().mT * scale).masked_fill(~allowed, -math.inf)
+def _scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """In powers of 2 a bias may be too large for a float32."""
+    scores = q.double() @ k.double().mT * scale
+    if bias is not None:
+        scores = scores + bias.double()
+        scores = torch.where((scores / math.log(2)).float() == -math.inf, -math.inf, scores)
+    return scores.masked_fill(~allowed, -math.inf)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(B, H, S, D) -> out in q's dtype, and lse (B, H, S) in float32."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = _scores(q, k, allowed, scale)
+    scores = _scores(q, k, allowed, scale, bias)
     lse = scores.logsumexp(-1)
     lse = torch.where(lse == -math.inf, math.inf, lse)
     return (torch.exp(scores - lse[..., None]) @ v.double()).to(q.dtype), lse.float()
@@ -46,16 +54,25 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of (B, H, S, D), with out and lse over more keys than these."""
+    dq, dk, dv, _ = _backward_with_bias(grad, q, k, v, out, lse, allowed, scale)
+    return dq, dk, dv
+
+
+def _backward_with_bias(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, allowed: Tensor, scale: float,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of (B, H, S, D), with out and lse over more keys than these; and of the scores, in float64."""
     assert grad.dtype == q.dtype == k.dtype == v.dtype == out.dtype
     assert lse.dtype == torch.float32
     heads = k.shape[1]
     keys, values = (x.repeat_interleave(q.shape[1] // heads, 1).double() for x in (k, v))
-    weights = torch.exp(_scores(q, keys, allowed, scale) - lse.double()[..., None])
+    weights = torch.exp(_scores(q, keys, allowed, scale, bias) - lse.double()[..., None])
     grad = grad.double()
-    dscores = weights * (grad @ values.mT - (grad * out.double()).sum(-1, keepdim=True)) * scale
+    dbias = weights * (grad @ values.mT - (grad * out.double()).sum(-1, keepdim=True))
+    dscores = dbias * scale
     dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dscores.mT @ q.double(), weights.mT @ grad))
-    return (dscores @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return (dscores @ keys).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dbias
 
 
 def _asked(*xs: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> None:
@@ -162,33 +179,56 @@ def _flash_backward(
 EFFICIENT = (torch.float32, *HALF)
 
 
+def _asked_of_bias(bias: Tensor, q: Tensor, keys: int) -> None:
+    """q (B, S, H, D). Rows are read 16 bytes at a time, the last of them beyond the last key, but not of the memory."""
+    batch, rows, heads, _ = q.shape
+    assert bias.shape == (batch, heads, rows, keys)
+    assert bias.dtype == q.dtype
+    assert bias.stride(3) == 1
+    steps = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
+    assert not any(x * bias.element_size() % 16 for x in (bias.storage_offset(), *steps))
+    last = bias.storage_offset() + sum((size - 1) * step for size, step in zip(bias.shape[:3], bias.stride()))
+    last += keys + -keys % (16 // bias.element_size())
+    assert last * bias.element_size() <= bias.untyped_storage().nbytes()
+
+
 def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float,
     kind: int, with_lse: bool, *, scale: float,
 ) -> tuple[Any, ...]:  # fmt: skip
-    assert (bias, most_q, most_k, dropout_p, with_lse) == (None, q.shape[1], k.shape[1], 0.0, True)
+    assert (most_q, most_k, dropout_p, with_lse) == (q.shape[1], k.shape[1], 0.0, True)
     _asked(q, k, v, dtypes=EFFICIENT)
     assert q.shape[2] == k.shape[2] == v.shape[2]
     allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
-    out, lse = _forward(*(x.permute(HEADS_FIRST) for x in (q, k, v)), allowed, scale)
+    if bias is not None:
+        _asked_of_bias(bias, q, most_k)
+    out, lse = _forward(*(x.permute(HEADS_FIRST) for x in (q, k, v)), allowed, scale, bias)
+    lse = lse if bias is None else torch.where(lse == math.inf, 0.0, lse)  # of a row without keys
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     return out.transpose(1, 2).contiguous(), lse, torch.zeros(()), torch.zeros(()), most_q, most_k
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, _q: None, _k: None, most_q: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, _q: None, _k: None, most_q: int,
     most_k: int, lse: Tensor, dropout_p: float, _seed: Tensor, _offset: Tensor, kind: int, bias_grad: bool, *,
     scale: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    assert (bias, most_q, most_k, dropout_p, bias_grad) == (None, q.shape[1], k.shape[1], 0.0, False)
+    assert (most_q, most_k, dropout_p) == (q.shape[1], k.shape[1], 0.0)
+    assert bias is not None or not bias_grad
     _asked(grad, q, k, v, out, dtypes=EFFICIENT)
     assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
     assert lse.is_contiguous()
     assert out.is_contiguous()
     given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
     allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
-    found = _backward(*given, lse[..., :most_q], allowed, scale)
-    return *(x.transpose(1, 2).contiguous() for x in found), None
+    if bias is not None:
+        _asked_of_bias(bias, q, most_k)
+    *found, dscores = _backward_with_bias(*given, lse[..., :most_q], allowed, scale, bias)
+    dbias = None
+    if bias is not None and bias_grad:
+        dbias = bias.new_full((*bias.shape[:3], most_k + -most_k % 16), math.nan)[..., :most_k]
+        dbias.copy_(dscores.masked_fill(~allowed, math.nan))  # tiles that it skips are not written
+    return *(x.transpose(1, 2).contiguous() for x in found), dbias
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {

@@ -1,0 +1,56 @@
+"""Attention by hand on simulated ranks whose blocks run as on the absent GPU; exchanges and merges stay on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from support.attention.by_hand import Case, dense, simulated
+from support.cuda.borrowed import Seen, Watch, borrow, give_back
+from torch import Tensor
+
+from sp_compile.lowering.attention import attend as bodies
+from sp_compile.lowering.attention.args import LocalArgs
+
+Body = Callable[..., tuple[Tensor, ...]]
+
+
+@contextmanager
+def blocks_on_gpu() -> Iterator[list[Seen]]:
+    """Inside, `LocalArgs` gives blocks to the operators' bodies with borrowed tensors; what each of them did."""
+    seen: list[Seen] = []
+
+    def run(body: Body, args: LocalArgs, *given: Any) -> tuple[Tensor, ...]:
+        held = args.holding([borrow(x) for x in args.tensors()])
+        held = replace(held, pieces=args.tables())  # of the host
+        operands, rest = ([borrow(x) for x in given if isinstance(x, Tensor)], [])
+        rest = [x for x in given if not isinstance(x, Tensor)]
+        with Watch() as watch:
+            out = body(*operands, *held.flat(), *rest)
+        seen.append(watch.seen)
+        return tuple(map(give_back, out))
+
+    def attend(self: LocalArgs, q: Tensor, k: Tensor, v: Tensor, k_span: Any, after: Any = None) -> Any:
+        return run(bodies.attend, replace(self, k_span=k_span), q, k, v)
+
+    def grads(
+        self: LocalArgs, given: Any, q: Tensor, k: Tensor, v: Tensor, k_span: Any, mask_grad: bool, after: Any = None,
+        packed: str = "",
+    ) -> Any:  # fmt: skip
+        grad, out, lse = given
+        return run(
+            bodies.attend_backward, replace(self, k_span=k_span), grad, q, k, v, out, lse, mask_grad, None, packed
+        )
+
+    with mock.patch.object(LocalArgs, "attend", attend), mock.patch.object(LocalArgs, "grads", grads):
+        yield seen
+
+
+def by_hand_on_gpu(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
+    """Of n ranks, and of one device in float64: result and gradients; the kernels that ran, and other products."""
+    with blocks_on_gpu() as seen:
+        found = simulated(op, case, n)
+    return found, dense(case), {name for one in seen for name in one.kernels}, sum(one.products for one in seen)
