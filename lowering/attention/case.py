@@ -106,7 +106,7 @@ class Need(NamedTuple):
     """Whether they need a gradient, which is one for each score."""
 
 
-class Biases(NamedTuple):
+class AddedFloats(NamedTuple):
     """What a kernel adds to scores."""
 
     none: bool = True
@@ -124,7 +124,7 @@ class Biases(NamedTuple):
         return (self.same if need.bias == need.dtype else self.other) and (self.grad or not need.bias_grad)
 
 
-NO_BIASES = Biases()
+NOTHING_ADDED = AddedFloats()
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -142,7 +142,7 @@ class Kernel:
     device: str | None = None
     dtypes: frozenset[torch.dtype] | None = None
     kinds: frozenset[Kind] | None = None
-    biases: Biases = NO_BIASES
+    biases: AddedFloats = NOTHING_ADDED
     aligned_at_end: bool = False
     """Whether a causal block may have fewer queries than keys."""
     head_dim: int | None = None

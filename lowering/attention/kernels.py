@@ -18,7 +18,7 @@ from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
 from . import kernels_cuda as cuda
-from .case import Biases, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .case import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
 PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
-READ = Biases(same=True, other=True)
+READ = AddedFloats(same=True, other=True)
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
@@ -183,15 +183,15 @@ KERNELS = (
     _efficient(dtypes=_FP32 | _FP16, kinds=WHOLE),
     _efficient(dtypes=_BF16, kinds=WHOLE, capability=(8, 0)),
     # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
-    _efficient(dtypes=_FP32, biases=Biases(none=False, same=True, grad=True)),
+    _efficient(dtypes=_FP32, biases=AddedFloats(none=False, same=True, grad=True)),
     # Compiled for its texts, which takes a minute: not for a few rows.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=READ,
         head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
     ),
     # What flex has not: gradients of a bias, few rows, wider heads, or a compiler.
-    _efficient(dtypes=_FP32 | _FP16, biases=Biases(same=True, grad=True)),
-    _efficient(dtypes=_BF16, biases=Biases(same=True, grad=True), capability=(8, 0)),
+    _efficient(dtypes=_FP32 | _FP16, biases=AddedFloats(same=True, grad=True)),
+    _efficient(dtypes=_BF16, biases=AddedFloats(same=True, grad=True), capability=(8, 0)),
     Kernel("dense", _math_forward, _math_backward, dense=True, biases=READ._replace(grad=True), rate="dense"),
 )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -49,6 +50,21 @@ def test_the_kernel_of_a_bias(
     assert expected_kernel(Need(torch.device("cuda"), dtype, kind, width, rows, **options)).name == kernel
 
 
+@pytest.mark.parametrize("kind", [Kind.MASKED, Kind.BAND, Kind.PACKED])
+@pytest.mark.parametrize(
+    ("dtype", "width", "rows", "kernel"),
+    [
+        (FP32, 128, 4096, "flex"),
+        (FP32, 128, 100, "efficient"),
+        (FP32, 264, 4096, "efficient"),
+        (BF16, 264, 4096, "efficient"),
+        (torch.float64, 64, 4096, "dense"),
+    ],
+)
+def test_the_kernel_of_a_mask(kind: Kind, dtype: torch.dtype, width: int, rows: int, kernel: str) -> None:
+    assert expected_kernel(Need(torch.device("cuda"), dtype, kind, width, rows)).name == kernel
+
+
 def test_a_cpu_takes_a_bias_without_its_gradient() -> None:
     need = Need(torch.device("cpu"), FP32, Kind.FULL, 64, 64, bias=FP32)
     assert expected_kernel(need).name == "flash, CPU"
@@ -92,6 +108,17 @@ def test_what_broadcasts(
     """Its gradient is a sum; a window is made part of the bias."""
     case = biased(randn(*shape, seed=6).to(dtype), s=40, **options)
     checked(gpu.run(by_hand_on_gpu, op, case, 4), dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("op", ["ring", "gathered"])
+def test_masks_of_few_rows(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
+    """A bias is made of them, of data and of conditions."""
+    case = replace(biased(randn(2, 1, 32, 32, seed=6) > -1, is_causal=True), dtype=dtype)
+    checked(gpu.run(by_hand_on_gpu, op, case, 2), dtype)
+    documents = torch.stack([torch.arange(32) // 5, torch.arange(32) // 7])
+    case = Case({"window": 9, "documents": documents, "is_causal": True}, s=32, dtype=FP32)
+    checked(gpu.run(by_hand_on_gpu, op, case, 2), FP32)
 
 
 @pytest.mark.parametrize("op", ["ulysses", "ring"])
