@@ -21,7 +21,7 @@ from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
 from .case import Kernel, Need, bytes_copied, operand_bytes
-from .kernels import kernel_for
+from .kernels import expected_kernel, kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
 from .ring import keys_and_values
@@ -156,8 +156,23 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
     return both, k.new_empty((0,), dtype=dtype)
 
 
-def _inside(workspace: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+def _of_scores(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
+    """Bytes of so many tensors of a strip's scores, where arithmetic on them is all that computes a call; or 0."""
+    bias = args.mask.dtype if args.mask is not None and args.mask.is_floating_point() else None
+    kind = Kind.FULL if args.mask is None or bias is not None else Kind.MASKED
+    queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
+    device, head_dim = torch.device("cuda") if q.is_meta else q.device, max(q.shape[3], v.shape[3])
+    asked = args.dropout_p > 0, bool(args.score), bias, mask_grad
+    if not expected_kernel(Need(device, q.dtype, kind, head_dim, min(queries, keys), *asked)).dense:
+        return 0
+    most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
+    return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
+
+
+def _inside(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     """Kernels have their workspace; then what they lay out, rows before heads, is copied."""
+    args, _ = LocalArgs.of(rest)
+    workspace = _of_scores(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
     rows = size_hint(q.shape[:3].numel())
     out, lse = rows * size_hint(v.shape[3]) * q.element_size(), rows * accumulation_dtype(q.dtype).itemsize
     return max(workspace + bytes_copied(q, k, v) + lse, out + lse)
@@ -170,7 +185,8 @@ def _inside_backward(
 
     A gradient of one kernel that is neither is a result as it lies.
     """
-    _, (_, *others) = LocalArgs.of(rest)
+    args, (mask_grad, *others) = LocalArgs.of(rest)
+    workspace = _of_scores(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
     wide = accumulation_dtype(q.dtype).itemsize // q.element_size()
     given, packed = operand_bytes(q, k, v), any(others[1:])
     sent = operand_bytes(k, v) * wide if packed else 0

@@ -155,7 +155,7 @@ class _Planner:
 
     def _known(self, tile: CellPair, runs: list[Run]) -> Sequence[Block]:
         """The blocks of a tile that is these runs."""
-        if runs and runs[0].window in (FULL, CAUSAL):
+        if runs and all(run.window in (FULL, CAUSAL) for run in runs):
             return [block for run in runs for block in blocks_of(run, tile.left)]
         return self._cover_tile(tile)
 

@@ -283,6 +283,15 @@ def test_documents_with_a_window_are_one_call() -> None:
     assert ([call.window for call in found.packed], found.others) == ([Window(499, 0)], ())
 
 
+def test_a_window_that_leaves_its_first_keys_is_no_triangle_of_the_last() -> None:
+    """Positions of the one document of 45 queries, of which 42 see all 3 keys, one the last two and one the last."""
+    rows = pieces_of(torch.cat([torch.tensor([0]), torch.arange(44)])[None]), pieces_of((torch.arange(45) > 0)[None])
+    cols = pieces_of(torch.tensor([[2, 3, 4]])), pieces_of(torch.ones(1, 3, dtype=torch.bool))
+    found = plan("Eq(row1, col1) & (row0 - col0 < 40)", (Segment(0, 0, 45),), (Segment(0, 0, 3),), (), rows, cols)
+    assert Kind.CAUSAL not in {block.kind for block in found.blocks}
+    assert work(found.blocks) >= 42 * 3 + 3
+
+
 def calls_of(run: Callable[[], Any]) -> int:
     """How many Python functions, and functions of C, a run calls."""
     count = 0
