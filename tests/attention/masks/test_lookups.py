@@ -75,6 +75,16 @@ def test_numbers_of_one_device(attention: str, n: int, batch: int, waits: list[i
     assert waits == [3] * n
 
 
+@pytest.mark.parametrize(("n", "layout"), [(2, "contiguous"), pytest.param(3, "zigzag", marks=pytest.mark.slow)])
+def test_a_document_that_begins_shortly_before_a_rank(n: int, layout: str) -> None:
+    """The next rank's first queries see all three of its keys there, and then one less each."""
+    positions = packed([50, 47, 103])[1]
+    x, padding = randn(1, 200, 16).requires_grad_(), torch.ones(1, 200, dtype=torch.bool)
+    model = Layers(window=40).double()
+    report = sp_compile.verify(model, x, positions, padding, sp=n, attention="ring", layout=layout)
+    assert report.worst < 1e-12, report
+
+
 def test_one_call_at_the_beginning() -> None:
     """The tables of all vectors; every attention takes its own."""
     model, *inputs = given()
