@@ -55,18 +55,25 @@ def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
     return mask.shape if mask is not None and wanted else (0,)
 
 
+def _need(
+    device: torch.device, q: Tensor, v: Tensor, kind: Kind, rows: int, mask: Tensor | None, mask_grad: bool,
+    dropout: bool, score: bool,
+) -> Need:  # fmt: skip
+    """What decides the kernel of a block. kind: as the predicate has it. mask: data, bool or added to the scores."""
+    bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
+    kind = kind if mask is None or bias is not None else Kind.MASKED
+    return Need(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
+
+
 def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[Strip]:
     """The calls in groups of the same queries, cut where a kernel would make too large tensors.
 
     If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
     """
 
-    bias = masking.bias_dtype
-
     def kernel(kind: Kind, rows: int) -> Kernel:
-        kind = kind if masking.mask is None or bias is not None else Kind.MASKED
-        asked = masking.dropout is not None, bool(masking.score), bias, mask_grad
-        return kernel_for(Need(q.device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, *asked))
+        dropout, score = masking.dropout is not None, bool(masking.score)
+        return kernel_for(_need(q.device, q, v, kind, rows, masking.mask, mask_grad, dropout, score))
 
     calls = Strip()
     if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
@@ -158,12 +165,10 @@ def _of_keys(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tupl
 
 def _of_scores(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
     """Bytes of so many tensors of a strip's scores, where arithmetic on them is all that computes a call; or 0."""
-    bias = args.mask.dtype if args.mask is not None and args.mask.is_floating_point() else None
-    kind = Kind.FULL if args.mask is None or bias is not None else Kind.MASKED
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
-    device, head_dim = torch.device("cuda") if q.is_meta else q.device, max(q.shape[3], v.shape[3])
-    asked = args.dropout_p > 0, bool(args.score), bias, mask_grad
-    if not expected_kernel(Need(device, q.dtype, kind, head_dim, min(queries, keys), *asked)).dense:
+    device, of_scores = torch.device("cuda") if q.is_meta else q.device, (args.dropout_p > 0, bool(args.score))
+    need = _need(device, q, v, Kind.FULL, min(queries, keys), args.mask, mask_grad, *of_scores)
+    if not expected_kernel(need).dense:
         return 0
     most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
     return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize

@@ -114,11 +114,6 @@ class CallMask:
         of_scores = dropout, args.score, args.heads
         return CallMask(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
 
-    @property
-    def bias_dtype(self) -> torch.dtype | None:
-        """Of the mask, if it is floats that are added to the scores."""
-        return None if self.mask is None or self.mask.dtype == torch.bool else self.mask.dtype
-
     def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
         """A block's masks, as this kernel takes them."""
         if kernel.fused:

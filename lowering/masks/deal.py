@@ -19,7 +19,7 @@ from sp_compile.lowering.library import opaque
 
 from .blocks import pairs_before
 from .chunks import ChunkOrder, deal, most_chunks
-from .pieces import Ints, Pieces, cut, table_of, table_size
+from .pieces import Ints, Pieces, cut, table_of, table_size, without_waiting
 from .plan import plan
 from .spans import Segment
 
@@ -63,7 +63,7 @@ def new_order(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
     length, back = int(found.lengths.sum()), np.argsort(found.firsts)
     shifts, lengths = found.firsts - found.offsets, found.lengths
     host = torch.from_numpy(np.stack([shifts, lengths, -shifts[back], lengths[back]]))
-    numbers = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    numbers = without_waiting(host, device)
     places = torch.arange(length, device=device)
     order, inverse = (
         places + shift.repeat_interleave(count, output_size=length) for shift, count in numbers.view(2, 2, -1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind
+from sp_compile.lowering.masks.pieces import without_waiting
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 TILE = 128
@@ -48,9 +49,7 @@ def tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: torch.de
     """Of so many local queries and keys. ask: have the predicate asked in every tile. Nothing waits for the device."""
     states = kinds_of_tiles(plan, queries, keys, tile_of(queries, keys))
     states = states.clamp(max=PARTIAL) if ask else states
-    if device.type == "cuda":
-        states = states.pin_memory()
-    states = states.to(device, non_blocking=True)
+    states = without_waiting(states, device)
     found = [_ordered(side == kind) for side in (states, states.T) for kind in (PARTIAL, FULL)]
     return Tables(*(table for both in found for table in both))
 
