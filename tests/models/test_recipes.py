@@ -82,7 +82,7 @@ def test_every_page_is_run_and_short() -> None:
     for name in pages:
         code = code_of(name)
         compile(code, name, "exec")
-        lines = [line for line in code.splitlines() if line and not line.startswith(("import", "from"))]
+        lines = [line for line in code.splitlines() if line]
         assert len(lines) <= 30, (name, len(lines))
         assert "environ" not in code
         assert "optimize_ddp" not in code
@@ -122,9 +122,8 @@ def test_blocks_in_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_blocks_with_replicas(tmp_path: Path) -> None:
-    """Each prints the loss of its own batch."""
     found, alone = (run("blocks", tmp_path, n, *WITHOUT_CASTS) for n in (4, 1))
-    compare({**found, "losses": alone["losses"]}, alone)
+    compare(found, alone)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Runs the first program of a page of docs/ and keeps what came of it: `python recipe.py PAGE RESULT [OLD NEW]...`.
 
-OLD is replaced by NEW in the code first. The result holds `losses`, the weights of `model`, and `ends`, the time after each
-step of an optimizer, saved by rank 0. RECIPE_COMPILER names what compiles each rank's graph; Inductor takes a minute longer.
+OLD is replaced by NEW in the code first. Rank 0 saves `losses`, the mean of what the ranks say, the weights of `model`, and
+`ends`, the time after each step of an optimizer. RECIPE_COMPILER names what compiles each rank's graph; Inductor takes a
+minute longer.
 """
 
 import os
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -33,9 +35,12 @@ def main(page: str, result: str, *changes: str) -> None:
     names = runpy.run_path(str(script), run_name="__main__")
     weights = {name: p.detach() for name, p in names["model"].named_parameters()}
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()}
+    losses = torch.tensor([float(one) for one in names["losses"]], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
     if os.environ.get("RANK", "0") == "0":
-        losses = [float(one) for one in names["losses"]]
-        torch.save({"losses": losses, "weights": weights, "ends": ends}, result)
+        torch.save({"losses": losses.tolist(), "weights": weights, "ends": ends}, result)
 
 
 if __name__ == "__main__":
