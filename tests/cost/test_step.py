@@ -80,6 +80,7 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     return step
 
 
+@torch.backends.mkldnn.flags(enabled=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "heads", "key_heads", "width", "packed"),
@@ -92,7 +93,6 @@ def test_attention_of_a_rank_takes_what_is_predicted(
 
     Nor is what oneDNN multiplies half types in: some CPUs lay out operands anew in each product, others do not.
     """
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     from peak_memory import peak_activation_bytes
 
