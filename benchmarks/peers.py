@@ -1,6 +1,6 @@
 """Attention split over ranks, ours and that of the peers that run on a CPU: errors, exchanges and CPU time in one run.
 
-    python benchmarks/peers.py [--ranks 2] [--tokens 4096] [--only "ours|deepspeed"] [--parts]
+    python benchmarks/peers.py [--ranks 2] [--tokens 2048 8192] [--only "ours|deepspeed"] [--parts]
 
 One forward and backward of causal attention, 8 heads of 64, float32 where a peer has it. Real ranks with Gloo, one
 thread each. In every repeat one device and all ways take turns; CPU seconds are those of all ranks together, their
@@ -10,9 +10,9 @@ table. --parts: a second table of what the calling threads do, by operators, ove
 a step (autograd, Python, the checks before a call) is in none of its columns. To install those that are known:
 
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.8 yunchang==0.6.4 diffusers==0.42.1 && \\
-        pip install py-cpuinfo hjson msgpack einops
+        pip install py-cpuinfo hjson msgpack einops requests
 
-Writes benchmarks/results/peers_<ranks>.md where --write is given.
+Writes benchmarks/results/peers_<ranks>.md where --write is given, a table for each number of tokens.
 """
 
 import argparse
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.gloo_ranks import joined
 from measuring.handwritten import UlyssesAttention, ZigzagRingAttention, zigzag
-from measuring.tables import markdown, processor
+from measuring.tables import commit, markdown, processor
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, WIDTH = 8, 64
@@ -205,20 +205,20 @@ class Seen:
     failed: str = ""
 
 
-def rank_of_many(rank: int, given: argparse.Namespace, folder: str, results: Any) -> None:
+def rank_of_many(rank: int, given: argparse.Namespace, tokens: int, folder: str, results: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(given.ranks), LOCAL_SIZE=str(given.ranks),
         DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
     )  # fmt: skip
     warnings.simplefilter("ignore")
     with joined(rank, given.ranks, folder):
-        results.put((rank, compared(rank, given)))
+        results.put((rank, compared(rank, given, tokens)))
 
 
-def compared(rank: int, given: argparse.Namespace) -> dict[str, Seen]:
+def compared(rank: int, given: argparse.Namespace, tokens: int) -> dict[str, Seen]:
     n, seen = given.ranks, {way.name: Seen() for way in WAYS if re.search(given.only, way.name)}
     torch.manual_seed(0)
-    whole = [torch.randn(1, given.tokens, HEADS, WIDTH) for _ in range(4)]
+    whole = [torch.randn(1, tokens, HEADS, WIDTH) for _ in range(4)]
 
     def shard(x: Tensor, layout: str) -> Tensor:
         return zigzag(x, rank, n) if layout == "zigzag" else x.chunk(n, 1)[rank].contiguous()
@@ -340,29 +340,36 @@ def parts_of(found: dict[int, dict[str, Seen]], ranks: int) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
+    written = [f"# Attention beside peers, {given.ranks} ranks"]
+    for tokens in given.tokens:
+        found = measured(given, tokens)
+        table = report(found, given.ranks)
+        tables = [table, parts_of(found, given.ranks)] if given.parts else [table]
+        for each in tables:
+            Console(width=160).print(each)
+        about = f"- {date.today()}, {commit()}, {processor()}, torch {torch.__version__}\n- `python benchmarks/peers.py"
+        about += f" --ranks {given.ranks} --tokens {tokens}`: causal, {HEADS} heads of {WIDTH}, {given.repeats} repeats"
+        about += f"\n- load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        written += [f"## {tokens:,} tokens", about, *map(markdown, tables)]
+    if given.write:
+        (RESULTS / f"peers_{given.ranks}.md").write_text("\n\n".join(written) + "\n")
+
+
+def measured(given: argparse.Namespace, tokens: int) -> dict[int, dict[str, Seen]]:
+    """What each rank saw, in processes of their own."""
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        world = mp.spawn(rank_of_many, (given, folder, results), nprocs=given.ranks, join=False)
+        world = mp.spawn(rank_of_many, (given, tokens, folder, results), nprocs=given.ranks, join=False)
         found = dict(results.get() for _ in range(given.ranks))
         while not world.join():
             pass
-    table = report(found, given.ranks)
-    tables = [table, parts_of(found, given.ranks)] if given.parts else [table]
-    for each in tables:
-        Console(width=160).print(each)
-    if given.write:
-        about = f"- {date.today()}, {processor()}, torch {torch.__version__}\n- `python benchmarks/peers.py"
-        about += f" --ranks {given.ranks} --tokens {given.tokens}`: causal, {HEADS} heads of {WIDTH}"
-        about += f"\n- load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        made = "\n\n".join(map(markdown, tables))
-        text = f"# Attention beside peers, {given.ranks} ranks\n\n{about}\n\n{made}\n"
-        (RESULTS / f"peers_{given.ranks}.md").write_text(text)
+    return found
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ FrameArg = Sequence[int]  # as an operator takes a `Frame`, and the factor outsi
 
 def known(condition: bool | torch.SymBool) -> bool:
     """Whether the condition holds for every size; asking adds no guard."""
-    return statically_known_true(condition)
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def folds_of(frame: FrameArg) -> int:
