@@ -6,6 +6,7 @@
     scan_rounds        scans in log2 S rounds         ->  scans
     eager_attention    matmul, softmax, matmul        ->  scaled_dot_product_attention
     flex_attention     torch's, with its mask_mod     ->  the same, or sp.masked_attention with a predicate
+    flash_functions    of the flash_attn package      ->  the same, or sp.masked_attention with a predicate
     varlen_attention   torch's, of packed documents   ->  sp.masked_attention, a document of each token
     stack_heads        one attention per head         ->  one attention of all heads
     masks              masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate

@@ -14,11 +14,11 @@ than sinks do), and keys in pages (block_table, seqused_k), which have no gradie
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import varlen_attention
 from sp_compile.graph.call import Call, shape_of
@@ -35,8 +35,11 @@ class VarlenAttention(Spelling):
 
     provides = frozenset({"canonical", "masks are predicates"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def edit(self, graph: Graph) -> Self:
         self.documents: dict[Any, Node] = {}  # layers share them
+        return super().edit(graph)
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
         nodes = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
         refusals = {node: _why_not(node) for node in nodes}
         for node, why in refusals.items():
@@ -50,22 +53,35 @@ class VarlenAttention(Spelling):
         call = Call(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
         q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
-        q_ends, k_ends = q_ends, q_ends if k_ends is None else k_ends
+        left, right = call.get("window_size") or (-1, -1)
         (out,) = node.users
         with self.graph.inserting_before(node):
-            rows, cols = [self._documents(q, q_ends, node)], [self._documents(k, k_ends, node)]
-            window, place = _window(call), "q"
-            if window != (-1, -1) and q_ends is not k_ends:
-                rows.append(self._places(rows[0], q_ends, k_ends, node))
-                place = "row1"
-            heads_first = [self._turned(x, node) for x in (q, k, v)]
-            predicate = " & ".join(["Eq(row0, col0)", *_sees(place, *window)])
-            grouped = not same(shape_of(q)[1], shape_of(k)[1])
-            args = (*heads_first, rows, cols, [], predicate, 0.0, call["scale"], grouped)
-            fresh = self.compute(sp.masked_attention.default, args, node)
-            fresh = self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), node), 0, 1), node)
+            ends = q_ends, q_ends if k_ends is None else k_ends
+            window = left, 0 if call["is_causal"] else right
+            fresh = self.of_documents((q, k, v), ends, window, call["scale"], node)
         out.replace_all_uses_with(fresh)
         self.erase([node, out])
+
+    def of_documents(
+        self, qkv: Sequence[Node], ends: tuple[Node, Node], window: tuple[int, int], scale: Any, like: Node,
+        dropout_p: float = 0.0, **more: Any,
+    ) -> Node:  # fmt: skip
+        """Attention (T, H, E) of q (T, H, D), k and v. window: as many keys before and behind a place, -1 for all.
+
+        more: what `sp.masked_attention` is given by name.
+        """
+        (q, k, _), (q_ends, k_ends) = qkv, ends
+        rows, cols = [self._documents(q, q_ends, like)], [self._documents(k, k_ends, like)]
+        place = "q"
+        if window != (-1, -1) and q_ends is not k_ends:
+            rows.append(self._places(rows[0], q_ends, k_ends, like))
+            place = "row1"
+        heads_first = [self._turned(x, like) for x in qkv]
+        predicate = " & ".join(["Eq(row0, col0)", *sees(place, *window)])
+        grouped = not same(shape_of(q)[1], shape_of(k)[1])
+        args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, grouped)
+        fresh = self.compute(sp.masked_attention.default, args, like, more)
+        return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), like), 0, 1), like)
 
     def _turned(self, x: Node, like: Node) -> Node:
         """(T, H, D) -> (1, H, T, D)."""
@@ -106,13 +122,8 @@ def _why_not(node: Node) -> str | None:
     return None
 
 
-def _window(call: Call) -> tuple[int, int]:
-    """How many keys a query sees before and behind its own place, -1 for all."""
-    left, right = call.get("window_size") or (-1, -1)
-    return left, 0 if call["is_causal"] else right
-
-
-def _sees(place: str, left: int, right: int) -> Iterator[str]:
+def sees(place: str, left: int, right: int) -> Iterator[str]:
+    """Which keys the query at a place attends to: so many before it and behind it, -1 for all."""
     if right >= 0:
         yield f"(k <= {place})" if right == 0 else f"(k - {place} <= {right})"
     if left >= 0:
