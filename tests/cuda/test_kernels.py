@@ -71,9 +71,6 @@ def launched(fn: Callable[..., None], *args: Any) -> list[Any]:
 LINE, LANES, COLUMNS = (1, 1 << 20, 1), (1, 1 << 16, 64), (8, 4096, 1024)
 slow = pytest.mark.slow
 WIDE = pytest.mark.xfail(strict=True, reason="one pass of sums of 64 bits along lanes spills, by two instructions")
-NARROW = (
-    "rows of one head are the run that a program moves, and its tile takes no more: 8 bytes a thread, 1 KiB a program"
-)
 CASES: list[Any] = [
     (merge, 128),
     (pack, "rows first"),
@@ -81,7 +78,7 @@ CASES: list[Any] = [
     (scan, "sum", f32, LANES),
     (linear, LANES, False),
     *(pytest.param((merge, width), marks=slow) for width in (64, 96, 256)),
-    pytest.param((pack, "heads first"), marks=[slow, pytest.mark.xfail(strict=True, reason=NARROW)]),
+    (pack, "heads first"),
     pytest.param((pack, "transpose"), marks=slow),
     *(
         pytest.param(
@@ -125,7 +122,6 @@ def test_a_pack_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "rows first") >= 4096
 
 
-@pytest.mark.xfail(strict=True, reason=NARROW)
 def test_a_pack_of_heads_first_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "heads first") >= 4096
 
