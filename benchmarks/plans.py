@@ -77,6 +77,12 @@ PACKED_WORDS = """# Plans of packed documents, and how evenly layouts share thei
 
 `python benchmarks/plans.py --output benchmarks/results/packed_documents.md`, {processor}, {commit}: least CPU ms of
 several calls on one thread. "steps": Python calls by a document; "packed calls": for many documents + others.
+
+"stretches": of neighbouring positions that a rank holds. "heap": MagiAttention's way to deal chunks, in our words
+(`measuring/balance.py`): by default 8 a rank, in its examples of 512 tokens; also as many as ours has, where these
+divide the tokens: there the two are alike, unless ours has exchanged chunks. ms: with a plan of all pairs, the most of
+it; ours looks for the fewest chunks with which the busiest rank has at most 1.05 times the mean. What a rank "needs":
+keys of others that its queries attend to; a ring, or gathered keys, bring all of them, whatever the layout.
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")

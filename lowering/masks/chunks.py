@@ -2,7 +2,8 @@
 
     work of 8 chunks   40 30 20 10 | 1 1 1 1        two ranks, four chunks each
     contiguous        100          | 4              rank 0 has 1.92 times the mean
-    dealt              40 10 1 1   | 30 20 1 1      by work, each to the rank that has least and still has room
+    dealt              40 10 1 1   | 30 20 1 1      by work, each to the rank that has least and still has room; then
+                                                    the busiest exchanges chunks with others, if it has too much
 
 Every rank holds as many rows as without: its run of the sequence's new order. Chunks at either end of the sequence may
 have to keep their place: where it is padded, and where values of the program are shorter.
@@ -21,6 +22,9 @@ EVEN_ENOUGH = 1.05
 """The work of the busiest rank over the mean from which on nothing is cut further."""
 MOST_CHUNKS, CHUNK_ROWS, FEW_CHUNKS = 64, 128, 4
 """A rank has at most MOST_CHUNKS chunks, and more than FEW_CHUNKS only if they have at least so many rows."""
+
+PARTNERS, MOST_EXCHANGES = 8, 4
+"""How many of the ranks with least work a chunk may be exchanged with, and how often, for each rank."""
 
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
 """The work of all queries before each of these positions, which are in order."""
@@ -60,6 +64,23 @@ def most_chunks(n: int) -> int:
     return n * max(MOST_CHUNKS, FEW_CHUNKS) + 2
 
 
+class _Cut(NamedTuple):
+    """Each rank's run of rows cut in the same way, so that a rank takes as many of each size as it gives."""
+
+    edges: Ints
+    works: np.ndarray
+    large: np.ndarray
+    """Which chunks have one row more."""
+    fixed: np.ndarray
+    """Which keep their place."""
+
+    @property
+    def least(self) -> float:
+        """In no order has a rank less of all work: the heaviest chunk."""
+        total = self.works.sum()
+        return float(self.works.max() / total) if total else 0.0
+
+
 def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
 
@@ -68,18 +89,38 @@ def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behin
 
     front, behind: how many positions at the beginning and at the end keep their place.
     """
-    best = contiguous = _dealt(work, length, n, rows, 1, front, behind)
+
+    def cut(chunks: int) -> _Cut:
+        sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
+        edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
+        works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
+        fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
+        return _Cut(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
+
+    best = contiguous = _dealt(cut(1), length, n)
+    coarse = []  # no order of these is even enough
     for chunks in _numbers(min(rows, MOST_CHUNKS, max(rows // CHUNK_ROWS, FEW_CHUNKS))):
         if best.imbalance <= EVEN_ENOUGH:
             break
-        best = min(best, _dealt(work, length, n, rows, chunks, front, behind), key=lambda one: one.imbalance)
+        made = cut(chunks)
+        if n * made.least > EVEN_ENOUGH:
+            coarse.append(made)
+        else:
+            best = min(best, _dealt(made, length, n), key=_imbalance)
+    for made in reversed(coarse):
+        if EVEN_ENOUGH < best.imbalance > n * made.least:
+            best = min(best, _dealt(made, length, n), key=_imbalance)
     return best._replace(undealt=contiguous.imbalance)
 
 
+def _imbalance(order: ChunkOrder) -> float:
+    return order.imbalance
+
+
 def _numbers(most: int) -> Iterator[int]:
-    """2, 3, 4, 5, 6, 7, 8, 12, 16, 24, ... chunks a rank."""
-    yield from range(2, min(8, most + 1))
-    number = 8
+    """2, 3, 4, ... 16, 24, 32, 48, 64, ... chunks a rank."""
+    yield from range(2, min(16, most + 1))
+    number = 16
     while number <= most:
         yield number
         if number * 3 // 2 <= most:
@@ -87,24 +128,21 @@ def _numbers(most: int) -> Iterator[int]:
         number *= 2
 
 
-def _dealt(work: WorkBefore, length: int, n: int, rows: int, chunks: int, front: int, behind: int) -> ChunkOrder:
-    """Each rank's run of `rows` is cut in the same way, so that a rank takes as many of each size as it gives."""
-    sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
-    edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
-    works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
-    fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
-    owners = _owners(works, np.tile(np.arange(chunks) < rows % chunks, n), fixed, n)
+def _dealt(cut: _Cut, length: int, n: int) -> ChunkOrder:
+    owners = _owners(cut, n)
+    edges = cut.edges
     order = np.lexsort((edges[:-1], owners))
     ends = np.minimum(edges[1:], length)
     firsts, lengths = edges[:-1][order], np.maximum(ends - edges[:-1], 0)[order]
-    loads = np.bincount(owners, works, n)
+    loads = np.bincount(owners, cut.works, n)
     kept = lengths > 0
     imbalance = float(loads.max() / loads.mean()) if loads.any() else 1.0
     return ChunkOrder(firsts[kept], lengths[kept], imbalance, imbalance)
 
 
-def _owners(works: np.ndarray, large: np.ndarray, fixed: np.ndarray, n: int) -> Ints:
+def _owners(cut: _Cut, n: int) -> Ints:
     """Whose each chunk is: by work, each the rank's that has least and still has room for one of its size."""
+    works, large, fixed = cut.works, cut.large, cut.fixed
     chunks = len(works) // n
     own = np.repeat(np.arange(n), chunks)
     owners = np.where(fixed, own, -1)
@@ -119,4 +157,29 @@ def _owners(works: np.ndarray, large: np.ndarray, fixed: np.ndarray, n: int) -> 
         owners[chunk] = rank
         loads[rank] += works[chunk]
         room[rank] -= 1
+    _exchange(cut, owners, loads)
     return owners
+
+
+def _exchange(cut: _Cut, owners: Ints, loads: np.ndarray) -> None:
+    """The busiest rank exchanges a chunk for a lighter one of some rank with little work, as long as that helps."""
+    enough = EVEN_ENOUGH * loads.mean()
+    for _ in range(MOST_EXCHANGES * len(loads)):
+        busiest = loads.argmax()
+        if loads[busiest] <= enough:
+            return
+        lightest = np.argsort(loads, kind="stable")[:PARTNERS]
+        mine = np.flatnonzero((owners == busiest) & ~cut.fixed)
+        theirs = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
+        if not len(mine) or not len(theirs):
+            return
+        moved = cut.works[mine][:, None] - cut.works[theirs]
+        after = np.maximum(loads[busiest] - moved, loads[owners[theirs]] + moved)
+        after[cut.large[mine][:, None] != cut.large[theirs]] = np.inf
+        i, j = np.unravel_index(after.argmin(), after.shape)
+        if after[i, j] >= loads[busiest]:
+            return
+        partner = owners[theirs[j]]
+        loads[busiest] -= moved[i, j]
+        loads[partner] += moved[i, j]
+        owners[mine[i]], owners[theirs[j]] = partner, busiest

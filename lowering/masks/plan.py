@@ -164,30 +164,36 @@ class _Planner:
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE:
             return [Block(*sized(tile.q), *sized(tile.k), Kind.MASKED, tile.left)]
         if tile.band is not None:
-            return list(self._banded(tile.q, tile.k, tile.band, tile.left))
+            return self._banded(tile.q, tile.k, tile.band, tile.left)
         return list(self.cover(tile.q, tile.k))
 
-    def _banded(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> Iterator[Block]:
-        """A band in strips of queries: each a triangle to be masked, keys that all of them see, and a causal one."""
+    def _banded(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> list[Block]:
+        """A band in strips of queries: each a triangle to be masked, keys that all of them see, and a causal one.
+
+        Of a window over packed documents there are ten thousand: no calls but those that make them.
+        """
         lower, upper = band
-        rows, keys = q[1] - q[0], k[1] - k[0]
+        rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
         width = min(upper, keys) - max(lower, -rows) + 1
         height = min(max(width // 4 // TILE, 1) * TILE, math.isqrt(MASK_ELEMENTS // self._batch(left)))
         end = min(rows, keys - lower)
+        found = list[Block]()
         for first in range(max(0, -upper), end, height):
-            behind = min(first + height, end)
-            part = sized((q[0] + first, q[0] + behind))
-            low, high = max(0, first + lower), min(keys, behind + upper)
-            every, last = max(0, behind - 1 + lower), min(keys, first + upper)
+            size = height if first + height < end else end - first
+            low, last = first + lower, first + upper
+            high, every = last + size, low + size - 1
+            low, every = low if low > 0 else 0, every if every > 0 else 0
+            high, last = high if high < keys else keys, last if last < keys else keys
             if width < 4 * TILE or every >= last:
-                yield Block(*part, k[0] + low, high - low, Kind.MASKED, left)
+                found.append(Block(q_off + first, size, k_off + low, high - low, Kind.MASKED, left))
                 continue
             if low < every:
-                yield Block(*part, k[0] + low, every - low, Kind.MASKED, left)
-            yield Block(*part, k[0] + every, last - every, Kind.FULL)
+                found.append(Block(q_off + first, size, k_off + low, every - low, Kind.MASKED, left))
+            found.append(Block(q_off + first, size, k_off + every, last - every, Kind.FULL))
             if last < high:
-                whole = high - last == behind - first
-                yield Block(*part, k[0] + last, high - last, Kind.CAUSAL if whole else Kind.MASKED, left)
+                kind = Kind.CAUSAL if high - last == size else Kind.MASKED
+                found.append(Block(q_off + first, size, k_off + last, high - last, kind, left))
+        return found
 
     def _together(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
         """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""

@@ -5,9 +5,11 @@ Elements are moved as words, whatever their dtype is.
 How a copy between two arrays of any strides is cut into tiles that read and write whole cache lines.
 
 Of the dims that are left once all that can be merged are: the *run* is contiguous on both sides; `rows` lie next to
-it where it is written, `columns` where it is read; a tile is rows x columns x run, the other dims are looped over.
+it where it is written, `columns` where it is read, or, where these are few bytes, along any dim; a tile is rows x
+columns x run, the other dims are looped over.
 
     (n, g, h, D) <- (g, n, h, D)    run h * D, rows g: the pack of a head exchange
+    (n, g, h, D) <- (n, h, g, D)    run D, rows h, columns g: that of heads that lie before positions
     (n, g, 8)    <- (g, n, 8)       run 8, rows g, columns n: narrow, and still read and written in lines
     (g, A)       <- (A, g)          run 1, rows A, columns g: a transpose
 """
@@ -30,6 +32,7 @@ from sp_compile.lowering.triton.device import on_device
 WIDEST = 16  # bytes that a thread moves at once
 LINE = 128  # bytes of a run that needs no neighbours
 TILE = 16384  # bytes
+ENOUGH = 4096  # bytes of a tile, where there are as many
 MOST_LOOPS = 4
 
 
@@ -94,6 +97,8 @@ def tiling(
     if run * unit < LINE:
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
         columns = NO_STRIDE if rows.read and rows.read < columns.read else columns
+    if columns is NO_STRIDE and run * rows.size * unit < ENOUGH:
+        columns = max(others, key=lambda dim: dim.size, default=NO_STRIDE)
     loops = tuple(dim for dim in others if dim is not columns)
     if len(loops) > MOST_LOOPS:
         return None
@@ -117,7 +122,8 @@ def _tile(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, TILE // word)
     left = TILE // word // run
-    columns = min(columns, 1 << left.bit_length() // 2)  # no less than the root of what is left
+    # What rows leave, and no less than the root of all.
+    columns = min(columns, max(left // rows, 1 << left.bit_length() // 2))
     return min(rows, left // columns), columns, run
 
 

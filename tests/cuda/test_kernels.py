@@ -10,7 +10,7 @@ import torch
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
-bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+bf16, f32, f64, i32, i64 = torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64
 
 
 def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
@@ -70,29 +70,24 @@ def launched(fn: Callable[..., None], *args: Any) -> list[Any]:
 
 LINE, LANES, COLUMNS = (1, 1 << 20, 1), (1, 1 << 16, 64), (8, 4096, 1024)
 slow = pytest.mark.slow
-WIDE = pytest.mark.xfail(strict=True, reason="one pass of sums of 64 bits along lanes spills, by two instructions")
-NARROW = (
-    "rows of one head are the run that a program moves, and its tile takes no more: 8 bytes a thread, 1 KiB a program"
-)
 CASES: list[Any] = [
     (merge, 128),
     (pack, "rows first"),
     (checksum,),
     (scan, "sum", f32, LANES),
+    (scan, "sum", i32, LANES),
     (linear, LANES, False),
     *(pytest.param((merge, width), marks=slow) for width in (64, 96, 256)),
-    pytest.param((pack, "heads first"), marks=[slow, pytest.mark.xfail(strict=True, reason=NARROW)]),
+    (pack, "heads first"),
     pytest.param((pack, "transpose"), marks=slow),
     *(
-        pytest.param(
-            (scan, op, dtype, shape), marks=[slow, *([WIDE] if (op, dtype, shape) == ("sum", i32, LANES) else [])]
-        )
+        pytest.param((scan, op, dtype, shape), marks=slow)
         for op in ("sum", "max", "logsumexp")
-        for dtype in (f32, bf16, i32)
+        for dtype in (f32, bf16, i32, i64, f64)
         for shape in (LINE, LANES, COLUMNS)
-        if op != "logsumexp" or dtype is not i32
+        if (op != "logsumexp" or dtype.is_floating_point) and (op, dtype, shape) != ("sum", i32, LANES)
     ),
-    pytest.param((scan, "sum", f32, LANES, True), marks=slow),
+    *(pytest.param((scan, "sum", dtype, LANES, True), marks=slow) for dtype in (f32, i32, i64)),
     *(pytest.param((linear, shape, reverse), marks=slow) for shape in (LANES, COLUMNS) for reverse in (False, True)),
 ]
 
@@ -125,7 +120,6 @@ def test_a_pack_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "rows first") >= 4096
 
 
-@pytest.mark.xfail(strict=True, reason=NARROW)
 def test_a_pack_of_heads_first_moves_enough_a_program(gpu: AbsentGpu) -> None:
     assert gpu.run(bytes_a_program, "heads first") >= 4096
 

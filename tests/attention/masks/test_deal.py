@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.attention.attending import packed, pieces_of
 
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
+from sp_compile.lowering.masks.chunks import deal
 from sp_compile.lowering.masks.deal import dealt, new_order, positions_in_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan
@@ -93,6 +94,33 @@ def test_no_more_chunks_than_needed() -> None:
         found = dealt((predicate,), (1,), (), (), 1 << 12, 8)
         assert len(found.firsts) <= 8 * chunks
         assert found.imbalance <= 1.001
+
+
+def test_chunks_are_exchanged_where_dealing_them_by_work_leaves_too_much() -> None:
+    """By work alone 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser cuts are no more even."""
+    works = [8, 7, 6, 5, 4, 2, 2, 2]
+    found = deal(lambda rows: [sum(works[:row]) for row in rows], 8, 2, 4)
+    loads = [sum(works[first] for first in mine) for mine in found.firsts.reshape(2, 4)]
+    assert loads == [18, 18]
+    assert found.imbalance == 1.0
+
+
+@pytest.mark.parametrize("n", [8, 64])
+@pytest.mark.parametrize("count", [100, 1000])
+def test_one_chunk_fewer_would_leave_too_much(count: int, n: int) -> None:
+    """On the rank that has the heaviest one."""
+    length = 1 << 18
+    v = vector(lengths_of(1.5, count, length))
+    found = dealt((DOCUMENTS,), (1,), (), (v,), length, n)
+    chunks = len(found.firsts) // n
+    assert 1 < chunks < 16
+    whole = (Segment(0, 0, length),)
+    made = plan(DOCUMENTS, whole, whole, (), (v,), (v,))
+    size, more = divmod(length // n, chunks - 1)
+    edges = np.cumsum([0, *n * [*more * [size + 1], *(chunks - 1 - more) * [size]]])
+    works = np.diff(pairs_before(made, edges.tolist()))
+    assert found.imbalance <= 1.05
+    assert works.max() * n > 1.05 * works.sum()
 
 
 def test_several_masks_count_by_their_weights() -> None:

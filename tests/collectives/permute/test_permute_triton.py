@@ -1,6 +1,7 @@
 """The kernels that permute, and how their tiles are cut: in Triton's interpreter, and compiled for a GPU."""
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 @pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("check", ["copies", "narrow_runs", "many_dims", "peers", "row"])
+@pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims", "peers", "row"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")
 
 
-def cut(shape: tuple[int, ...], read: tuple[int, ...], itemsize: int = 2):
-    return tiling(shape, read, torch.empty(shape).stride(), itemsize)
+def cut(shape: tuple[int, ...], read: tuple[int, ...], itemsize: int = 2) -> Any:
+    return tiling(shape, read, torch.empty(shape, device="meta").stride(), itemsize)
 
 
 def test_tiles() -> None:
@@ -34,12 +35,35 @@ def test_tiles() -> None:
     assert narrow.rows.written == narrow.columns.read == 1
     transpose = cut((4096, 8192), (1, 4096))
     assert (transpose.unit, transpose.run, transpose.tile) == (2, 1, (64, 128, 1))
+    heads = cut((8, 1024, 4, 128), (4 * 1024 * 128, 128, 1024 * 128, 1))  # (n * h, s, D) -> (n, s, h, D)
+    assert (heads.unit, heads.run, heads.rows.size, heads.columns.size, heads.tile) == (16, 16, 4, 1024, (4, 16, 32))
     odd = cut((2, 100, 3), (3, 6, 1), itemsize=1)
     assert (odd.unit, odd.run) == (1, 3)
     assert cut((4, 8), (8, 1)).programs == 1
-    for plan in (pack, narrow, transpose, odd):
+    for plan in (pack, narrow, transpose, heads, odd):
         rows, columns, run = plan.tile
         assert rows * columns * run * plan.word <= TILE
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_exchanges_of_heads_move_4_kib_a_program(head_dim: int, batch: int, heads: int) -> None:
+    """(B, n h, s, D) and (B, s, n h, D) into n blocks of either order, and blocks into either: bf16, 1,000 rows."""
+    n, s = 4, 1000
+    by_heads = torch.empty(batch, n, heads, s, head_dim, device="meta", dtype=torch.bfloat16)
+    by_rows = torch.empty(batch, s, n, heads, head_dim, device="meta", dtype=torch.bfloat16)
+    blocks = torch.empty(n, batch, s, heads, head_dim, device="meta", dtype=torch.bfloat16)
+    for x in (
+        by_heads.permute(1, 3, 0, 2, 4),
+        by_heads.permute(1, 0, 3, 2, 4),
+        by_rows.permute(2, 1, 0, 3, 4),
+        by_rows.permute(2, 0, 3, 1, 4),
+        blocks.permute(1, 0, 2, 3, 4),
+        blocks.permute(1, 3, 0, 2, 4),
+    ):
+        plan = cut(tuple(x.shape), x.stride())
+        assert x.nbytes / plan.programs >= 4096, plan
 
 
 def test_whatever_divides_no_address_is_moved_in_smaller_words() -> None:

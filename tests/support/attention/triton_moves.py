@@ -57,6 +57,14 @@ def check_narrow_runs() -> None:
         check(x.movedim(1, 0), torch.empty(5, rows, run + 2, dtype=x.dtype)[..., 1:-1])
 
 
+def check_few_rows() -> None:
+    """Runs of whole lines, few of them neighbours where they are written: the pack of heads that lie before positions."""
+    for batch, heads, length, head_dim in ((1, 3, 19, 128), (3, 1, 9, 192)):
+        x = draw((batch, 2 * heads, length, head_dim), torch.bfloat16, heads).unflatten(1, (2, heads))
+        check(x.permute(1, 3, 0, 2, 4))
+        check(draw((2, length, batch, heads, head_dim), torch.bfloat16, length).permute(2, 3, 0, 1, 4))
+
+
 def check_many_dims() -> None:
     x = draw((2, 3, 2, 3, 2, 3), torch.float32)
     check(x.permute(5, 3, 1, 4, 2, 0))

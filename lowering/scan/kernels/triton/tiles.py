@@ -263,10 +263,14 @@ class Sweep:
         )
 
     @property
-    def state_bytes(self) -> int:
-        """Of one element, in registers."""
+    def value_bytes(self) -> int:
+        """Of one element's state, in registers, without its flag."""
         second = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
-        return self.compute.itemsize + second + (4 if self.starts is not None else 0)
+        return self.compute.itemsize + second
+
+    @property
+    def state_bytes(self) -> int:
+        return self.value_bytes + (4 if self.starts is not None else 0)
 
     def tile(self, elements: int, warps: int) -> Tile:
         """Whole runs of memory first, then as many places as there are, then more lines."""

@@ -31,6 +31,9 @@ class TileSizes:
     enough: int = 4
 
 
+WARP_BYTES = 1024
+"""Of states of 64 bits, without flags, a tile has a warp for so many: with half the warps some spill on sm_90."""
+
 INTERPRETER_SIZES = TileSizes((128, 1), programs=2, enough=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
@@ -58,7 +61,10 @@ def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> 
     way, sizes = _forced.value or ("", None)
     sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
     held, warps = sizes.walk
-    tile = sweep.tile(1 << (held // sweep.state_bytes).bit_length() - 1, warps)
+    elements = 1 << (held // sweep.state_bytes).bit_length() - 1
+    if sweep.compute.itemsize == 8:
+        warps = max(warps, 1 << (elements * sweep.value_bytes // WARP_BYTES | 1).bit_length() - 1)
+    tile = sweep.tile(elements, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
     multiprocessors = _multiprocessors(sweep.x.device)
     if (way or way_of(across, along, multiprocessors, sizes)) == "one":
