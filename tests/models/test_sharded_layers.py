@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from support import ranks as worker
-from support.parity import Decoder, build, text
+from support.parity import Checkpointed, Decoder, build, text
 from support.ranks import Ranks
 from torch import Tensor
 from torch._C import _distributed_c10d
@@ -89,8 +89,10 @@ def warned() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Way:
-    """How the layers are sharded. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer asks for
-    its neighbours' weights. adds: micro-batches a step, whose gradients are reduced with the last one."""
+    """How the layers are sharded. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer asks
+    for its neighbours' weights. adds: micro-batches a step, whose gradients are reduced with the last one. checkpoints:
+    around each layer.
+    """
 
     gathers: bool | int | None = None
     grads: str = "partial"
@@ -98,16 +100,32 @@ class Way:
     fetches: bool = False
     mixed: bool = False
     adds: int = 1
+    checkpoints: bool = False
 
 
 @dataclass
 class Found:
-    """losses: the largest relative error. weights: the same, relative to how far each has moved."""
+    """losses: the largest relative error. weights: the same, relative to how far each has moved. cut: graphs on shards."""
 
     losses: float
     weights: float
+    cut: int
     freed: Freed
     said: list[str]
+
+
+class Looking:
+    """A compiler that counts the graphs which cut what they are given.
+
+    inner: as torch names it.
+    """
+
+    def __init__(self, inner: str) -> None:
+        self.inner, self.cut = torch._dynamo.lookup_backend(inner), 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.cut += bool(gm.graph.find_nodes(op="call_function", target=torch.ops.sp.shard.default))
+        return self.inner(gm, inputs)
 
 
 def whole(p: Tensor) -> Tensor:
@@ -116,7 +134,7 @@ def whole(p: Tensor) -> Tensor:
 
 def trained(way: Way, steps: int) -> Found:
     """Steps of a decoder against one device."""
-    model = build(Decoder)
+    model = build(Checkpointed if way.checkpoints else Decoder)
     alone, begun = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
     kwargs: dict[str, Any] = {"mesh": worker.mesh()}
     if way.mixed:  # which changes no number here, but all of FSDP's casts are made
@@ -129,7 +147,8 @@ def trained(way: Way, steps: int) -> Found:
     for before, after in pairwise(model.blocks) if way.fetches else ():
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
-    options = {"compiler": way.compiler, "cost": {}, "mesh": worker.mesh(), "param_grads": way.grads}
+    compiler = Looking(way.compiler)
+    options = {"compiler": compiler, "cost": {}, "mesh": worker.mesh(), "param_grads": way.grads}
     model.compile(backend="sp", options=options)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, alone)]
     losses: list[float] = []
@@ -148,7 +167,7 @@ def trained(way: Way, steps: int) -> Found:
     ends = zip(begun, map(whole, model.parameters()), map(whole, alone.parameters()), strict=True)
     moved = [((found - right).norm() / (right - start).norm()).item() for start, found, right in ends]
     freed.held.clear()
-    return Found(max(losses), max(moved), freed, said)
+    return Found(max(losses), max(moved), compiler.cut, freed, said)
 
 
 def check(results: list[Found], steps: int) -> None:
@@ -162,6 +181,7 @@ def check(results: list[Found], steps: int) -> None:
 def test_nobody_touches_weights_that_are_freed(ranks: Ranks) -> None:
     first, *others = results = ranks.run(2, trained, Way(), 3)
     check(results, 3)
+    assert first.cut == 1  # of both layers
     (told,) = first.said
     assert "Decoder is compiled with backend='sp' as a whole" in told
     assert "fully_shard has 2 of its parts, blocks.0 the first" in told
@@ -176,6 +196,7 @@ WAYS = [
     (4, Way(gathers=2)),
     (2, Way(gathers=True, mixed=True, fetches=True)),
     (2, Way(adds=3)),
+    (2, Way(gathers=True, checkpoints=True)),
 ]
 
 
