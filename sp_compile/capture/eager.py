@@ -42,7 +42,7 @@ CURE_OF_BREAK = (
 SHARDED_PARTS = (
     "%s is compiled with backend='sp' as a whole, but fully_shard has %d of its parts, %s the first. FSDP gathers and "
     "frees their weights in Python, which ends a graph at each: they are compiled one by one at most, and what is "
-    "between them, as an embedding, a head and its loss, runs whole on every rank. %s"
+    "between them, as an embedding, a norm, a head with its loss, may run whole on every rank. %s"
 )
 CURE_OF_SHARDED_PARTS = (
     "Compile each part by itself, the last one with the loss (docs/recipes/blocks.md), or call fully_shard on the "
