@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture
-from sp_compile.capture.eager import tell_of_eager, tell_of_other_call
+from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.graph.random import decorrelated, draws
@@ -86,6 +86,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     Errors are raised when the graph is first called, on every rank of the group, as SpError; here, and anew at the next
     call, where ranks of a program's own group do not come to compile it.
     """
+    tell_of_sharded_parts(_compat.compiled_module())
     session = Session(gm, example_inputs, options, mode=mode)
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None

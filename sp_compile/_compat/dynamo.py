@@ -186,6 +186,18 @@ def _called(fn: Any) -> tuple[Any, CodeType | None]:
     return getattr(fn, "__qualname__", ""), getattr(fn, "__code__", None)
 
 
+def compiled_module() -> torch.nn.Module | None:
+    """The module that was given to torch.compile and whose call has come to what is compiled now; None: a function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != COMPILED_CALL:
+        frame = frame.f_back
+    what, _ = _called(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    return what if isinstance(what, torch.nn.Module) else None
+
+
+COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
+
+
 def _entered(code: CodeType, caller: FrameType | None) -> Any:
     """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
 
@@ -194,7 +206,7 @@ def _entered(code: CodeType, caller: FrameType | None) -> Any:
     module = None
     while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
         module, caller = caller.f_locals.get("self"), caller.f_back
-    if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != (eval_frame.__file__, "compile_wrapper"):
+    if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != COMPILED_CALL:
         return None
     if module is None:
         torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
@@ -38,9 +39,21 @@ CURE_OF_BREAK = (
     "fullgraph=True makes it an error"
 )
 
+SHARDED_PARTS = (
+    "%s is compiled with backend='sp' as a whole, but fully_shard has %d of its parts, %s the first. FSDP gathers and "
+    "frees their weights in Python, which ends a graph at each: they are compiled one by one at most, and what is "
+    "between them, as an embedding, a norm, a head with its loss, may run whole on every rank. %s"
+)
+CURE_OF_SHARDED_PARTS = (
+    "Compile each part by itself, the last one with the loss (docs/recipes/blocks.md), or call fully_shard on the "
+    "whole model only"
+)
+
 RUNS_OTHERWISE = "it runs {} otherwise than compiled with backend='sp' ({})"
 
 _told: set[tuple[str, CodeType]] = set()
+
+_told_of_parts: set[str] = set()
 
 _limits: deque[str] = deque(maxlen=1)
 """What torch has said of the last piece of code that it compiles no more: what differed, too."""
@@ -71,9 +84,34 @@ def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
         reason, advice = "it is torch's own", CURE_OF_TORCHS_OWN
     elif "recompile limit" in reason:
         advice = CURE_OF_LIMIT
+    elif isinstance(what, torch.nn.Module) and sharded_parts(what):
+        advice = CURE_OF_SHARDED_PARTS
+        _told_of_parts.add(name)
     else:
         advice = CURE_OF_BREAK
     log.warning(RUNS_EAGERLY, name, own.co_filename, own.co_firstlineno, reason, advice)
+
+
+def sharded_parts(model: torch.nn.Module) -> list[str]:
+    """The names of the modules inside of a model that `fully_shard` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which it is part of; not imported for those who do not shard
+    if fsdp is None:
+        return []
+    return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
+
+
+def tell_of_sharded_parts(model: torch.nn.Module | None) -> None:
+    """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole.
+
+    model: what was given to torch.compile, if it is a module.
+    """
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if model is None or rank > 0 or named(model) in _told_of_parts:
+        return
+    parts = sharded_parts(model)
+    if parts:
+        _told_of_parts.add(named(model))
+        log.warning(SHARDED_PARTS, named(model), len(parts), parts[0], CURE_OF_SHARDED_PARTS)
 
 
 def tell_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
