@@ -16,8 +16,8 @@ from .ring import RingKeys
 Keys = GatheredKeys | RingKeys
 """Where keys lie, and how they come to the queries.
 
-`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask if it
-is wanted.
+`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask, or
+the gradients of tables, if it is wanted.
 """
 
 
@@ -55,10 +55,12 @@ class _AttentionFunction(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-        wants_sinks, wants_mask, *_ = ctx.needs_input_grad[5:]
+        wants_sinks, wants_mask, *others = ctx.needs_input_grad[5:]
         args = ctx.args.holding(tensors)
+        wants_tables = any(others[len(others) - len(args.tables) :])
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
-        dq, dk, dv, dmask = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask)
-        rest = [None] * (len(tensors) - 1)
-        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None
-        return None, None, *grads[:3], dsinks, grads[3], *rest
+        dq, dk, dv, learned = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask or wants_tables)
+        dtables = args.split(learned) if wants_tables else [None] * len(args.tables)
+        rest = [None] * (len(tensors) - 1 - len(dtables))
+        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
+        return None, None, *grads[:3], dsinks, grads[3], *rest, *dtables

@@ -29,7 +29,7 @@ def pairs_of(predicate: str, score: str, rows: int) -> Any:
     here = rows_of(whole(rows), rows, 0)
     found = plan(predicate, here, here, tuple(sizes.values()), pieces[:1], pieces[1:])
     heads = [torch.ones(8)] if "head0" in score else []
-    return Pairs(found, here, here, predicate, score, vectors, sizes, heads, None)
+    return Pairs(found, here, here, predicate, score, vectors, sizes, heads, [], None)
 
 
 def compiled(

@@ -6,9 +6,11 @@
 
 The mask_mod is written over all indices at once, as vmap would run it, and read as any other mask that is computed.
 What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
-kernel_options choose kernels of torch's, and say nothing here. Bytes moved: none. Leaves alone, as torch's op, which
-runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that no text says (`score_mods.py`),
-log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables without a mask_mod.
+kernel_options choose kernels of torch's, and say nothing here. A score_mod is a text about scores (`score_mods.py`);
+of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
+of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions that
+look at more than one pair, log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables without
+a mask_mod.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
-from .masks import Mask, Masks, same_in_front, understood
+from .masks import Mask, Masks, all_of, same_in_front, understood
+from .programs import ScoreText, conjuncts, program_text
 from .renormalised import SinkAttention, renormalised
 from .score_mods import score_text
 
@@ -61,7 +64,7 @@ class FlexAttention(Masks):
         try:
             why = self._why_not(node)
             if why is None:
-                self._attention(node, self._mask(node), *score_text(_body(node.args[3]), node.args[7]))
+                self._attention(node, *self._conditions(node))
         except (NotSymbolic, SpError) as error:
             why = str(error)
         if why is not None:
@@ -81,7 +84,31 @@ class FlexAttention(Masks):
             return "its BlockMask has no mask_mod but tables, which no predicate says"
         return None
 
-    def _attention(self, node: Node, mask: Mask, score: str, heads: list[Node]) -> None:
+    def _conditions(self, node: Node) -> tuple[Mask, list[GraphModule]]:
+        """What predicates say of the mask_mod, and the conditions that none says."""
+        body, found, others = _body(node.args[4][-1]), list[Mask](), list[GraphModule]()
+        try:
+            return self._mask(node, body), []
+        except NotSymbolic:
+            pass
+        for one in conjuncts(body):
+            try:
+                found.append(self._mask(node, one))
+            except NotSymbolic:
+                others.append(one)
+        return all_of(found, _scores_of(node)), others
+
+    def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreText:
+        """What becomes of a score, which is -inf where a condition does not hold. Raises NotSymbolic or SpError."""
+        body, reads = _body(node.args[3]), node.args[7]
+        if not conditions:
+            try:
+                return ScoreText(*score_text(body, reads))
+            except NotSymbolic:
+                pass
+        return program_text(body, reads, conditions, node.args[8], self, node)
+
+    def _attention(self, node: Node, mask: Mask, conditions: list[GraphModule]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
         sunk, results = _sunk(node), results_read(node)
@@ -89,8 +116,9 @@ class FlexAttention(Masks):
         queries, keys = (shape_of(x)[1] for x in (q, k))
         options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
         with self.graph.inserting_before(node):
+            score = self._score(node, conditions)
             every = [self.sizes(queries)]
-            heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in heads]
+            heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads]
             if sunk is None:
                 target, args = aten.scaled_dot_product_attention.default, (q, k, v, None)
             else:
@@ -100,18 +128,16 @@ class FlexAttention(Masks):
             fresh = self.emit(target, args, out.meta["val"], node, given)
         out.replace_all_uses_with(fresh)
         try:
-            self.say(fresh, mask, score, heads)
+            self.say(fresh, mask, score.text, heads, score.tables)
         except (NotSymbolic, SpError):
             fresh.replace_all_uses_with(out)
-            self.drop(fresh, *heads)
+            self.drop(fresh, *heads, *score.tables)
             raise
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 
-    def _mask(self, node: Node) -> Mask:
-        """What the mask_mod says of all indices. Raises NotSymbolic or SpError."""
-        q, k, _, _, block_mask, *_, reads = node.args
-        shape = (*shape_of(q)[:3], shape_of(k)[2])
-        body = _body(block_mask[-1])
+    def _mask(self, node: Node, body: GraphModule) -> Mask:
+        """What a mask_mod, or a part of one, says of all indices. Raises NotSymbolic or SpError."""
+        shape, reads = _scores_of(node), node.args[8]
 
         def read() -> Mask:
             with self.graph.inserting_before(node):
@@ -147,6 +173,12 @@ def _sunk(node: Node) -> SinkAttention | None:
         return None
     found = renormalised(results[0], natural)
     return None if found is None else replace(found, chain=(results[1], *found.chain))
+
+
+def _scores_of(node: Node) -> tuple[Size, ...]:
+    """(B, H, Q, K)."""
+    q, k = node.args[:2]
+    return (*shape_of(q)[:3], shape_of(k)[2])
 
 
 def _body(ref: Node) -> GraphModule:
