@@ -96,7 +96,7 @@ def flex_backward(
     mask = _mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
         places = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
-        leaves = [x.detach().requires_grad_(i in learned) for i, x in enumerate(reads)]
+        leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
         forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(leaves))
     dq, dk, dv, captured = torch.ops.higher_order.flex_attention_backward(
         q, k, v, out, lse / LN2, grad, None, forward, joint, mask, scale, _options(options), tuple(reads), tuple(reads)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from masks.test_flex_attention import DOCUMENTS, LENGTH, PADDING, UNFIT, WAYS, canonical, causal, qkv
+from attention.masks.test_flex_attention import DOCUMENTS, LENGTH, PADDING, UNFIT, WAYS, canonical, causal, qkv
 from support.attention.fused import fused_here
 from support.models import Decoder, check, rotated, seeded, tokens
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ KINDS: dict[str, tuple[tuple[int, ...], Kind]] = {
         lambda w, d: (lambda s, b, h, q, k: s + w[h, k - q + LENGTH - 1], causal),
     ),
     "buckets": ((8, HEADS), lambda w, d: (lambda s, b, h, q, k: s + w[bucket(q, k), h], causal)),
-    "pairs": ((HEADS, LENGTH, LENGTH), lambda w, d: (lambda s, b, h, q, k: s + w[h][q, k], None)),
+    "pairs": ((HEADS, LENGTH, LENGTH), lambda w, d: (lambda s, b, h, q, k: s + w[h, q, k], None)),
     "slopes": ((HEADS,), lambda w, d: (lambda s, b, h, q, k: s * w[h].exp() - w[h] * (q - k), causal)),
-    "a cap": ((), lambda w, d: (lambda s, b, h, q, k: 3 * w.exp() * torch.tanh(s / w.exp()), causal)),
+    "a cap": ((1,), lambda w, d: (lambda s, b, h, q, k: 3 * w.exp()[h - h] * torch.tanh(s / w[h - h].exp()), causal)),
     "documents": (
         (4, 4),
         lambda w, d: (lambda s, b, h, q, k: s + w[d[b, q], d[b, k]], lambda b, h, q, k: (q >= k) & (d[b, k] < 3)),
@@ -117,3 +117,13 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
 def test_all(kind: str, strategy: str, ranks: int) -> None:
     run(kind, ranks, attention=strategy)
     run(kind, ranks, 11, (HEADS, HEADS), attention=strategy)
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
+    """The graphs that a GPU compiles, gradients of tables included, in the place of dense arithmetic."""
+    with fused_here() as programs:
+        run(kind, 4, attention=strategy)
+    assert len(programs.made) >= 2
