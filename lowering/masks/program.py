@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile._compat import OpOverload
+from sp_compile._compat import OpOverload, differentiating
 
 from .text import SHOWN_CHARACTERS
 
@@ -205,7 +205,7 @@ def pulled_back(
 ) -> Tensor:
     """The gradient of the scaled scores, of that of what the softmax reads. Those of tables are added to totals."""
     looked_up: list[tuple[str, list[Tensor], Tensor]] = []
-    with torch.enable_grad():
+    with differentiating():
         leaves = {name: values[name].detach().requires_grad_() for name in totals}
         of = {id(x): name for name, x in leaves.items()}
 

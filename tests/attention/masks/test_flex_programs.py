@@ -5,28 +5,23 @@ Learned biases, masks by head, tables of pairs; loss and every gradient are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention.masks.test_flex_attention import DOCUMENTS, LENGTH, PADDING, UNFIT, WAYS, canonical, causal, qkv
+from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
 from support.attention.fused import fused_here
 from support.models import Decoder, check, rotated, seeded, tokens
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_compile._compat import flex_on_any_device
+from sp_compile._compat import pytree
 from sp_compile.graph.call import Call
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 
 HEADS = 4
-
-
-@pytest.fixture(autouse=True)
-def backward_on_a_cpu() -> Iterator[None]:
-    with flex_on_any_device():
-        yield
 
 
 def bucket(q: Tensor, k: Tensor) -> Tensor:
@@ -63,7 +58,6 @@ KINDS: dict[str, tuple[tuple[int, ...], Kind]] = {
 }
 _ALLOWED = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.6
 _DOCUMENTS = DOCUMENTS.clamp(max=3)
-WITHOUT_FILLS = [name for name in KINDS if name != "a table"]
 
 
 class Learned(Decoder):
@@ -112,7 +106,7 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
+@pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all(kind: str, strategy: str, ranks: int) -> None:
     run(kind, ranks, attention=strategy)
@@ -127,3 +121,76 @@ def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
     with fused_here() as programs:
         run(kind, 4, attention=strategy)
     assert len(programs.made) >= 2
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("name", ["distances", "pairs", "a mask by head", "documents"])
+def test_what_it_becomes(name: str) -> None:
+    shape, mods = KINDS[name]
+    weight = torch.randn(shape, dtype=torch.float64)
+    score_mod, mask_mod = mods(weight, _DOCUMENTS)
+    mask = mask_mod and create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, device="cpu")
+    graph, notes = canonical(lambda x: flex_attention(*x, score_mod=score_mod, block_mask=mask), qkv())
+    (node,) = attention_nodes(graph)
+    assert not notes
+    assert predicate_of(Call(node)) == ("" if name == "pairs" else PREDICATES.get(name, "k <= q"))
+    assert Call(node)["score"] == TEXTS[name]
+    assert len(Call(node)["tables"]) == (2 if name == "documents" else 1)
+
+
+PREDICATES = {"documents": "(k <= q) & (col0 < 3)"}
+TEXTS = {
+    "distances": "t0 = aten.sub.Tensor(k, q); t1 = aten.add.Tensor(t0, 13); t2 = aten.sub.Tensor(t1, 1); "
+    "t3 = aten.index.Tensor(table0, [head0, t2]); aten.add.Tensor(s, t3)",
+    "pairs": "t0 = aten.index.Tensor(table0, [head0, q, k]); aten.add.Tensor(s, t0)",
+    "a mask by head": "t0 = aten.index.Tensor(table0, [head0]); t1 = aten.mul.Tensor(s, t0); "
+    "t2 = aten.remainder.Scalar(head0, 2); t3 = aten.eq.Scalar(t2, 0); t4 = aten.sub.Tensor(q, k); "
+    "t5 = aten.lt.Scalar(t4, 3); t6 = aten.__or__.Tensor(t3, t5); aten.where.ScalarOther(t6, t1, -inf)",
+    "documents": "t0 = aten.index.Tensor(table0, [b, q]); t1 = aten.index.Tensor(table0, [b, k]); "
+    "t2 = aten.index.Tensor(table1, [t0, t1]); aten.add.Tensor(s, t2)",
+}
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_fills_are_not_merged(fills: bool) -> None:
+    """A row of nothing but large finite numbers attends to all alike, which blocks of keys do not tell."""
+    least = -1e9 if fills else -torch.inf
+
+    def attend(model: Learned, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            return torch.where((m + n + h) % 3 > 0, s * model.weight[h], least)
+
+        return flex_attention(q, k, v, score_mod, enable_gqa=True)
+
+    def make() -> Learned:
+        model = Learned("slopes")
+        model.attend = attend
+        return model
+
+    report = check(seeded(make), tokens(LENGTH), _DOCUMENTS, sp=2, attention="ring")
+    assert any("large finite numbers" in note.why for note in report.notes) is fills
+
+
+def test_no_pairs_are_made() -> None:
+    """What looks up distances makes nothing of all queries and all keys, neither forward nor backward."""
+    length = 2048
+    q, k, v = (torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3))
+    table = torch.randn(1, 2 * length, requires_grad=True)
+    text = TEXTS["distances"].replace("13", str(length))
+    most = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            found = func(*args, **(kwargs or {}))
+            made = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+            most = max([most, *(x.numel() for x in made)])
+            return found
+
+    heads, rest = [torch.arange(1)], ("k <= q", 0.0, None, False, None)
+    with Largest():
+        out = torch.ops.sp.masked_attention(q, k, v, [], [], [], *rest, text, heads, None, None, [table])
+        out.sum().backward()
+    assert most <= 1 << 20
+    assert table.grad is not None
+    assert table.grad.abs().sum() > 0
