@@ -114,8 +114,9 @@ class LocalArgs(AttentionArgs):
         after: list[Tensor] | None = None,
         packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv (and of the mask, or of the tables) from these keys; `given`: the cotangent, and the row's global out and lse.
+        """dq, dk, dv (and of the mask, or of the tables) from these keys.
 
+        given: the cotangent, and the row's global out and lse.
         packed: dk and dv as one, in the place of dk, as they are to be sent: "last", "stack" or "rows".
         """
         grad, out, lse = given
@@ -147,6 +148,10 @@ class LocalArgs(AttentionArgs):
             found.append(learned[: x.numel()].view(x.shape))
             learned = learned[x.numel() :]
         return found
+
+    def grads_of_tables(self, learned: Tensor) -> list[Tensor | None]:
+        """The same parts in the tables' dtypes."""
+        return [None if x is None else x.to(table.dtype) for x, table in zip(self.split(learned), self.tables)]
 
 
 @dataclass(frozen=True)

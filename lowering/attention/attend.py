@@ -16,6 +16,7 @@ from torch import Tensor
 from sp_compile._compat import size_hint
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
+from sp_compile.lowering.masks import score as score_text
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
@@ -114,6 +115,7 @@ def _most_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kern
     else:
         return block.q_len
     scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES if kernel.dense else GPU_BIAS
+    scores //= score_text.kept(masking.score)
     return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
@@ -173,6 +175,7 @@ def _of_scores(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     if not expected_kernel(need).dense:
         return 0
     most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
+    tensors += score_text.kept(args.score) > 1  # what it keeps of a smaller strip
     return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
 
 

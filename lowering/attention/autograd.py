@@ -60,7 +60,7 @@ class _AttentionFunction(Function):
         wants_tables = any(others[len(others) - len(args.tables) :])
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
         dq, dk, dv, learned = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask or wants_tables)
-        dtables = args.split(learned) if wants_tables else [None] * len(args.tables)
+        dtables = args.grads_of_tables(learned) if wants_tables else [None] * len(args.tables)
         rest = [None] * (len(tensors) - 1 - len(dtables))
         grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
         return None, None, *grads[:3], dsinks, grads[3], *rest, *dtables

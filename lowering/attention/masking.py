@@ -114,7 +114,9 @@ class CallMask:
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
         of_scores = dropout, args.score, args.heads, args.tables
-        return CallMask(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device, q.shape[0])
+        return CallMask(
+            found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device, q.shape[0]
+        )
 
     def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
         """A block's masks, as this kernel takes them."""

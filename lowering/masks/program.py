@@ -1,4 +1,4 @@
-"""What becomes of a score, as a program: the operations of a user's function, in his order, so that they round as his do.
+"""What becomes of a score, as a program: the operations of a user's function, which round as on one device.
 
     t0 = aten.sub.Tensor(k, q); t1 = aten.add.Tensor(t0, 12); t2 = aten.index.Tensor(table0, [head0, t1])
     aten.add.Tensor(s, t2)                          (lines are separated by "; ", the last one is the result)

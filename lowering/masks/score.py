@@ -71,6 +71,11 @@ def symbols_in(text: str) -> frozenset[str]:
     return frozenset(str(one) for one in parse(text).free_symbols - {SCORE}) if text else frozenset()
 
 
+def kept(text: str) -> int:
+    """How many times the tensors of scores that a kernel keeps by itself a backward keeps of the text's."""
+    return max(1, len(program.parse(text)) // 4) if program.is_program(text) else 1
+
+
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """The text with other symbols."""
     if program.is_program(text):

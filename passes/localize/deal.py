@@ -31,8 +31,8 @@ from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering.frames import DEALT, row_order
-from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks import score
+from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings

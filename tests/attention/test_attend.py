@@ -185,7 +185,24 @@ def test_rows_without_keys_give_no_gradient() -> None:
     """Also when their score of another block is large: no NaN, no inf, exact zeros."""
     q, k, v, grad = (randn(1, 2, 6, 8, seed=i) * 30 for i in range(4))
     cols = [torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.bool)]
-    arguments = [None, [], cols, [], [], "(k <= q) & Ne(col0, 0)", None, 0.0, 5.0, "", [], [], whole(6), whole(6), 1, ""]
+    arguments = [
+        None,
+        [],
+        cols,
+        [],
+        [],
+        "(k <= q) & Ne(col0, 0)",
+        None,
+        0.0,
+        5.0,
+        "",
+        [],
+        [],
+        whole(6),
+        whole(6),
+        1,
+        "",
+    ]
     out, lse = sp.attend(q, k, v, *arguments)
     assert (lse[:, :, :3] == -math.inf).all()
     dq, dk, dv, _ = sp.attend_backward(grad, q, k, v, out, lse, *arguments, False)

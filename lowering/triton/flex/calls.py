@@ -90,7 +90,9 @@ def _forward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, .
     return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
 
 
-def _backward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+def _backward(
+    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+) -> tuple[Tensor, ...]:
     (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
     fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
     places = [told.names.index(name) for name in learned]

@@ -29,7 +29,8 @@ class Pairs(NamedTuple):
     """What is said of all queries and keys of a call.
 
     plan: blocks of the pairs that attend. vectors: row<i> and col<i>, whole: int or bool (B | 1, S). sizes: n<i>.
-    heads: vectors of the score, (H,). tables: what it looks up. data: None, or a mask, bool or additive (B | 1, H | 1, Q | 1, whole keys | 1).
+    heads: vectors of the score, (H,). tables: what it looks up. data: None, or a mask, bool or additive (B | 1, H | 1,
+    Q | 1, whole keys | 1).
     """
 
     plan: BlockPlan

@@ -8,9 +8,9 @@ The mask_mod is written over all indices at once, as vmap would run it, and read
 What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
 kernel_options choose kernels of torch's, and say nothing here. A score_mod is a text about scores (`score_mods.py`);
 of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
-of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions that
-look at more than one pair, log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables without
-a mask_mod.
+of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions
+that look at more than one pair, log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables
+without a mask_mod.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class FlexAttention(Masks):
         with self.graph.inserting_before(node):
             score = self._score(node, conditions)
             every = [self.sizes(queries)]
-            heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads]
+            heads = [
+                x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads
+            ]
             if sunk is None:
                 target, args = aten.scaled_dot_product_attention.default, (q, k, v, None)
             else:

@@ -1,4 +1,4 @@
-"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/program.py`). Part of `flex.py`.
+"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/program.py`). For `flex.py`.
 
     score + table[h, k - q + 12]            t0 = aten.sub.Tensor(k, q); .. aten.add.Tensor(s, t2), and the table
     (h % 2 == 0) | (q - k < 4), a mask      .. aten.where.ScalarOther(t3, s, -inf)

@@ -13,8 +13,8 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from support.attention.fused import fused_here
 from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
+from support.attention.fused import fused_here
 from support.capturing import simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
@@ -243,6 +243,16 @@ def test_equals_one_device(mask: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_scores_of_dealt_positions(strategy: str) -> None:
+    """A slope counts places of the program's order, not of that in which ranks hold them."""
+    report = check(
+        seeded(lambda: Model("documents", score_mod="ALiBi")), *inputs(), sp=3, attention=strategy, layout="balanced"
+    )
+    assert not report.fallbacks
 
 
 @pytest.mark.sampled(every=4)

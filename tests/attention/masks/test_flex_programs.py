@@ -38,10 +38,7 @@ def by_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 Kind = Callable[[nn.Parameter, Tensor], tuple[Any, Any]]
 # name: (shape of what is learned, the score_mod of it and of documents, the mask_mod)
 KINDS: dict[str, tuple[tuple[int, ...], Kind]] = {
-    "distances": (
-        (HEADS, 2 * LENGTH - 1),
-        lambda w, d: (lambda s, b, h, q, k: s + w[h, k - q + LENGTH - 1], causal),
-    ),
+    "distances": ((HEADS, 2 * LENGTH - 1), lambda w, d: (lambda s, b, h, q, k: s + w[h, k - q + LENGTH - 1], causal)),
     "buckets": ((8, HEADS), lambda w, d: (lambda s, b, h, q, k: s + w[bucket(q, k), h], causal)),
     "pairs": ((HEADS, LENGTH, LENGTH), lambda w, d: (lambda s, b, h, q, k: s + w[h, q, k], None)),
     "slopes": ((HEADS,), lambda w, d: (lambda s, b, h, q, k: s * w[h].exp() - w[h] * (q - k), causal)),
@@ -51,10 +48,7 @@ KINDS: dict[str, tuple[tuple[int, ...], Kind]] = {
         lambda w, d: (lambda s, b, h, q, k: s + w[d[b, q], d[b, k]], lambda b, h, q, k: (q >= k) & (d[b, k] < 3)),
     ),
     "a mask by head": ((HEADS,), lambda w, d: (lambda s, b, h, q, k: s * w[h], by_head)),
-    "a table of pairs": (
-        (1,),
-        lambda w, d: (None, lambda b, h, q, k: (q >= k) & (_ALLOWED[q, k] | (q - k == h))),
-    ),
+    "a table of pairs": ((1,), lambda w, d: (None, lambda b, h, q, k: (q >= k) & (_ALLOWED[q, k] | (q - k == h)))),
 }
 _ALLOWED = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.6
 _DOCUMENTS = DOCUMENTS.clamp(max=3)

@@ -28,6 +28,7 @@ class Programs:
     def __call__(self, graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
         self.made.append(fakes)
         learned = learned_inputs(graph)
+
         # Torch's arithmetic gives the gradients that what it is handed asks for; a kernel those that the graph reads.
         def run(xs: list[Tensor]) -> Any:
             leaves = [x.detach() for x in xs]
