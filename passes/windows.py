@@ -18,7 +18,7 @@ from sp_compile.graph.closure import reached
 from sp_compile.graph.sizes import same
 from sp_compile.sharding.placement import Demand, Frame, Plan, Shard
 
-MOST_ROUNDS = 4
+MOST_ROUNDS = 8
 """Windows of windows: each round lets those begin elsewhere that the one before has made differ."""
 Begins = Mapping[Node, Frame]
 
@@ -29,14 +29,19 @@ def begun_in_windows(propagated: Callable[[Begins], Plan]) -> Plan:
     best = plan = propagated(begins)
     for _ in range(MOST_ROUNDS):
         demands = _otherwise(plan)
-        if len(demands) < len(_otherwise(best)):
-            best = plan
+        best = _better(best, plan)
         found = {node: frame for demand in demands for node, frame in _moved(demand, plan).items()}
-        if not found.keys() - begins.keys():
+        if found.items() <= begins.items():
             break
-        begins = {**found, **begins}
+        begins = {**begins, **found}
         plan = propagated(begins)
-    return plan if len(_otherwise(plan)) < len(_otherwise(best)) else best
+    return _better(best, plan)
+
+
+def _better(known: Plan, other: Plan) -> Plan:
+    """The other one, if it has fewer such values, and no more of all that has to be exchanged."""
+    fewer = len(_otherwise(other)) < len(_otherwise(known))
+    return other if fewer and len(other.demands) <= len(known.demands) else known
 
 
 def _otherwise(plan: Plan) -> list[Demand]:

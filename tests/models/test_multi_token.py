@@ -15,7 +15,7 @@ class MultiToken(Decoder):
     """A trunk, and modules of which the i-th predicts the token i places further than the trunk does.
 
     way: "windows", DeepSeek-V3's: a module takes what the last one knows but for its last row, and embeddings i places
-    further, as a window of those of the trunk; "windows of ids", that are embedded again; "rolled", Megatron's: ids and
+    further, as a window of those of the trunk; "embeddings first", the same side by side otherwise; "windows of ids", that are embedded again; "rolled", Megatron's: ids and
     labels move on by a place, and the last ones count for nothing; "heads", Medusa's: all read the trunk.
     """
 
@@ -39,8 +39,9 @@ class MultiToken(Decoder):
                 last, more = h, self.embed(ids)
             else:
                 last = h[:, :-1]
-                more = embedded[:, i + 1 :] if self.way == "windows" else self.embed(ids[:, i + 1 :])
+                more = embedded[:, i + 1 :] if self.way != "windows of ids" else self.embed(ids[:, i + 1 :])
             both = [self.norms[2 * i](last), self.norms[2 * i + 1](more)]
+            both = both[::-1] if self.way == "embeddings first" else both
             h = self.blocks[i](self.joins[i](torch.cat(both, -1)), self._attend)
             if self.way == "rolled":
                 labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
@@ -62,7 +63,7 @@ def run(way: str, ranks: int, length: int, **config: str) -> None:
     assert not report.fallbacks, report
 
 
-WAYS = ["windows", "windows of ids", "rolled", "heads"]
+WAYS = ["windows", "embeddings first", "windows of ids", "rolled", "heads"]
 CONFIGS = [
     *({"attention": attention} for attention in ("auto", "ring", "gather", "ulysses", "hybrid")),
     *({"attention": "ring", "layout": layout} for layout in ("zigzag", "balanced")),
