@@ -130,9 +130,9 @@ class LocalArgs(AttentionArgs):
     def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
         """The same with other `tensors()`."""
         mask, seed, *vectors = tensors
-        names = ("rows", "cols", "pieces", "heads", "tables")
-        held = {name: [vectors.pop(0) for _ in getattr(self, name)] for name in names}
-        return replace(self, mask=mask, seed=seed, **held)
+        lengths = [len(x) for x in (self.rows, self.cols, self.pieces, self.heads, self.tables)]
+        rows, cols, pieces, heads, tables = ([vectors.pop(0) for _ in range(length)] for length in lengths)
+        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads, tables=tables)
 
     def learned(self) -> int:
         """How many numbers of its tables are floats, which may need gradients: these come as one, in their order."""

@@ -39,8 +39,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     lookups = rows, cols, pieces or [], sizes, predicate
-    scores = seed, dropout_p, scale, score, heads or [], tables or []
-    args = LocalArgs(mask, *lookups, *scores, whole(q.shape[-2]), [], 1, "")
+    reads = heads or [], tables or []
+    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, whole(q.shape[-2]), [], 1, "")
     args = replace(args, pieces=args.pieces_made())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))

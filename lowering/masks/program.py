@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile._compat import OpOverload, differentiating
+from sp_compile._compat import OpOverload, differentiating, schema_of
 
 from .text import SHOWN_CHARACTERS
 
@@ -39,7 +39,7 @@ LARGE = 1e4
 """From here on a float32 loses some of log(count)."""
 
 
-class Line(NamedTuple):
+class ProgramLine(NamedTuple):
     """name = op(*args, **kwargs); without an op the constant args[0] of dtype args[1]. Names in arguments: `Name`."""
 
     name: str
@@ -62,17 +62,17 @@ def is_known(op: Any) -> bool:
     if not isinstance(op, OpOverload):
         return False
     draws = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _OTHERS or (torch.Tag.pointwise in op.tags and not draws and not op._schema.is_mutable)
+    return op in _OTHERS or (torch.Tag.pointwise in op.tags and not draws and not schema_of(op).is_mutable)
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> tuple[Line, ...]:
+def parse(text: str) -> tuple[ProgramLine, ...]:
     """The lines of a program. Raises ValueError when it is none; nothing of it is ever executed."""
     try:
         body = ast.parse(text.replace("; ", "\n")).body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:SHOWN_CHARACTERS]!r}: {error}") from error
-    lines: list[Line] = []
+    lines: list[ProgramLine] = []
     known: set[str] = set()
     for i, statement in enumerate(body):
         match statement:
@@ -88,16 +88,16 @@ def parse(text: str) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _line(name: str, call: ast.Call, known: set[str]) -> Line:
+def _line(name: str, call: ast.Call, known: set[str]) -> ProgramLine:
     path, args = ast.unparse(call.func).split("."), [_argument(x, known) for x in call.args]
     kwargs = {str(x.arg): _argument(x.value, known) for x in call.keywords}
     if path == ["constant"] and len(args) == 2 and isinstance(args[1], torch.dtype):
-        return Line(name, None, args, {})
+        return ProgramLine(name, None, args, {})
     packet = getattr(aten, path[1], None) if len(path) == 3 and path[0] == "aten" else None
     op = getattr(packet, path[2], None) if packet is not None and path[2] in packet.overloads() else None
     if not is_known(op):
         raise ValueError(f"no program calls {'.'.join(path)}")
-    return Line(name, op, args, kwargs)
+    return ProgramLine(name, op, args, kwargs)
 
 
 def _argument(node: ast.AST, known: set[str]) -> Any:
@@ -119,7 +119,7 @@ def _argument(node: ast.AST, known: set[str]) -> Any:
     raise ValueError(f"{ast.unparse(node)[:SHOWN_CHARACTERS]!r} is no argument in a program")
 
 
-def written(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
+def call_text(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
     """A call as a line has it; names are `Name`s."""
     return f"{op}({', '.join([*map(_word, args), *(f'{k}={_word(v)}' for k, v in kwargs.items())])})"
 
@@ -142,13 +142,13 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(str(x) for line in lines for x in _names(line)) - {line.name for line in lines} - {"s"}
 
 
-def _names(line: Line) -> list[Name]:
+def _names(line: ProgramLine) -> list[Name]:
     args = [*line.args, *line.kwargs.values()]
     flat = [y for x in args for y in (x if isinstance(x, list) else [x])]
     return [x for x in flat if isinstance(x, Name)]
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
+def rename_program(text: str, names: Mapping[str, str]) -> str:
     """The program with other names for what it reads."""
 
     def new(x: Any) -> Any:
@@ -158,7 +158,7 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
     lines = []
     for name, op, args, kwargs in parse(text):
-        line = constant(*args) if op is None else written(op, new(args), {k: new(v) for k, v in kwargs.items()})
+        line = constant(*args) if op is None else call_text(op, new(args), {k: new(v) for k, v in kwargs.items()})
         lines.append(line if name == "result" else f"{name} = {line}")
     return "; ".join(lines)
 
@@ -175,7 +175,7 @@ def _is_fill(x: Any) -> bool:
     return isinstance(x, int) and x <= -LARGE
 
 
-def run(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:
+def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:
     """The scores that the softmax reads, of the scaled ones and in their dtype; ``values`` broadcast to them.
 
     lookup: table, indices -> elements of it, in the place of torch's.
@@ -200,7 +200,7 @@ def run(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup =
     return known["result"].to(score.dtype).expand(score.shape)
 
 
-def pulled_back(
+def pull_back_program(
     text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
     """The gradient of the scaled scores, of that of what the softmax reads. Those of tables are added to totals."""
@@ -216,7 +216,7 @@ def pulled_back(
             return found
 
         scaled = score.detach().requires_grad_()
-        out = run(text, scaled, {**values, **leaves}, lookup)
+        out = run_program(text, scaled, {**values, **leaves}, lookup)
         wanted = [scaled, *(found for *_, found in looked_up), *leaves.values()]
         grads = torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [None] * len(wanted)
     first, *others = grads

@@ -79,7 +79,7 @@ def kept(text: str) -> int:
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """The text with other symbols."""
     if program.is_program(text):
-        return program.renamed(text, names)
+        return program.rename_program(text, names)
     return str(parse(text).xreplace({symbol(old): symbol(new) for old, new in names.items()})) if text else ""
 
 
@@ -95,7 +95,7 @@ def evaluate(
     functions: what computes one of `FUNCTIONS` in the place of torch's. lookup: what reads a table.
     """
     if program.is_program(text):
-        return program.run(text, score, values, lookup)
+        return program.run_program(text, score, values, lookup)
     return _value(parse(text), {**values, "s": score}, score, functions)
 
 
@@ -104,7 +104,7 @@ def pulled_back(
 ) -> Tensor:
     """The gradient of the scaled scores, given that of what the softmax reads. Those of tables are added to totals."""
     if program.is_program(text):
-        return program.pulled_back(text, score, values, grad, totals)
+        return program.pull_back_program(text, score, values, grad, totals)
     return grad * slope(text, score, values)
 
 

@@ -184,7 +184,8 @@ class Deal(Pass):
 
         An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
         """
-        node, names, changed = call.node, {}, {}
+        node, names = call.node, dict[str, str]()
+        changed: dict[str, Any] = {}
         if "orders" in call.args and "k_frame" in frames:
             changed["orders"] = [self.order, self.inverse]
         moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}

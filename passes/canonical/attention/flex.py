@@ -35,7 +35,7 @@ from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
 from .masks import Mask, Masks, all_of, same_in_front, understood
-from .programs import ScoreText, conjuncts, program_text
+from .programs import ScoreText, conditions_of, program_text
 from .renormalised import SinkAttention, renormalised
 from .score_mods import score_text
 
@@ -91,7 +91,7 @@ class FlexAttention(Masks):
             return self._mask(node, body), []
         except NotSymbolic:
             pass
-        for one in conjuncts(body):
+        for one in conditions_of(body):
             try:
                 found.append(self._mask(node, one))
             except NotSymbolic:

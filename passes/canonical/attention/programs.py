@@ -62,7 +62,7 @@ def program_text(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LookedUp:
     """Elements of a tensor of the outer graph: an index for each of its dims, None for those that are still open."""
 
     table: Node
@@ -90,7 +90,7 @@ class _Writer:
 
     def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Name:
         """The value of a call of elements."""
-        return self._write(program.written(op, args, kwargs))
+        return self._write(program.call_text(op, args, kwargs))
 
     def _write(self, text: str) -> Name:
         return self.lines.setdefault(text, Name(f"t{len(self.lines)}"))
@@ -99,7 +99,7 @@ class _Writer:
         """The program that ends with the value."""
         lines = [f"{name} = {text}" for text, name in self.lines.items() if name != value]
         last = next((text for text, name in self.lines.items() if name == value), None)
-        return "; ".join([*lines, last or program.written(aten.clone.default, [value], {})])
+        return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
 
     def _computed(self, node: Node, env: dict[Node, Any]) -> Any:
         held = constant_of(node)
@@ -128,7 +128,7 @@ class _Writer:
     def _read(self, x: Any, env: dict[Node, Any]) -> Any:
         """An argument of a line. Raises NotSymbolic."""
         found = env[x] if isinstance(x, Node) else x
-        if isinstance(found, _Part):
+        if isinstance(found, _LookedUp):
             if None in found.indices:
                 raise NotSymbolic(f"it reads {found.table.name} by some of its dims")
             return self.line(aten.index.Tensor, [self._table(found.table), list(found.indices)], {})
@@ -140,12 +140,12 @@ class _Writer:
             self.heads.append(self._head_numbers())
         return found
 
-    def _looked_up(self, node: Node, env: dict[Node, Any]) -> _Part:
+    def _looked_up(self, node: Node, env: dict[Node, Any]) -> _LookedUp:
         call = Call(node)
         of = env[call.operands[0]]
         if isinstance(of, Node):
-            of = _Part(of, (None,) * len(shape_of(of)))
-        if not isinstance(of, _Part):
+            of = _LookedUp(of, (None,) * len(shape_of(of)))
+        if not isinstance(of, _LookedUp):
             raise NotSymbolic(f"it looks up {call.operands[0].name}, which it computes for each pair")
         open_dims = [d for d, index in enumerate(of.indices) if index is None]
         if node.target is aten.select.int:
@@ -155,7 +155,7 @@ class _Writer:
         indices = list(of.indices)
         for dim, index in zip(open_dims, given):
             indices[dim] = index
-        return _Part(of.table, tuple(indices))
+        return _LookedUp(of.table, tuple(indices))
 
     def _table(self, x: Node) -> Name:
         if not is_tensor(x):
@@ -179,7 +179,7 @@ class _Writer:
         return self.made[-1]
 
 
-def conjuncts(body: GraphModule) -> list[GraphModule]:
+def conditions_of(body: GraphModule) -> list[GraphModule]:
     """Bodies of the conditions that must all hold for the body's, which is of booleans."""
     found: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]

@@ -190,7 +190,7 @@ STAYS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a row of pairs": (
         lambda x, c: flex_attention(
-            *x, block_mask=create_block_mask(lambda b, h, q, k: c[q].sum() > k, 2, None, 13, 13, "cpu")
+            *x, block_mask=create_block_mask(lambda b, h, q, k: (c[q] * c[k]).sum() > 0, 2, None, 13, 13, "cpu")
         ),
         "which is nothing that a pair has by itself",
     ),
