@@ -27,6 +27,7 @@ from .text import SHOWN_CHARACTERS
 aten = torch.ops.aten
 Lookup = Callable[[Tensor, list[Tensor]], Tensor]
 _NAME = re.compile(r"s|b|q|k|(head|row|col|table|t)\d+")
+_MADE = re.compile(r"t\d+")
 _FLOATS = {"inf": float("inf"), "nan": float("nan")}
 _KINDS = ("Tensor", "Scalar")
 _OTHERS = {
@@ -76,7 +77,9 @@ def parse(text: str) -> tuple[ProgramLine, ...]:
     known: set[str] = set()
     for i, statement in enumerate(body):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if i < len(body) - 1:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if (
+                i < len(body) - 1 and _MADE.fullmatch(name) and name not in known
+            ):
                 lines.append(_line(name, call, known))
             case ast.Expr(value=ast.Call() as call) if i == len(body) - 1:
                 lines.append(_line("result", call, known))
@@ -110,7 +113,7 @@ def _argument(node: ast.AST, known: set[str]) -> Any:
                 return -value
         case ast.Name(id=name) if name in _FLOATS:
             return _FLOATS[name]
-        case ast.Name(id=name) if _NAME.fullmatch(name) and (name in known or not re.fullmatch(r"t\d+", name)):
+        case ast.Name(id=name) if _NAME.fullmatch(name) and (name in known or not _MADE.fullmatch(name)):
             return Name(name)
         case ast.Attribute(value=ast.Name(id="torch"), attr=name) if isinstance(getattr(torch, name, 0), torch.dtype):
             return getattr(torch, name)
