@@ -159,11 +159,13 @@ class ShardArgs(AttentionArgs):
     """Of shards of n ranks. The mask is whole on every rank and its cotangent partial; a seed of None is drawn.
 
     sinks: (H,), a logit of each query head that no key has, whole on every rank and its cotangent partial.
+    lse: whether each row of the result ends with its log-sum-exp; not with sinks.
     q_frame, k_frame: where the shards lie; a k_frame [] for keys that are whole. scale: 1 / sqrt(D) if None.
     balance: move contiguous shards to the zigzag layout and back, inside the operator.
     """
 
     sinks: Tensor | None
+    lse: bool
     q_frame: FrameArg
     k_frame: FrameArg
     n: int

@@ -30,7 +30,7 @@ def test_arguments_of_the_dataclass() -> None:
         f"{given}float scale, {scores}SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
     )
     assert ShardArgs.schema() == (
-        f"{given}float? scale, {scores}Tensor? sinks, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
+        f"{given}float? scale, {scores}Tensor? sinks, bool lse, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
     )
     arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], whole(8), whole(8), 1, "")
     args, others = LocalArgs.of((*arguments, True))

@@ -9,8 +9,8 @@ What a BlockMask tabulates follows from its mask_mod, so tables that nothing els
 kernel_options choose kernels of torch's, and say nothing here. A score_mod is a text about scores (`score_mods.py`);
 of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
 of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions
-that look at more than one pair, log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables
-without a mask_mod.
+that look at more than one pair, greatest scores that are read, and block tables without a mask_mod. What a
+log-sum-exp is read for may be sinks (`renormalised.py`); else it comes behind each row of the result.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class FlexAttention(Masks):
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [sizes(x.shape) for x in values]
-        if set(results_read(node)) != {0} and _sunk(node) is None:
-            return "its log-sum-exp or its greatest scores are read"
+        if 2 in results_read(node):
+            return "its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
         if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
@@ -112,7 +112,6 @@ class FlexAttention(Masks):
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
         sunk, results = _sunk(node), results_read(node)
-        out = results[0] if sunk is None else sunk.result
         queries, keys = (shape_of(x)[1] for x in (q, k))
         options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
         with self.graph.inserting_before(node):
@@ -121,21 +120,39 @@ class FlexAttention(Masks):
             heads = [
                 x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads
             ]
-            if sunk is None:
-                target, args = aten.scaled_dot_product_attention.default, (q, k, v, None)
+        masked = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
+        with self.graph.inserting_before(node if sunk is None else sunk.result):
+            if sunk is not None:
+                fresh = self.compute(*masked, node, {"sinks": sunk.sinks.vector(self, node)})
+                read = {sunk.result: fresh}
+            elif 1 in results:
+                fresh = self.compute(*masked, node, {"lse": True})
+                read = self._with_lse(fresh, results, node)
             else:
-                target, args = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
-        with self.graph.inserting_before(node if sunk is None else out):
-            given = options if sunk is None else {"sinks": sunk.sinks.vector(self, node)}
-            fresh = self.emit(target, args, out.meta["val"], node, given)
-        out.replace_all_uses_with(fresh)
+                fresh = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)
+                read = {results[0]: fresh}
+        for out, found in read.items():
+            found.meta["val"] = out.meta["val"]
+            out.replace_all_uses_with(found)
         try:
             self.say(fresh, mask, score.text, heads, score.tables)
         except (NotSymbolic, SpError):
-            fresh.replace_all_uses_with(out)
-            self.drop(fresh, *heads, *score.tables)
+            for out, found in read.items():
+                found.replace_all_uses_with(out)
+            self.drop(*read.values(), fresh, *heads, *score.tables)
             raise
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
+
+    def _with_lse(self, both: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
+        """For each result that is read what stands for it, of rows with their log-sum-exps; torch's are in base 2."""
+        found: dict[Node, Node] = {}
+        width, dim = shape_of(node.args[2])[3], both.meta["val"].ndim - 1
+        if 0 in results:
+            out = self.compute(aten.slice.Tensor, (both, dim, 0, self.sizes(width)), node)
+            found[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
+        lse = self.compute(aten.select.int, (both, dim, self.sizes(width)), node)
+        found[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
+        return found
 
     def _mask(self, node: Node, body: GraphModule) -> Mask:
         """What a mask_mod, or a part of one, says of all indices. Raises NotSymbolic or SpError."""

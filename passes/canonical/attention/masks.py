@@ -253,6 +253,8 @@ class Masks(base.Spelling):
             scores["tables"] = list(tables)
         if call.get("sinks") is not None:
             scores["sinks"] = call["sinks"]
+        if call.get("lse"):
+            scores["lse"] = True
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
         if (mask.allowed == sympy.true or kernel) and not scores:

@@ -156,14 +156,14 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks."""
+        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse."""
         predicate, mask = predicate_of(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
             mask = self._mask(mask, batch, node)
         score, heads = call.get("score") or "", call.get("heads") or []
         scores = None, call["dropout_p"], call["scale"], score, heads, call.get("tables") or []
-        return mask, *lookups, predicate or "", *scores, call.get("sinks")
+        return mask, *lookups, predicate or "", *scores, call.get("sinks"), bool(call.get("lse"))
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""

@@ -184,10 +184,6 @@ STAYS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, c: flex_attention(*x, score_mod=lambda s, b, h, q, k: s + c[q].sum()),
         "it has aten.sum.default, which is nothing that a pair has by itself",
     ),
-    "its log-sum-exp": (
-        lambda x, c: flex_attention(*x, return_aux=torch_flex.AuxRequest(lse=True))[1].lse,
-        "its log-sum-exp or its greatest scores are read",
-    ),
     "a row of pairs": (
         lambda x, c: flex_attention(
             *x, block_mask=create_block_mask(lambda b, h, q, k: (c[q] * c[k]).sum() > 0, 2, None, 13, 13, "cpu")
@@ -220,10 +216,25 @@ def test_what_stays_is_said(name: str) -> None:
 
 def test_what_stays_is_right() -> None:
     """On whole q, k and v, as before."""
-    model = seeded(lambda: Model("causal", return_aux=torch_flex.AuxRequest(lse=True)))
-    report = check(model, *inputs(), sp=2)
-    assert any("log-sum-exp" in note.why for note in report.notes)
+    table = torch.rand(LENGTH, 3)
+
+    def attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + (table[m] * table[n]).sum(), enable_gqa=True)
+
+    def make() -> Model:
+        model = Model("causal")
+        model.attend = attend
+        return model
+
+    report = check(seeded(make), *inputs(), sp=2)
+    assert any("nothing that a pair has by itself" in note.why for note in report.notes)
     assert report.fallbacks
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+def test_log_sum_exps(strategy: str) -> None:
+    run("documents", strategy, 2, return_aux=torch_flex.AuxRequest(lse=True))
 
 
 def run(

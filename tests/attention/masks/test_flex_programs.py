@@ -14,7 +14,7 @@ from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cp
 from support.attention.fused import fused_here
 from support.models import Decoder, check, rotated, seeded, tokens
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile._compat import pytree
@@ -188,3 +188,35 @@ def test_no_pairs_are_made() -> None:
     assert most <= 1 << 20
     assert table.grad is not None
     assert table.grad.abs().sum() > 0
+
+
+class Partial(Learned):
+    """Attention over halves of the keys, put together by log-sum-exps, and these in the loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.attend = _in_halves
+
+
+def _every_second(rest: int) -> Callable[..., Tensor]:
+    return lambda b, h, q, k: (q >= k) & ((q - k) % 2 == rest)
+
+
+def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    score_mod, _ = model.mods(model.weight, model.documents)
+    length, found = q.shape[2], []
+    for rest in (0, 1):
+        mask = create_block_mask(_every_second(rest), None, None, length, length, device="cpu")
+        aux = AuxRequest(lse=True)
+        out, of = flex_attention(rotated(q), k, v, score_mod, mask, enable_gqa=True, return_aux=aux)
+        found.append((out, of.lse))
+    weights = torch.stack([lse for _, lse in found], -1).softmax(-1)
+    return sum(out * weights[..., i, None] for i, (out, _) in enumerate(found)) + found[0][1][..., None] / 8
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
+@pytest.mark.parametrize("kind", ["distances", "a cap"])
+def test_log_sum_exps(kind: str, strategy: str) -> None:
+    report = check(seeded(lambda: Partial(kind)), tokens(LENGTH), _DOCUMENTS, sp=4, attention=strategy)
+    assert not report.fallbacks, report
