@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from . import predicate as language
@@ -28,7 +28,6 @@ from .blocks import (
     blocks_of,
     of_any_shape,
     packed_calls,
-    pairs_of,
     runs_of,
     runs_of_parts,
     sized,
@@ -65,13 +64,50 @@ def plan(
     return _Planner(predicate, q_rows, k_rows, sizes, rows, cols).plan()
 
 
-@lru_cache(maxsize=1024)
-def pairs_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> int:
-    """`pairs_of` the plan of a predicate that reads no vectors, in less time: without the blocks of windows."""
+def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> BlockPlan:
+    """What a predicate that reads no vectors leaves, in less time than its blocks: few of them, or bands, or a MASKED
+    one of all rows and keys."""
     if not q_rows or not k_rows:
-        return 0
+        return BlockPlan()
     planner = _Planner(predicate, q_rows, k_rows, sizes, (), ())
-    return pairs_of(BlockPlan(others=planner.calls(planner.every())))
+    seen = tuple(islice(planner.every(), MOST_PARTS + 1))
+    if len(seen) <= MOST_PARTS and not any_masked(seen):
+        return BlockPlan(others=seen)
+    every = Block(*sized(extent(q_rows)), *sized(extent(k_rows)), Kind.MASKED, language.conjuncts(predicate))
+    return BlockPlan(others=planner.bands() or (every,))
+
+
+def settled(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[float, list[tuple[float, Block]]]:
+    """How many pairs of masked blocks attend as bounds tell, and blocks of those of which only the predicate knows.
+
+    They are at most TILE x TILE. Each comes with how many of its like it stands for: 1, where there are at most `most`
+    undecided ones of any size. looked_up: what the plan was made of.
+    """
+    planner, known, left, weight = _Planner(*looked_up), 0.0, list[tuple[float, Block]](), 1.0
+    parts = list(blocks)
+    while parts:
+        kept = parts[:: -(-len(parts) // most)]
+        weight, parts = weight * len(parts) / len(kept), []
+        for block in kept:
+            q, k = (block.q_off, block.q_off + block.q_len), (block.k_off, block.k_off + block.k_len)
+            verdict = planner.verdict(q, k)
+            if verdict:
+                known += weight * block.q_len * block.k_len
+            elif verdict is None and max(block.q_len, block.k_len) <= TILE:
+                left.append((weight, block))
+            elif verdict is None:
+                parts += _halves(block)
+    return known, left
+
+
+def _halves(block: Block) -> list[Block]:
+    """Across the longer side."""
+    if block.q_len >= block.k_len:
+        rows = block.q_len // 2
+        rest = block._replace(q_off=block.q_off + rows, q_len=block.q_len - rows)
+        return [block._replace(q_len=rows), rest]
+    keys = block.k_len // 2
+    return [block._replace(k_len=keys), block._replace(k_off=block.k_off + keys, k_len=block.k_len - keys)]
 
 
 class _Planner:
@@ -130,10 +166,10 @@ class _Planner:
         for block in every:
             seen.append(block)
             if len(seen) > MOST_PARTS or any_masked(seen):
-                return self._bands() or (*seen, *every)
+                return self.bands() or (*seen, *every)
         return tuple(seen)
 
-    def _bands(self) -> tuple[Block, ...] | None:
+    def bands(self) -> tuple[Block, ...] | None:
         tiles = self._tiles()
         if tiles is None:
             return None
@@ -228,8 +264,8 @@ class _Planner:
     def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
         """q and k without the rows at their ends that have no pair; both are empty or none."""
         while True:
-            fewer_k = _hull(k, partial(self._verdict, q))
-            fewer_q = _hull(q, partial(self._verdict, k=fewer_k))
+            fewer_k = _hull(k, partial(self.verdict, q))
+            fewer_q = _hull(q, partial(self.verdict, k=fewer_k))
             if (fewer_q, fewer_k) == (q, k):
                 return q, k
             q, k = fewer_q, fewer_k
@@ -268,7 +304,7 @@ class _Planner:
     def _seen_but_one(self, q: Range, k: Range) -> list[Block]:
         """Where all queries see every stretch of keys but one, of which they take one block; empty of all else."""
         parts = list(pairwise([k[0], *(at for at in boundaries(self._k_rows) if k[0] < at < k[1]), k[1]]))
-        others = [part for part in parts if not self._verdict(q, part)]
+        others = [part for part in parts if not self.verdict(q, part)]
         if len(others) != 1:
             return []
         (other,) = others
@@ -327,7 +363,7 @@ class _Planner:
 
     def _parts(self, q: Range, k: Range) -> list[Range]:
         """The parts of k to which q may attend, in units of about TILE."""
-        verdict = self._verdict(q, k)
+        verdict = self.verdict(q, k)
         if verdict is False:
             return []
         if verdict or k[1] - k[0] <= TILE:
@@ -343,7 +379,7 @@ class _Planner:
         boxes = list(self._boxes(q, k))
         return tuple(c for c in self._conditions if not all(language.over(c, box) for box in boxes))
 
-    def _verdict(self, q: Range, k: Range) -> Verdict:
+    def verdict(self, q: Range, k: Range) -> Verdict:
         """Of all conditions for all pairs; False if there is no pair."""
         verdicts = {self._of_box(box) for box in self._boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
