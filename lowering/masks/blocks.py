@@ -99,7 +99,8 @@ class BlockPlan:
 
     Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
     ask nothing of kernels: none is a BAND, and those with the same ``q_off`` follow each other and have the same
-    ``q_len``; all others have no query in common. ``packed`` and ``others`` are for kernels that know windows.
+    ``q_len``; all others have no query in common, but for those of keys behind padding. ``packed`` and ``others`` are
+    for kernels that know windows.
     """
 
     packed: tuple[PackedCall, ...] = ()

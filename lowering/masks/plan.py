@@ -33,10 +33,10 @@ from .blocks import (
     sized,
     split,
 )
-from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of
+from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, without_padding
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
-from .spans import Rows, boundaries, extent, intervals
+from .spans import Rows, boundaries, extent, intervals, neighbours
 
 TILE = 128
 """Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
@@ -73,8 +73,9 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
     seen = tuple(islice(planner.every(), MOST_PARTS + 1))
     if len(seen) <= MOST_PARTS and not any_masked(seen):
         return BlockPlan(others=seen)
-    every = Block(*sized(extent(q_rows)), *sized(extent(k_rows)), Kind.MASKED, language.conjuncts(predicate))
-    return BlockPlan(others=planner.bands() or (every,))
+    conditions = language.conjuncts(predicate)
+    every = [Block(*sized(q), *sized(k), Kind.MASKED, conditions) for q, k in planner.between_padding()]
+    return BlockPlan(others=planner.bands() or tuple(every))
 
 
 def settled(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[float, list[tuple[float, Block]]]:
@@ -123,6 +124,7 @@ class _Planner:
         self._conditions = language.conjuncts(predicate)
         self._linears = {text: language.linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
+        self._between = [extent(keys) for keys in neighbours(k_rows)]  # padding
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
@@ -155,7 +157,12 @@ class _Planner:
 
     def every(self) -> Iterator[Block]:
         """The blocks of all rows and keys."""
-        return self.cover(extent(self._q_rows), extent(self._k_rows))
+        for q, k in self.between_padding():
+            yield from self.cover(q, k)
+
+    def between_padding(self) -> Iterator[tuple[Range, Range]]:
+        """All rows and keys, but for padding between them."""
+        return ((extent(self._q_rows), keys) for keys in self._between)
 
     def calls(self, every: Iterator[Block]) -> tuple[Block, ...]:
         """Instead of masks at the edges of windows, or many blocks: one for each two stretches of indices.
@@ -187,7 +194,11 @@ class _Planner:
 
     def _tiles(self) -> list[CellPair] | None:
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
-        return MeetingCells(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
+        linears = [self._linears[c] for c in self._conditions]
+        tiles = MeetingCells(self._conditions, linears, q, k, self._fixed).tiles()
+        if tiles is None or len(self._between) == 1:
+            return tiles
+        return [part for tile in tiles for part in without_padding(tile, self._between)]
 
     def _known(self, tile: CellPair, runs: list[Run]) -> Sequence[Block]:
         """The blocks of a tile that is these runs."""
@@ -227,9 +238,9 @@ class _Planner:
 
     def _together(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
         """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
-        groups = list[list[tuple[CellPair, Blocks]]]()
+        groups, ends = list[list[tuple[CellPair, Blocks]]](), [high for _, high in self._between]
         for part in parts:
-            if groups and _close(groups[-1][0][0], groups[-1][-1][0], part[0]):
+            if groups and _close(groups[-1][0][0], groups[-1][-1][0], part[0], ends):
                 groups[-1].append(part)
             else:
                 groups.append([part])
@@ -404,8 +415,13 @@ class _Planner:
             yield from (at | key for key in keys)
 
 
-def _close(first: CellPair, before: CellPair, tile: CellPair) -> bool:
-    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?"""
+def _close(first: CellPair, before: CellPair, tile: CellPair, ends: Sequence[int]) -> bool:
+    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?
+
+    ends: the keys behind which there is padding.
+    """
+    if any(before.k[1] <= end <= tile.k[0] for end in ends):
+        return False
     follows = before.q[1] == tile.q[0] and before.k[1] <= tile.k[0]
     return follows and tile.q[1] - first.q[0] <= TILE and tile.k[1] - first.k[0] <= 2 * TILE
 

@@ -131,12 +131,12 @@ def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tenso
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("op", OPS)
 def test_numbers_in_float32(gpu: AbsentGpu, op: str, name: str, layout: str) -> None:
-    """Results and gradients of one device, where lengths differ so much that they are several calls."""
+    """Results and gradients of one device, where lengths differ so much that they are several calls, of padded shards."""
     if op in ("ulysses", "hybrid") and layout == "zigzag":
         layout = "contiguous"
-    documents = torch.arange(9).repeat_interleave(torch.tensor([3, 70, 1, 2, 1, 40, 5, 30, 8])).expand(2, -1)
+    documents = torch.arange(9).repeat_interleave(torch.tensor([3, 70, 1, 2, 1, 40, 5, 30, 5])).expand(2, -1)
     options = {"documents": documents, **OPTIONS[name]}
-    case = Case(options, kv_heads=4 if op == "hybrid" else 2, s=160, layout=layout, dtype=FP32)
+    case = Case(options, kv_heads=4 if op == "hybrid" else 2, s=157, layout=layout, dtype=FP32)
     got, wanted, found, products = gpu.run(by_any_length, op, case, 4)
     assert found == {"_efficient_attention_forward", "_efficient_attention_backward"}
     assert products == 0
