@@ -58,13 +58,12 @@ def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
 
 def _need(
     device: torch.device, q: Tensor, v: Tensor, kind: Kind, rows: int, mask: Tensor | None, mask_grad: bool,
-    dropout: bool, score: bool, window: Window = FULL, square: bool = False,
+    dropout: bool, score: bool,
 ) -> Need:  # fmt: skip
     """What decides the kernel of a block. kind: as the predicate has it. mask: data, bool or added to the scores."""
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
     kind = kind if mask is None or bias is not None else Kind.MASKED
-    width = max(q.shape[3], v.shape[3])
-    return Need(device, q.dtype, kind, width, rows, dropout, score, bias, mask_grad, window, square)
+    return Need(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
 
 
 class _PlannedKernels:
@@ -87,22 +86,23 @@ class _PlannedKernels:
             return self.of(call.kind, queries, call.window, call.window.left is not None and call.square)
         return self.of(call.kind, min(queries, keys), call.window, queries == keys)
 
-    def calls(self) -> tuple[Strip, Strip]:
+    def calls(self) -> tuple[list[tuple[PackedCall, Kernel]], list[tuple[Block, Kernel]]]:
         """Those for many sequences, and all others. Blocks alone, if a kernel does not know a window that there is."""
         packed, others = self._plan.packed, self._plan.others
         if not self._data and not self.of(Kind.PACKED, self._rows).takes_masks:
             calls = [(call, self._of_call(call)) for call in packed]
             blocks = [(block, self._of_call(block)) for block in others]
-            if not any(kernel.takes_masks for call, kernel in calls + blocks if call.kind is not Kind.MASKED):
+            told = any(kernel.takes_masks for block, kernel in blocks if block.kind is not Kind.MASKED)
+            if not told and not any(kernel.takes_masks for _, kernel in calls):
                 return [*self._by_length(calls, len(blocks))], blocks
         return [], [(block, self._of_call(block)) for block in self._plan.blocks]
 
-    def _by_length(self, calls: Strip, besides: int) -> Iterator[tuple[PackedCall, Kernel]]:
+    def _by_length(self, calls: list[tuple[PackedCall, Kernel]], besides: int) -> Iterator[tuple[PackedCall, Kernel]]:
         """As `by_length` has them, if their kernel wants that."""
         for kernel, alike in groupby(calls, key=lambda pair: pair[1]):
-            same = tuple(call for call, _ in alike if isinstance(call, PackedCall))
-            same = by_length(same, self._batch, self._row_bytes, besides) if kernel.pads else same
-            yield from ((call, kernel) for call in same)
+            same = tuple(call for call, _ in alike)
+            row_bytes = self._row_bytes if kernel.pads else None
+            yield from ((call, kernel) for call in by_length(same, self._batch, row_bytes, besides))
 
 
 def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[Strip]:
@@ -118,7 +118,7 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         if one.fused:
             yield [(every, one)]
             return
-    yield from ([call] for call in calls)
+    yield from (Strip([call]) for call in calls)
     for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
         together = list(same)
         whole: Strip = [pair for pair in together if not pair[1].takes_masks]

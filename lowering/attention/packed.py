@@ -44,7 +44,7 @@ class SequenceSide(NamedTuple):
     """int32 (2, sequences + 1): where each ends in the packed rows, from 0 on; and where it begins in all rows."""
     scattered: bool
     """Whether rows lie between them that are of none."""
-    count: int
+    total: int
     """The rows of all."""
     most: int
     """The rows of the longest."""
@@ -70,22 +70,22 @@ class PackedRows:
 
     def _spread(self, numbers: Tensor) -> Tensor:
         """A number of each sequence, at each of its rows."""
-        return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.count)
+        return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
     def _places(self) -> Tensor:
-        """int64 (count,): where the packed rows lie in all rows."""
+        """int64 (total,): where the packed rows lie in all rows."""
         shifts = self.words[1, :-1] - self.ends[:-1]
-        return torch.arange(self.side.count, device=self.words.device) + self._spread(shifts)
+        return torch.arange(self.side.total, device=self.words.device) + self._spread(shifts)
 
     @cached_property
     def _slots(self) -> tuple[Tensor, slice, Tensor]:
         """Of the packed rows in (sequences, heads, most)."""
         sequence = self._spread(torch.arange(len(self.ends) - 1, device=self.words.device))
-        return sequence, slice(None), torch.arange(self.side.count, device=self.words.device) - self.ends[sequence]
+        return sequence, slice(None), torch.arange(self.side.total, device=self.words.device) - self.ends[sequence]
 
     def packed(self, x: Tensor) -> Tensor:
-        """(B, S, ...) -> (1, count, ...): a view if the sequences are all rows, and they lie one behind the other."""
+        """(B, S, ...) -> (1, total, ...): a view if the sequences are all rows, and they lie one behind the other."""
         rows = x.flatten(0, 1)
         return (rows.index_select(0, self._places) if self.side.scattered else rows)[None]
 
@@ -97,7 +97,7 @@ class PackedRows:
         return rows.unflatten(0, (batch, -1))
 
     def of_sequences(self, x: Tensor) -> Tensor:
-        """(1, count, H) -> (sequences, H, most), padded to a multiple of ALIGNED, with +inf where no row is."""
+        """(1, total, H) -> (sequences, H, most), padded to a multiple of ALIGNED, with +inf where no row is."""
         longest = self.most + -self.most % ALIGNED
         padded = x.new_full((len(self.ends) - 1, x.shape[2], longest), torch.inf)
         padded[self._slots] = x[0]
@@ -146,20 +146,34 @@ def _side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> S
     begins = (np.arange(batch)[:, None] * length + (stretches[:, 0] - offset)).ravel()
     ends = np.append(0, np.cumsum(np.tile(stretches[:, 1] - stretches[:, 0], batch)))
     host = torch.from_numpy(np.stack([ends, np.append(begins, batch * length)]).astype(np.int32))
-    count, most = int(ends[-1]), int((stretches[:, 1] - stretches[:, 0]).max())
-    return SequenceSide(host.pin_memory() if pinned else host, count < batch * length, count, most)
+    total, most = int(ends[-1]), int((stretches[:, 1] - stretches[:, 0]).max())
+    return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, most)
+
+
+def by_length(
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int = 0
+) -> tuple[PackedCall, ...]:
+    """The same sequences in calls that a grid has room for, and memory.
+
+    row_bytes: of a query, for a kernel that has as much memory for each sequence as for the longest of its call. Calls
+    are cut then where sequences differ much, into at most MOST_CALLS as long as none of them needs memory for more than
+    TOO_MUCH times as many rows as there are. besides: how many others there are.
+    """
+    if row_bytes is None and all(batch * len(call.queries) <= MOST_SEQUENCES for call in calls):
+        return calls
+    return _by_length(calls, batch, row_bytes, besides)
 
 
 @lru_cache(maxsize=256)
-def by_length(calls: tuple[PackedCall, ...], batch: int, row_bytes: int, besides: int = 0) -> tuple[PackedCall, ...]:
-    """Calls for a kernel that has as much memory for each sequence as for the longest of its call.
-
-    row_bytes: of a query. The calls are cut where sequences differ much, into at most MOST_CALLS as long as none of
-    them needs memory for more than TOO_MUCH times as many rows as there are. besides: how many others there are.
-    """
-    parts = [part for call in calls for part in _cut(call.runs(), max(1, MOST_SEQUENCES // batch))]
+def _by_length(
+    calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int
+) -> tuple[PackedCall, ...]:
+    most = MOST_SEQUENCES // batch
+    if row_bytes is None:
+        most //= 3  # either side may have rows between two sequences
+    parts = [part for call in calls for part in _cut(call.runs(), max(1, most))]
     rows = sum(int(_lengths(part).sum()) for part in parts)
-    while parts:
+    while parts and row_bytes is not None:
         largest = max(parts, key=_padded)
         enough = ENOUGH if len(parts) + besides < MOST_CALLS else TOO_MUCH
         if _padded(largest) <= max(enough * rows, FREE_BYTES // (batch * row_bytes)):

@@ -121,9 +121,9 @@ OPTIONS = {"all pairs": {}, "causal": {"is_causal": True}, "window": {"is_causal
 def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
     """In three calls, as if memory were short."""
     with mock.patch.multiple(calls, FREE_BYTES=0, ENOUGH=1, TOO_MUCH=1 << 20):
-        calls.by_length.cache_clear()
+        calls._by_length.cache_clear()
         found = by_hand_on_gpu(op, case, n)
-        calls.by_length.cache_clear()
+        calls._by_length.cache_clear()
     return found
 
 
@@ -169,4 +169,9 @@ def test_lengths_of_every_size_are_more_calls() -> None:
 
 def test_a_grid_has_so_many_sequences() -> None:
     runs = [Run((i, i + 1), (i, i + 1), CAUSAL) for i in range(70_000)]
-    assert [len(call.runs()) for call in calls.by_length((call_of(runs, CAUSAL),), 2, 64)] == [32_767, 32_767, 4_466]
+    found = calls.by_length((call_of(runs, CAUSAL),), 2, 64)
+    assert [len(call.runs()) for call in found] == [32_767, 32_767, 4_466]
+    apart = [Run((3 * i, 3 * i + 1), (2 * i, 2 * i + 1), CAUSAL) for i in range(30_000)]
+    found = calls.by_length((call_of(apart, CAUSAL),), 1, None)
+    assert [run for call in found for run in call.runs()] == apart
+    assert max(len(call.queries) for call in found) <= calls.MOST_SEQUENCES
