@@ -4,7 +4,7 @@
     python benchmarks/gpu_attention.py --device cpu --small     the same code on a CPU; its times mean nothing
 
 values  every way of attention on simulated ranks against float64, forward and gradients, beside one device's own error;
-        causal, in windows, and in packed documents
+        causal, in windows, and in packed documents, in bfloat16 and float32
 kernels every kernel of a block that takes it, by itself
 biases  those that take floats added to scores, of heads that all of a batch share: values with and without their
         gradient against float64, some rows and keys left out; and times, beside dense arithmetic
@@ -64,8 +64,8 @@ SOFT_CAP = "50.0*tanh(s/50.0)"
 """Of the kernel that is compiled from texts."""
 BIASED_SCALE, BIASED_ERROR = 0.1, {torch.bfloat16: 2e-2, torch.float32: 2e-4}
 """Of kernels with a bias: the scale, and the largest error over the largest value; it has them in the same dtype."""
-ALLOWED = 2.0
-"""Times the error of one device in the same dtype."""
+ALLOWED, EXACT = 2.0, {torch.bfloat16: 0.0, torch.float32: 1e-5}
+"""Times the error of one device in the same dtype; and what is none."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ SMALL = Sizes(ranks=4, tokens=64, heads=4, head_dim=16, checked=32, repeats=2, i
 Inputs = tuple[Tensor, ...]
 
 
-def draw(sizes: Sizes, tokens: int, device: torch.device) -> Inputs:
-    """q, k, v and a cotangent of the whole sequence, (1, S, H, D) bfloat16."""
+def draw(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    """q, k, v and a cotangent of the whole sequence, (1, S, H, D)."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, tokens * sizes.ranks, sizes.heads, sizes.head_dim)
-    return tuple(torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(4))
+    return tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))
 
 
 def shards(whole: Inputs, way: str, n: int) -> list[Inputs]:
@@ -144,13 +144,13 @@ def masks_of(tokens: int, device: torch.device) -> dict[str, tuple[dict[str, Any
 
 def values(sizes: Sizes, device: torch.device) -> Table:
     """Largest error over the largest true value, of results and gradients; exits where it is too large."""
-    whole = draw(sizes, sizes.checked, device)
-    table = Table("mask", "", "out", "dq", "dk", "dv", title="largest error against float64, bfloat16")
-    wrong = []
-    for mask, (options, allowed) in masks_of(sizes.checked * sizes.ranks, device).items():
+    table, wrong = Table("dtype", "mask", "", "out", "dq", "dk", "dv", title="largest error against float64"), []
+    masks = masks_of(sizes.checked * sizes.ranks, device).items()
+    for dtype, (mask, (options, allowed)) in product(EXACT, masks):
+        whole, named = draw(sizes, sizes.checked, device, dtype), (str(dtype).removeprefix("torch."), mask)
         true = one_device(tuple(x.double() for x in whole), True, allowed)
         alone = [_error(t, x) for t, x in zip(true, one_device(whole, True, allowed))]
-        table.add_row(mask, "one device", *(f"{e:.1e}" for e in alone))
+        table.add_row(*named, "one device", *(f"{e:.1e}" for e in alone))
         for way in WAYS:
             found = all_ranks(way, shards(whole, way, sizes.ranks), True, **options)
             mine = [
@@ -159,8 +159,9 @@ def values(sizes: Sizes, device: torch.device) -> Table:
             errors = [
                 max(_error(mine[rank][i], found[rank][i], t) for rank in range(sizes.ranks)) for i, t in enumerate(true)
             ]
-            table.add_row(mask, way, *(f"{e:.1e}" for e in errors))
-            wrong += [f"{way}, {mask}"] if not all(e <= ALLOWED * a for e, a in zip(errors, alone)) else []
+            table.add_row(*named, way, *(f"{e:.1e}" for e in errors))
+            good = all(e <= max(ALLOWED * a, EXACT[dtype]) for e, a in zip(errors, alone))
+            wrong += [] if good else [", ".join((way, *named))]
     if wrong:
         Console().print(table)
         raise SystemExit(f"{'; '.join(wrong)}: more than {ALLOWED} times the error of one device")

@@ -17,7 +17,7 @@ from sp_compile._compat import size_hint
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks import score as score_text
-from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
+from sp_compile.lowering.masks.blocks import FULL, Block, Kind, PackedCall, Window
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
@@ -25,6 +25,7 @@ from .case import Kernel, Need, bytes_copied, operand_bytes
 from .kernels import expected_kernel, kernel_for
 from .masking import CallMask
 from .merge import Average, Sum, merge, rows_of_heads
+from .packed import by_length
 from .ring import keys_and_values
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
@@ -68,30 +69,59 @@ def _need(
     return Need(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
 
 
+class _PlannedKernels:
+    """What runs the calls and the blocks of a plan."""
+
+    def __init__(self, q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> None:
+        dropout, score = masking.dropout is not None, bool(masking.score)
+        self._need = _need(q.device, q, v, Kind.FULL, 0, masking.mask, mask_grad, dropout, score)
+        self._plan, self._data, self._rows, self._batch = masking.plan, masking.mask is not None, q.shape[2], q.shape[0]
+        self._row_bytes = q.shape[1] * self._need.head_dim * q.element_size()
+
+    def of(self, kind: Kind, rows: int, window: Window = FULL, square: bool = False) -> Kernel:
+        if self._need.kind is Kind.MASKED:
+            kind = Kind.MASKED
+        return kernel_for(self._need._replace(kind=kind, rows=rows, window=window, square=square))
+
+    def _of_call(self, call: Block | PackedCall) -> Kernel:
+        queries, keys = call.query_rows[1], call.key_rows[1]
+        if isinstance(call, PackedCall):
+            return self.of(call.kind, queries, call.window, call.window.left is not None and call.square)
+        return self.of(call.kind, min(queries, keys), call.window, queries == keys)
+
+    def calls(self) -> tuple[list[tuple[PackedCall, Kernel]], list[tuple[Block, Kernel]]]:
+        """Those for many sequences, and all others. Blocks alone, if a kernel does not know a window that there is."""
+        packed, others = self._plan.packed, self._plan.others
+        if not self._data and not self.of(Kind.PACKED, self._rows).takes_masks:
+            calls = [(call, self._of_call(call)) for call in packed]
+            blocks = [(block, self._of_call(block)) for block in others]
+            told = any(kernel.takes_masks for block, kernel in blocks if block.kind is not Kind.MASKED)
+            if not told and not any(kernel.takes_masks for _, kernel in calls):
+                return [*self._by_length(calls, len(blocks))], blocks
+        return [], [(block, self._of_call(block)) for block in self._plan.blocks]
+
+    def _by_length(self, calls: list[tuple[PackedCall, Kernel]], besides: int) -> Iterator[tuple[PackedCall, Kernel]]:
+        """As `by_length` has them, if their kernel wants that."""
+        for kernel, alike in groupby(calls, key=lambda pair: pair[1]):
+            same = tuple(call for call, _ in alike)
+            row_bytes = self._row_bytes if kernel.pads else None
+            yield from ((call, kernel) for call in by_length(same, self._batch, row_bytes, besides))
+
+
 def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[Strip]:
     """The calls in groups of the same queries, cut where a kernel would make too large tensors.
 
     If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
     """
-
-    def kernel(kind: Kind, rows: int) -> Kernel:
-        dropout, score = masking.dropout is not None, bool(masking.score)
-        return kernel_for(_need(q.device, q, v, kind, rows, masking.mask, mask_grad, dropout, score))
-
-    calls = Strip()
-    if masking.mask is None and not kernel(Kind.PACKED, q.shape[2]).takes_masks:
-        calls = [(call, kernel(Kind.PACKED, call.query_rows[1])) for call in masking.plan.packed]
-        blocks = masking.plan.others
-    else:
-        blocks = masking.plan.blocks
-    found = [(block, kernel(block.kind, min(block.q_len, block.k_len))) for block in blocks]
+    kernels = _PlannedKernels(q, v, masking, mask_grad)
+    calls, found = kernels.calls()
     if any(one.takes_masks for _, one in found):
         every = Block(0, q.shape[2], 0, v.shape[2], Kind.MASKED)
-        one = kernel(every.kind, min(every.q_len, every.k_len))
+        one = kernels.of(every.kind, min(every.q_len, every.k_len))
         if one.fused:
             yield [(every, one)]
             return
-    yield from ([call] for call in calls)
+    yield from (Strip([call]) for call in calls)
     for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
         together = list(same)
         whole: Strip = [pair for pair in together if not pair[1].takes_masks]

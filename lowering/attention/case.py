@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from itertools import pairwise
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,37 +18,10 @@ from torch import Tensor
 
 from sp_compile._compat import active_flash_attention, size_hint
 from sp_compile.lowering.dtypes import HALF
-from sp_compile.lowering.masks.blocks import FULL, Kind, PackedCall, Window
+from sp_compile.lowering.masks.blocks import FULL, Kind, Window
 from sp_compile.lowering.triton.flex.texts import Pairs
 
-
-class SequenceEnds(NamedTuple):
-    """Sequences one behind the other, in every batch entry the same, and the entries behind each other."""
-
-    queries: Tensor
-    """int32 (sequences + 1,): where each begins in all queries, and where the last ends; on the device."""
-    keys: Tensor
-    most_queries: int
-    """Of one sequence."""
-    most_keys: int
-
-    @staticmethod
-    def of(call: PackedCall, batch: int, device: torch.device) -> SequenceEnds:
-        """The device gets the ends when it comes to it; the host goes on."""
-        pinned = device.type == "cuda"
-        sides = [_ends(side, batch, pinned) for side in (call.queries, call.keys)]
-        queries, keys = (ends.to(device, non_blocking=True) for ends, _ in sides)
-        return SequenceEnds(queries, keys, *(most for _, most in sides))
-
-
-@lru_cache(maxsize=256)
-def _ends(places: tuple[int, ...], batch: int, pinned: bool) -> tuple[Tensor, int]:
-    """All ends, on the host, and the longest stretch. Kept, so that a copy on its way still finds them."""
-    one = torch.tensor(places, dtype=torch.int32, device="cpu") - places[0]
-    rows = places[-1] - places[0]
-    starts = one[:-1] + torch.arange(batch, dtype=torch.int32, device="cpu")[:, None] * rows
-    ends = torch.cat([starts.flatten(), one.new_tensor([batch * rows])])
-    return ends.pin_memory() if pinned else ends, max(b - a for a, b in pairwise(places))
+from .packed import PackedSequences
 
 
 class Score(NamedTuple):
@@ -82,7 +54,7 @@ class Case:
     """Where the gradients of the score's tables are added, by their names."""
     window: Window = FULL
     """The keys that a query sees before and behind its own place. Only for kernels that are not dense."""
-    sequences: SequenceEnds | None = None
+    sequences: PackedSequences | None = None
     """The queries and keys of a PACKED call."""
     pairs: Pairs | None = None
     """What is said of all queries and keys. Only for a fused kernel, and it is given nothing else."""
@@ -106,6 +78,10 @@ class Need(NamedTuple):
     """Of floats that are added to the scores, if there are any."""
     bias_grad: bool = False
     """Whether they need a gradient, which is one for each score."""
+    window: Window = FULL
+    """Of a BAND or a PACKED call."""
+    square: bool = False
+    """Whether it, or each of its sequences, has as many queries as keys."""
 
 
 class AddedFloats(NamedTuple):
@@ -147,6 +123,10 @@ class Kernel:
     biases: AddedFloats = NOTHING_ADDED
     aligned_at_end: bool = False
     """Whether a causal block may have fewer queries than keys."""
+    windows: Callable[[Window, bool], bool] = lambda window, square: True
+    """Which windows it knows of those that are asked for: see `Need`."""
+    pads: bool = False
+    """Whether it has memory for each sequence of a PACKED call as for the longest, and takes none that is empty."""
     head_dim: int | None = None
     """The widest."""
     rows: int = 0
@@ -190,6 +170,7 @@ class Kernel:
         return (
             (self.dtypes is None or need.dtype in self.dtypes)
             and (self.kinds is None or need.kind in self.kinds)
+            and self.windows(need.window, need.square)
             and self.biases.take(need)
             and (self.dense or not need.dropout)
             and (self.dense or self.fused or not need.score)

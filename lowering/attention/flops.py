@@ -1,12 +1,16 @@
 """The FLOPs of ``sp::attend`` and its backward, for torch.utils.flop_counter and all that asks it.
 
 Products of matrices count, as everywhere in torch: two forward, five backward, over the pairs that attend. What a mask
-leaves out is not counted (torch counts all pairs of a causal attention), but of a block whose pairs only the predicate
-knows, or a mask that is data, every pair is: the kernels that take masks compute them all.
+leaves out is not counted (torch counts all pairs of a causal attention), whatever the kernel that runs computes of it;
+but of a mask that is data every pair counts.
 
-    tensors         what this rank does, from the tables of the vectors that the mask looks up
+    tensors         what this rank does, from the tables of the vectors that the mask looks up; where these do not tell
+                    (entries of a batch that differ), from the vectors, which waits for the device
     fake tensors    the mean over the ranks, the same on each of them: a partitioner decides by it what every rank keeps
                     for its backward, and vectors have no values, so what depends on them is taken to hold
+
+Most pairs are of bands, which have a formula. Of the blocks that a plan leaves to a mask, those are asked pair by pair
+that lie at an edge of what attends. Where they are too many, some stand for the others.
 """
 
 from __future__ import annotations
@@ -15,18 +19,26 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from sp_compile._compat import FakeTensor, size_hint
-from sp_compile.lowering.masks.blocks import pairs_of
+from sp_compile._compat import FakeTensor, real_tensors, size_hint
+from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, pairs_of
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import pairs_by_position, plan
+from sp_compile.lowering.masks.plan import plan, settled, tiles_by_position
 from sp_compile.lowering.masks.predicate import of_positions
-from sp_compile.lowering.masks.spans import rows_of, valid_rows
+from sp_compile.lowering.masks.spans import Rows, rows_of, valid_rows
 
 from .args import LocalArgs
+from .masking import CallMask
+
+MOST_BLOCKS = 1 << 15
+"""How many undecided blocks of one attention are looked at."""
+
+LookedUp = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
+"""What a plan is made of."""
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
@@ -66,8 +78,66 @@ def _pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
     q_rows, k_rows = (valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
     pieces = tuple(map(Pieces.of, args.pieces_made()))
-    vectors = pieces[: len(args.rows)], pieces[len(args.rows) :]
-    return batch * heads * pairs_of(plan(args.predicate, q_rows, k_rows, sizes, *vectors))
+    looked_up = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
+    if all(map(_is_known, pieces)):
+        return batch * heads * _known_pairs(*looked_up)
+    return heads * _counted(plan(*looked_up), looked_up, (args.rows, args.cols), batch, q.device)
+
+
+def _is_known(vector: Pieces) -> bool:
+    """Whether its table has all its values."""
+    return np.array_equal(vector.lows, vector.highs)
+
+
+def _values(vector: Pieces) -> Tensor:
+    lows, _, _ = vector.lines(np.arange(vector.length))
+    return torch.from_numpy(lows)[None]
+
+
+@lru_cache(maxsize=1024)
+def _known_pairs(
+    predicate: str,
+    q_rows: Rows,
+    k_rows: Rows,
+    sizes: tuple[int, ...],
+    rows: tuple[Pieces, ...] = (),
+    cols: tuple[Pieces, ...] = (),
+) -> int:
+    """Of one batch entry, with tables that have all values."""
+    looked_up = predicate, q_rows, k_rows, sizes, rows, cols
+    made = plan(*looked_up) if rows or cols else tiles_by_position(*looked_up[:4])
+    vectors = [list(map(_values, side)) for side in (rows, cols)]
+    return _counted(made, looked_up, vectors, 1, torch.device("cpu"))
+
+
+def _counted(
+    made: BlockPlan, looked_up: LookedUp, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
+) -> int:
+    """The pairs that attend, of all batch entries. vectors: rows and cols."""
+    masked = [block for block in made.others if block.kind is Kind.MASKED]
+    of_formulas = pairs_of(made) - sum(block.q_len * block.k_len for block in masked)
+    known, left = settled(masked, MOST_BLOCKS, *looked_up)
+    return batch * of_formulas + round(batch * known + _asked(_mask(looked_up, vectors, device), left, batch))
+
+
+def _mask(looked_up: LookedUp, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+    predicate, q_rows, k_rows, sizes, *_ = looked_up
+    named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
+    numbers = {f"n{i}": size for i, size in enumerate(sizes)}
+    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], device)
+
+
+def _asked(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
+    """The pairs of these blocks, of all batch entries, with one wait for the device."""
+    sums, factors = [], []
+    with real_tensors():
+        for weight, block in blocks:
+            allowed = masking.allowed(block)
+            assert allowed is not None  # or it would not be masked
+            sums.append(allowed.sum())
+            factors.append(weight * (batch * block.q_len * block.k_len // allowed.numel()))
+        found = torch.stack(sums).tolist() if sums else []
+    return sum(count * factor for count, factor in zip(found, factors))
 
 
 @lru_cache(maxsize=1024)
@@ -77,4 +147,4 @@ def _mean_pairs(
     """Over the ranks, as far as positions alone tell."""
     known, places = of_positions(predicate), max(q_span[0], k_span[0])
     rows = [(rows_of(q_span, queries, place), rows_of(k_span, keys, place)) for place in range(places)]
-    return sum(pairs_by_position(known, q_rows, k_rows, sizes) for q_rows, k_rows in rows) // places
+    return sum(_known_pairs(known, q_rows, k_rows, sizes) for q_rows, k_rows in rows) // places

@@ -5,8 +5,9 @@
 
 Zigzag shards are gathered in two: their first chunks, which are then in order, and their second ones, in reverse order.
 Nothing is copied into another order, or to leave padding out, and the second half is under way while the first is
-attended to. Only where padded shards are zigzag, a table deals chunks to ranks, or a mask is data, all keys are copied
-into their own order: documents would be many calls in the ranks' order, and a mask has a column for each key.
+attended to. All keys are copied into their own order only where a table deals chunks to ranks, since documents in the
+ranks' order are more calls than three (of 1,000 on 8 ranks up to 14), and where shards are zigzag and a mask is data,
+whose columns would be copied instead, of which there are more.
 
 Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
 causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, is_padded, pad, trim
+from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, pad, trim
 from sp_compile.lowering.masks.spans import Span, stretches, whole
 
 from .args import SEQUENCE, LocalArgs
@@ -66,15 +67,13 @@ class GatheredKeys(NamedTuple):
         return dq, dk, dv, dmask
 
     def _as_held(self, args: LocalArgs) -> bool:
-        """Whether keys are attended to in the order in which ranks hold them, padding at their ends included.
+        """Whether keys are attended to in the order in which ranks hold them, padding included.
 
-        The second chunks of padded zigzag shards have it in their middle. A mask that is data has a column for each
-        key, and may hold large finite numbers, whose log-sum-exps cannot be merged.
+        A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
+        merged.
         """
         frame, n = self.frame, self.n
-        if frame is None or n == 1 or self.orders or args.mask is not None:
-            return False
-        return folds_of(frame) == 1 or not is_padded(frame, n)
+        return not (frame is None or n == 1 or self.orders or args.mask is not None)
 
     def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
         """All keys and values, at once or in two."""

@@ -149,7 +149,7 @@ READ = AddedFloats(same=True, other=True)
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
-    capability=(7, 0), rate="efficient",
+    capability=(7, 0), windows=cuda.efficient_knows, pads=True, rate="efficient",
 )  # fmt: skip
 
 KERNELS = (
@@ -180,8 +180,8 @@ KERNELS = (
         "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES, head_dim=256,
         capability=(8, 0), flash="", rate="flash",
     ),
-    _efficient(dtypes=_FP32 | _FP16, kinds=WHOLE),
-    _efficient(dtypes=_BF16, kinds=WHOLE, capability=(8, 0)),
+    _efficient(dtypes=_FP32 | _FP16, kinds=PIECES),
+    _efficient(dtypes=_BF16, kinds=PIECES, capability=(8, 0)),
     # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
     _efficient(dtypes=_FP32, biases=AddedFloats(none=False, same=True, grad=True)),
     # Compiled for its texts, which takes a minute: not for a few rows.

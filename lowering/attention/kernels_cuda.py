@@ -14,7 +14,9 @@ for it, of the same sizes with 16 heads: 659 630 forward, 559 531 backward (Dao-
 1791). It has no dropout, which is asked of no kernel with a name, takes Hopper alone (-4: and Blackwell, there heads of
 128), and gives the same bits each time to heads of at most 192. No GPU has run it from here.
 
-Efficient attention adds a bias, and gives its gradient, a number for each score, in q's dtype. It reads a bias that
+Efficient attention takes sequences one behind the other, too, in one batch entry, without a bias; each has memory for
+log-sum-exps, and in its backward for gradients of queries, as the longest of the call has (``packed.py``). Its windows
+are causal ones. It adds a bias, and gives its gradient, a number for each score, in q's dtype. It reads a bias that
 broadcasts where it lies, if rows are aligned. Of masks a bias is made. With one it gives a row without keys the
 log-sum-exp 0, and takes what is below -2.3e38 for -inf. From its source; no GPU has run it with one from here.
 
@@ -31,9 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.masks.blocks import CAUSAL, FULL
+from sp_compile.lowering.masks.blocks import CAUSAL, FULL, Window
 
 from .case import Case, Gradients, finite_lse, padded
+from .packed import ALIGNED, PackedRows
 
 aten = torch.ops.aten
 
@@ -91,9 +94,9 @@ class _CallRows(NamedTuple):
         sizes = {} if window in (FULL, CAUSAL) else {"window_size_left": window.left, "window_size_right": window.right}
         if case.sequences is None:
             return _CallRows((None, None), (q.shape[2], k.shape[2]), window == CAUSAL, sizes)
-        queries, keys, *longest = case.sequences
+        queries, keys = case.sequences
         # With one query a sequence it would look for as many sequences as queries; this is an upper bound.
-        return _CallRows((queries, keys), (max(2, longest[0]), longest[1]), window == CAUSAL, sizes)
+        return _CallRows((queries.ends, keys.ends), (max(2, queries.most), keys.most), window == CAUSAL, sizes)
 
     def laid(self, *xs: Tensor) -> list[Tensor]:
         """(B, H, S, X) -> (B, S, H, X), or (B * S, H, X) of sequences: a view of what has heads behind rows."""
@@ -133,20 +136,68 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 # Memory-efficient attention, which knows no heads that share keys.
 
 _CAUSAL = 2  # aligned at the end; 0: every pair
-_ROWS = 32  # to which multiple the backward wants log-sum-exps padded
 _ELEMENTS = 16  # to whose multiples torch pads rows of a bias: it reads 16 bytes at a time
 _LEAST = -torch.finfo(torch.float32).max * math.log(2)  # what is less, it makes -inf of: it goes on with powers of 2
 
 
-def _expanded(x: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, K, X) -> (B, K, Hq, X)."""
-    shared = heads // x.shape[1]
-    return (x if shared == 1 else x.repeat_interleave(shared, 1)).transpose(1, 2)
+def efficient_knows(window: Window, square: bool) -> bool:
+    """Its backward (of torch 2.13; later ones do) counts a window from the first query and key, its forward from the
+    last ones: these are the same where there are as many of either."""
+    return window in (FULL, CAUSAL) or (window.right == 0 and square)
 
 
-def _shared(x: Tensor, heads: int) -> Tensor:
-    """(B, K, Hq, X) -> (B, Hkv, K, X): summed over the query heads of a key head."""
-    return x.transpose(1, 2).unflatten(1, (heads, -1)).sum(2)
+def _masked(case: Case) -> tuple[int, dict[str, int]]:
+    """(its number for the mask, the size of a window, which counts the query's own place)."""
+    left, right = case.window
+    return _CAUSAL if case.causal or right == 0 else 0, {} if left is None else {"window_size": left + 1}
+
+
+class _LayoutOfRows(NamedTuple):
+    """How one call of it has rows: (B, S, H, X), or (1, rows, H, X) of sequences one behind the other."""
+
+    queries: PackedRows | None
+    keys: PackedRows | None
+    batch: int
+    ends: tuple[Tensor | None, Tensor | None]
+    longest: tuple[int, int]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, case: Case) -> _LayoutOfRows:
+        if case.sequences is None:
+            return _LayoutOfRows(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
+        queries, keys = case.sequences
+        return _LayoutOfRows(queries, keys, q.shape[0], (queries.ends, keys.ends), (queries.most, keys.most))
+
+    def of_queries(self, *xs: Tensor) -> list[Tensor]:
+        """(B, H, S, X), or (B, H, S)."""
+        swapped = [x.transpose(1, 2) for x in xs]
+        return swapped if self.queries is None else [self.queries.packed(x) for x in swapped]
+
+    def of_keys(self, x: Tensor, heads: int) -> Tensor:
+        """(B, Hkv, S, X), with the heads of queries then."""
+        swapped, shared = x.transpose(1, 2), heads // x.shape[1]
+        rows = swapped if self.keys is None else self.keys.packed(swapped)
+        return rows if shared == 1 else rows.repeat_interleave(shared, 2)
+
+    def queries_back(self, x: Tensor, other: float = 0.0) -> Tensor:
+        """Undo `of_queries`."""
+        return (x if self.queries is None else self.queries.unpacked(x, self.batch, other)).transpose(1, 2)
+
+    def keys_back(self, x: Tensor, heads: int) -> Tensor:
+        """The transpose of `of_keys`: summed over the query heads of a key head."""
+        rows = x.unflatten(2, (heads, -1)).sum(3)
+        return (rows if self.keys is None else self.keys.unpacked(rows, self.batch)).transpose(1, 2)
+
+    def lse_of_kernel(self, lse: Tensor) -> Tensor:
+        """(B, H, S) of what it gives."""
+        if self.queries is None:
+            return lse[..., : self.longest[0]]
+        return self.queries_back(self.queries.of_rows(lse), -torch.inf)
+
+    def lse_for_kernel(self, lse: Tensor) -> Tensor:
+        if self.queries is None:
+            return F.pad(lse, (0, -lse.shape[-1] % ALIGNED), value=torch.inf)
+        return self.queries.of_sequences(*self.of_queries(lse))
 
 
 def _aligned(bias: Tensor, keys: int) -> bool:
@@ -181,35 +232,34 @@ def _without_keys(added: Tensor, case: Case, queries: int) -> Tensor:
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     query, key, value = padded(_width(q, v), q, k, v)
-    kind, shape = _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
-    added = _added(q, case, k.shape[2])
+    rows, (kind, window), added = _LayoutOfRows.of(q, k, case), _masked(case), _added(q, case, k.shape[2])
     out, lse, *_ = aten._efficient_attention_forward(
-        query.transpose(1, 2), _expanded(key, q.shape[1]), _expanded(value, q.shape[1]),
-        None if added is None else added.expand(shape), None, None, q.shape[2], k.shape[2], 0.0, kind, True,
-        scale=case.scale,
+        *rows.of_queries(query), *(rows.of_keys(x, q.shape[1]) for x in (key, value)),
+        None if added is None else added.expand(*q.shape[:3], k.shape[2]), *rows.ends, *rows.longest, 0.0, kind, True,
+        scale=case.scale, **window,
     )  # fmt: skip
-    lse = lse[..., : q.shape[2]]
+    out, lse = rows.queries_back(out), rows.lse_of_kernel(lse)
     if added is not None:
         lse = lse.masked_fill(_without_keys(added, case, q.shape[2]), -torch.inf)  # 0 there, and out as well
-    return out.transpose(1, 2)[..., : v.shape[-1]], lse
+    return out[..., : v.shape[-1]], lse
 
 
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case
 ) -> Gradients:
     grad, query, key, value, out = padded(_width(q, v), grad, q, k, v, out)
-    grad, query = grad.transpose(1, 2), query.transpose(1, 2)
-    out = out.transpose(1, 2).contiguous()  # of half types it reads whole rows without asking for their stride
-    key, value = (_expanded(x, q.shape[1]) for x in (key, value))
-    lse = F.pad(finite_lse(lse), (0, -lse.shape[-1] % _ROWS), value=torch.inf)
-    unused, kind, shape = _unused(q), _CAUSAL if case.causal else 0, (*q.shape[:3], k.shape[2])
-    bias, wanted, added = case.bias, case.bias is not None and case.bias_grad, _added(q, case, k.shape[2])
+    rows, (kind, window), added = _LayoutOfRows.of(q, k, case), _masked(case), _added(q, case, k.shape[2])
+    grad, query, out = rows.of_queries(grad, query, out)
+    bias, wanted, unused = case.bias, case.bias is not None and case.bias_grad, _unused(q)
     dq, dk, dv, dadded = aten._efficient_attention_backward(
-        grad, query, key, value, None if added is None else added.expand(shape), out, None, None, q.shape[2],
-        k.shape[2], lse, 0.0, unused, unused, kind, wanted, scale=case.scale,
+        grad, query, *(rows.of_keys(x, q.shape[1]) for x in (key, value)),
+        None if added is None else added.expand(*q.shape[:3], k.shape[2]),
+        out.contiguous(),  # of half types it reads whole rows without asking for their stride
+        *rows.ends, *rows.longest, rows.lse_for_kernel(finite_lse(lse)), 0.0, unused, unused, kind, wanted,
+        scale=case.scale, **window,
     )  # fmt: skip
     dbias = _of_bias(dadded, bias.shape, case.causal) if bias is not None and wanted else None
-    return *_cut(q, v, dq.transpose(1, 2), *(_shared(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
+    return *_cut(q, v, rows.queries_back(dq), *(rows.keys_back(x, k.shape[1]) for x in (dk, dv)))[:3], dbias
 
 
 def _of_bias(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:

@@ -23,7 +23,8 @@ from sp_compile.lowering.masks.spans import Rows, indices, intervals, take, vali
 from sp_compile.lowering.triton.flex.texts import Pairs
 
 from .args import LocalArgs
-from .case import Case, Kernel, Score, SequenceEnds
+from .case import Case, Kernel, Score
+from .packed import PackedSequences
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -123,11 +124,13 @@ class CallMask:
         if kernel.fused:
             return Case(scale, pairs=self._pairs())
         if isinstance(block, PackedCall):
-            return Case(scale, window=block.window, sequences=SequenceEnds.of(block, batch, self.device))
+            return Case(
+                scale, window=block.window, sequences=PackedSequences.of(block, batch, self.device, kernel.pads)
+            )
         if block.kind is Kind.BAND:
             return Case(scale, window=block.window)
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
-        allowed = None if causal else self._allowed(block)
+        allowed = None if causal else self.allowed(block)
         bias = self._data(block)
         if bias is not None and bias.dtype == torch.bool:
             allowed, bias = bias if allowed is None else allowed & bias, None
@@ -152,7 +155,7 @@ class CallMask:
         places = {name: self._value(name, block) for name in scores.symbols_in(self.score) - given.keys()}
         return Score(self.score, places | given)
 
-    def _allowed(self, block: Block) -> Tensor | None:
+    def allowed(self, block: Block) -> Tensor | None:
         """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
         if not block.conditions:
             return None

@@ -82,6 +82,16 @@ class PackedCall(NamedTuple):
         """(offset, length) of all sequences together."""
         return sized((self.keys[0], self.keys[-1]))
 
+    def runs(self) -> list[Run]:
+        """Its sequences, without those that have only queries or only keys."""
+        sides = zip(pairwise(self.queries), pairwise(self.keys))
+        return [Run(q, k, self.window) for q, k in sides if q[0] < q[1] and k[0] < k[1]]
+
+    @property
+    def square(self) -> bool:
+        """Whether each of its sequences has as many queries as keys."""
+        return all(run.q[1] - run.q[0] == run.k[1] - run.k[0] for run in self.runs())
+
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
@@ -89,7 +99,8 @@ class BlockPlan:
 
     Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
     ask nothing of kernels: none is a BAND, and those with the same ``q_off`` follow each other and have the same
-    ``q_len``; all others have no query in common. ``packed`` and ``others`` are for kernels that know windows.
+    ``q_len``; all others have no query in common, but for those of keys behind padding. ``packed`` and ``others`` are
+    for kernels that know windows.
     """
 
     packed: tuple[PackedCall, ...] = ()
@@ -225,7 +236,7 @@ def blocks_of(run: Run, left: tuple[str, ...]) -> Iterator[Block]:
 
 
 def packed_calls(runs: Sequence[Run]) -> list[PackedCall]:
-    """The runs of each window; as many in one as follow each other in queries and in keys."""
+    """The runs of each window, in few calls."""
     runs = [one for run in runs for one in _by_rows(run)]
     own: dict[Window, list[Run]] = {}
     for run in runs:
@@ -247,20 +258,33 @@ def _by_rows(run: Run) -> list[Run]:
 
 
 def _calls(of: Mapping[Window, Sequence[Run]]) -> list[PackedCall]:
-    found = list[PackedCall]()
-    for window, alike in of.items():
-        queries, keys = list[int](), list[int]()
-        for run in alike:
-            if queries and (run.q[0] < queries[-1] or run.k[0] < keys[-1]):
-                found.append(PackedCall(window, tuple(queries), tuple(keys)))
-                queries, keys = [], []
-            for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
-                if not queries or (q, k) != (queries[-1], keys[-1]):
-                    queries.append(q)
-                    keys.append(k)
-        if queries:
-            found.append(PackedCall(window, tuple(queries), tuple(keys)))
-    return found
+    return [call_of(runs, window) for window, alike in of.items() for runs in _chains(alike)]
+
+
+def _chains(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs in order of their queries, as few lists in which each follows on the one before it in keys as well.
+
+    A document that lies in both of a rank's chunks is several runs, and all documents behind it would be a call more.
+    """
+    chains = list[list[Run]]()
+    for run in runs:
+        fitting = [chain for chain in chains if chain[-1].q[1] <= run.q[0] and chain[-1].k[1] <= run.k[0]]
+        if fitting:
+            max(fitting, key=lambda chain: chain[-1].k[1]).append(run)
+        else:
+            chains.append([run])
+    return chains
+
+
+def call_of(runs: Sequence[Run], window: Window) -> PackedCall:
+    """Runs that this window fits, of which each follows on the one before it in queries and in keys."""
+    queries, keys = list[int](), list[int]()
+    for run in runs:
+        for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
+            if not queries or (q, k) != (queries[-1], keys[-1]):
+                queries.append(q)
+                keys.append(k)
+    return PackedCall(window, tuple(queries), tuple(keys))
 
 
 def pairs_of(plan: BlockPlan) -> int:

@@ -215,6 +215,20 @@ class MeetingCells:
         return [band if known else None for band, known in zip(zip(lower.tolist(), upper.tolist()), every.tolist())]
 
 
+def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPair]:
+    """The tile, or what it has of each of these ranges of keys, if it has some of several."""
+    for low, high in between:
+        k = max(low, tile.k[0]), min(high, tile.k[1])
+        if k == tile.k:
+            yield tile
+        elif k[0] < k[1]:
+            parts = tuple(part for part in tile.parts if low <= part.k[0] < high)
+            if len(parts) == 1:
+                yield parts[0]
+            elif parts or not tile.parts:
+                yield CellPair(tile.q, k, tile.left, None, parts)
+
+
 def _merged(met: list[CellPair]) -> Iterator[CellPair]:
     """The cells of keys that some queries meet; neighbours that these see in full are one."""
     before = met[0]

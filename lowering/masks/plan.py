@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from . import predicate as language
@@ -28,16 +28,15 @@ from .blocks import (
     blocks_of,
     of_any_shape,
     packed_calls,
-    pairs_of,
     runs_of,
     runs_of_parts,
     sized,
     split,
 )
-from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of
+from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, without_padding
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
-from .spans import Rows, boundaries, extent, intervals
+from .spans import Rows, boundaries, extent, intervals, neighbours
 
 TILE = 128
 """Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
@@ -65,13 +64,51 @@ def plan(
     return _Planner(predicate, q_rows, k_rows, sizes, rows, cols).plan()
 
 
-@lru_cache(maxsize=1024)
-def pairs_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> int:
-    """`pairs_of` the plan of a predicate that reads no vectors, in less time: without the blocks of windows."""
+def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> BlockPlan:
+    """What a predicate that reads no vectors leaves, in less time than its blocks: few of them, or bands, or a MASKED
+    one of all rows and keys."""
     if not q_rows or not k_rows:
-        return 0
+        return BlockPlan()
     planner = _Planner(predicate, q_rows, k_rows, sizes, (), ())
-    return pairs_of(BlockPlan(others=planner.calls(planner.every())))
+    seen = tuple(islice(planner.every(), MOST_PARTS + 1))
+    if len(seen) <= MOST_PARTS and not any_masked(seen):
+        return BlockPlan(others=seen)
+    conditions = language.conjuncts(predicate)
+    every = [Block(*sized(q), *sized(k), Kind.MASKED, conditions) for q, k in planner.between_padding()]
+    return BlockPlan(others=planner.bands() or tuple(every))
+
+
+def settled(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[float, list[tuple[float, Block]]]:
+    """How many pairs of masked blocks attend as bounds tell, and blocks of those of which only the predicate knows.
+
+    They are at most TILE x TILE. Each comes with how many of its like it stands for: 1, where there are at most `most`
+    undecided ones of any size. looked_up: what the plan was made of.
+    """
+    planner, known, left, weight = _Planner(*looked_up), 0.0, list[tuple[float, Block]](), 1.0
+    parts = list(blocks)
+    while parts:
+        kept = parts[:: -(-len(parts) // most)]
+        weight, parts = weight * len(parts) / len(kept), []
+        for block in kept:
+            q, k = (block.q_off, block.q_off + block.q_len), (block.k_off, block.k_off + block.k_len)
+            verdict = planner.verdict(q, k)
+            if verdict:
+                known += weight * block.q_len * block.k_len
+            elif verdict is None and max(block.q_len, block.k_len) <= TILE:
+                left.append((weight, block))
+            elif verdict is None:
+                parts += _halves(block)
+    return known, left
+
+
+def _halves(block: Block) -> list[Block]:
+    """Across the longer side."""
+    if block.q_len >= block.k_len:
+        rows = block.q_len // 2
+        rest = block._replace(q_off=block.q_off + rows, q_len=block.q_len - rows)
+        return [block._replace(q_len=rows), rest]
+    keys = block.k_len // 2
+    return [block._replace(k_len=keys), block._replace(k_off=block.k_off + keys, k_len=block.k_len - keys)]
 
 
 class _Planner:
@@ -87,6 +124,7 @@ class _Planner:
         self._conditions = language.conjuncts(predicate)
         self._linears = {text: language.linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
+        self._between = [extent(keys) for keys in neighbours(k_rows)]  # padding
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
@@ -119,7 +157,12 @@ class _Planner:
 
     def every(self) -> Iterator[Block]:
         """The blocks of all rows and keys."""
-        return self.cover(extent(self._q_rows), extent(self._k_rows))
+        for q, k in self.between_padding():
+            yield from self.cover(q, k)
+
+    def between_padding(self) -> Iterator[tuple[Range, Range]]:
+        """All rows and keys, but for padding between them."""
+        return ((extent(self._q_rows), keys) for keys in self._between)
 
     def calls(self, every: Iterator[Block]) -> tuple[Block, ...]:
         """Instead of masks at the edges of windows, or many blocks: one for each two stretches of indices.
@@ -130,10 +173,10 @@ class _Planner:
         for block in every:
             seen.append(block)
             if len(seen) > MOST_PARTS or any_masked(seen):
-                return self._bands() or (*seen, *every)
+                return self.bands() or (*seen, *every)
         return tuple(seen)
 
-    def _bands(self) -> tuple[Block, ...] | None:
+    def bands(self) -> tuple[Block, ...] | None:
         tiles = self._tiles()
         if tiles is None:
             return None
@@ -151,7 +194,11 @@ class _Planner:
 
     def _tiles(self) -> list[CellPair] | None:
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
-        return MeetingCells(self._conditions, [self._linears[c] for c in self._conditions], q, k, self._fixed).tiles()
+        linears = [self._linears[c] for c in self._conditions]
+        tiles = MeetingCells(self._conditions, linears, q, k, self._fixed).tiles()
+        if tiles is None or len(self._between) == 1:
+            return tiles
+        return [part for tile in tiles for part in without_padding(tile, self._between)]
 
     def _known(self, tile: CellPair, runs: list[Run]) -> Sequence[Block]:
         """The blocks of a tile that is these runs."""
@@ -197,9 +244,9 @@ class _Planner:
 
     def _together(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
         """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
-        groups = list[list[tuple[CellPair, Blocks]]]()
+        groups, ends = list[list[tuple[CellPair, Blocks]]](), [high for _, high in self._between]
         for part in parts:
-            if groups and _close(groups[-1][0][0], groups[-1][-1][0], part[0]):
+            if groups and _close(groups[-1][0][0], groups[-1][-1][0], part[0], ends):
                 groups[-1].append(part)
             else:
                 groups.append([part])
@@ -234,8 +281,8 @@ class _Planner:
     def _tight(self, q: Range, k: Range) -> tuple[Range, Range]:
         """q and k without the rows at their ends that have no pair; both are empty or none."""
         while True:
-            fewer_k = _hull(k, partial(self._verdict, q))
-            fewer_q = _hull(q, partial(self._verdict, k=fewer_k))
+            fewer_k = _hull(k, partial(self.verdict, q))
+            fewer_q = _hull(q, partial(self.verdict, k=fewer_k))
             if (fewer_q, fewer_k) == (q, k):
                 return q, k
             q, k = fewer_q, fewer_k
@@ -274,7 +321,7 @@ class _Planner:
     def _seen_but_one(self, q: Range, k: Range) -> list[Block]:
         """Where all queries see every stretch of keys but one, of which they take one block; empty of all else."""
         parts = list(pairwise([k[0], *(at for at in boundaries(self._k_rows) if k[0] < at < k[1]), k[1]]))
-        others = [part for part in parts if not self._verdict(q, part)]
+        others = [part for part in parts if not self.verdict(q, part)]
         if len(others) != 1:
             return []
         (other,) = others
@@ -333,7 +380,7 @@ class _Planner:
 
     def _parts(self, q: Range, k: Range) -> list[Range]:
         """The parts of k to which q may attend, in units of about TILE."""
-        verdict = self._verdict(q, k)
+        verdict = self.verdict(q, k)
         if verdict is False:
             return []
         if verdict or k[1] - k[0] <= TILE:
@@ -349,7 +396,7 @@ class _Planner:
         boxes = list(self._boxes(q, k))
         return tuple(c for c in self._conditions if not all(language.over(c, box) for box in boxes))
 
-    def _verdict(self, q: Range, k: Range) -> Verdict:
+    def verdict(self, q: Range, k: Range) -> Verdict:
         """Of all conditions for all pairs; False if there is no pair."""
         verdicts = {self._of_box(box) for box in self._boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
@@ -374,8 +421,13 @@ class _Planner:
             yield from (at | key for key in keys)
 
 
-def _close(first: CellPair, before: CellPair, tile: CellPair) -> bool:
-    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?"""
+def _close(first: CellPair, before: CellPair, tile: CellPair, ends: Sequence[int]) -> bool:
+    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?
+
+    ends: the keys behind which there is padding.
+    """
+    if any(before.k[1] <= end <= tile.k[0] for end in ends):
+        return False
     follows = before.q[1] == tile.q[0] and before.k[1] <= tile.k[0]
     return follows and tile.q[1] - first.q[0] <= TILE and tile.k[1] - first.k[0] <= 2 * TILE
 

@@ -30,7 +30,8 @@ class Segment(NamedTuple):
 
 
 Rows = tuple[Segment, ...]
-"""The valid rows of a local tensor in local order. They neighbour each other: padding is at the ends."""
+"""The valid rows of a local tensor in local order. They neighbour each other: padding is at the ends, but of second
+chunks of several zigzag shards, where it may lie in the middle."""
 
 Span = list[int]
 
@@ -41,10 +42,7 @@ def whole(length: int) -> Span:
 
 
 def stretches(frame: FrameArg, n: int) -> list[Span]:
-    """Of the shards of n ranks one behind the other; of a zigzag frame, of their first chunks and of their second.
-
-    A zigzag frame has no padding: it would lie between valid rows.
-    """
+    """Of the shards of n ranks one behind the other; of a zigzag frame, of their first chunks and of their second."""
     ends = [frame[2], frame[3]]
     return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: folds_of(frame)]]
 
@@ -85,8 +83,14 @@ def _joined(segments: list[Segment]) -> Rows:
     return tuple(segments)
 
 
+def neighbours(rows: Rows) -> list[Rows]:
+    """The rows between padding."""
+    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
+    return [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
+
+
 def extent(rows: Rows) -> tuple[int, int]:
-    """The local offsets [low, high) of the valid rows."""
+    """The local offsets [low, high) from the first valid row to the last."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
 
 

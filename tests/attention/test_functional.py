@@ -60,9 +60,23 @@ def test_equals_one_device(name: str, layout: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_padding_may_hold_anything(op: str) -> None:
-    case = replace(CASES["padding"], fill=math.nan)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_padding_may_hold_anything(layout: str, op: str) -> None:
+    case = replace(CASES["padding"], fill=math.nan, layout=layout)
     close(simulated(op, case, 4), dense(case))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": 9}, {"is_causal": True, "window": 9}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_lies_between_gathered_keys(packed: bool, options: dict[str, Any]) -> None:
+    """Of second chunks of zigzag shards that no rank put in order."""
+    for s in (13, 29, 45):
+        documents = (torch.arange(s) // 6)[None]
+        case = Case({**options, **({"documents": documents} if packed else {})}, s=s, kv_heads=2, layout="zigzag")
+        for n in (2, 3, 4):
+            assert case.lengths(n)
+            for got, want in zip(simulated("gathered", case, n), dense(case), strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("op", OPS)

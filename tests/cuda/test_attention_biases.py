@@ -18,7 +18,7 @@ from torch import Tensor
 from sp_compile.lowering.attention import attend
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
-from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.masks.blocks import CAUSAL, FULL, Kind, Window
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EFFICIENT = {f"_efficient_attention_{way}" for way in ("forward", "backward")}
@@ -50,7 +50,6 @@ def test_the_kernel_of_a_bias(
     assert expected_kernel(Need(torch.device("cuda"), dtype, kind, width, rows, **options)).name == kernel
 
 
-@pytest.mark.parametrize("kind", [Kind.MASKED, Kind.BAND, Kind.PACKED])
 @pytest.mark.parametrize(
     ("dtype", "width", "rows", "kernel"),
     [
@@ -61,8 +60,26 @@ def test_the_kernel_of_a_bias(
         (torch.float64, 64, 4096, "dense"),
     ],
 )
-def test_the_kernel_of_a_mask(kind: Kind, dtype: torch.dtype, width: int, rows: int, kernel: str) -> None:
-    assert expected_kernel(Need(torch.device("cuda"), dtype, kind, width, rows)).name == kernel
+def test_the_kernel_of_a_mask(dtype: torch.dtype, width: int, rows: int, kernel: str) -> None:
+    assert expected_kernel(Need(torch.device("cuda"), dtype, Kind.MASKED, width, rows)).name == kernel
+
+
+@pytest.mark.parametrize("kind", [Kind.BAND, Kind.PACKED])
+@pytest.mark.parametrize(
+    ("window", "square", "kernel"),
+    [
+        (FULL, False, "efficient"),
+        (CAUSAL, False, "efficient"),
+        (Window(5, 0), True, "efficient"),
+        (Window(5, 0), False, "flex"),
+        (Window(5, None), True, "flex"),
+        (Window(5, 5), True, "flex"),
+    ],
+)
+def test_the_kernel_of_a_window(kind: Kind, window: Window, square: bool, kernel: str) -> None:
+    need = Need(torch.device("cuda"), FP32, kind, 128, 4096, window=window, square=square)
+    assert expected_kernel(need).name == kernel
+    assert expected_kernel(need._replace(dtype=BF16)).name == "flash"
 
 
 def test_a_cpu_takes_a_bias_without_its_gradient() -> None:

@@ -131,7 +131,6 @@ wait 2""",
     )
 
 
-@slow
 def test_groups_of_heads(gpu: AbsentGpu) -> None:
     """A group is attended to while the next one's exchange and the last one's result are under way."""
     assert_expected_inline(
@@ -259,7 +258,6 @@ wait 2""",
     )
 
 
-@slow
 def test_hybrid(gpu: AbsentGpu) -> None:
     assert_expected_inline(
         events(gpu, "hybrid", 4),

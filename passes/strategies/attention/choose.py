@@ -30,7 +30,7 @@ from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.frames import LAYOUTS, RowOrder
-from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.masks.blocks import FULL, Kind, Window
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, Settings
@@ -253,7 +253,8 @@ def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int
     kind = kind if mask is None else Kind.MASKED
     bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _dtype(mask, call.node)
     of_scores = call["dropout_p"] > 0, bool(call.get("score")), bias, mask in trained
-    return expected_kernel(Need(_device(q), _dtype(q, call.node), kind, head_dim, MANY, *of_scores)).rate
+    seen = Window(window - 1, 0) if window else FULL
+    return expected_kernel(Need(_device(q), _dtype(q, call.node), kind, head_dim, MANY, *of_scores, seen)).rate
 
 
 def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.plan import TILE, plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, intervals, stretches, valid_rows, whole
+from sp_compile.lowering.masks.spans import Segment, extent, intervals, neighbours, stretches, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
@@ -135,7 +135,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         lengths[1] = ranks * draw(st.integers(1, 150))
         rows = 2 * lengths[1]
         first = draw(st.integers(0, rows - 1))
-        padded = [1, rows, first, draw(st.integers(1, rows - first)), 1]
+        padded = [1, rows, first, draw(st.integers(1, rows - first)), draw(st.integers(1, 2))]
         spans[1] = draw(st.sampled_from(stretches([1, rows, 0, rows, 2], ranks) + stretches(padded, ranks)))
     q_rows, k_rows = (rows_of(span, local, rank) for span, local in zip(spans, lengths))
     q_len, k_len = spans[0][5], spans[1][5]
@@ -162,10 +162,30 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert block.kind is not Kind.BAND
         assert set(block.conditions) <= set(conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
-    heights = {block.q_off: block.q_len for block in found.blocks}
-    assert [q for q, _ in groupby(found.blocks, key=lambda block: block.q_off)] == list(heights)
-    assert all(block.q_len == heights[block.q_off] for block in found.blocks)
-    assert all(a + heights[a] <= b for a, b in pairwise(sorted(heights)))
+    for low, high in map(extent, neighbours(k_rows)):
+        of_keys = [block for block in found.blocks if low <= block.k_off < high]
+        heights = {block.q_off: block.q_len for block in of_keys}
+        assert [q for q, _ in groupby(of_keys, key=lambda block: block.q_off)] == list(heights)
+        assert all(block.q_len == heights[block.q_off] for block in of_keys)
+        assert all(a + heights[a] <= b for a, b in pairwise(sorted(heights)))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("missing", [1, 3])
+def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:
+    """The last chunk of a zigzag sequence is the first one that was gathered, and has the padding at its end."""
+    size = 64 * n
+    for text in ("k <= q", "(k <= q) & (q - k < 20)"):
+        for rank in range(n):
+            for behind in (0, missing):
+                frame = [1, size, 0, size - behind, 2]
+                queries = rows_of([n, 2, 1, 0, *frame[2:4]], 64, rank)
+                keys = [rows_of(span, 32 * n, 0) for span in stretches(frame, n)]
+                assert len(neighbours(keys[1])) == (2 if behind else 1)
+                plans = [plan(text, queries, rows) for rows in keys]
+                calls = [len(one.packed) + len(one.others) for one in plans]
+                assert all(block.kind is not Kind.MASKED for one in plans for block in one.others)
+                assert max(calls) <= 3
 
 
 def stretched(values: Sequence[int], length: int) -> Tensor:

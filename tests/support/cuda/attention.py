@@ -108,18 +108,34 @@ def _cudnn_backward(
     return _backward(grad, q, k, v, out, lse.squeeze(-1), allowed, scale)
 
 
+def _stretches(
+    q: Tensor, k: Tensor, ends: tuple[Tensor | None, Tensor | None]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The queries and the keys of each sequence, in the dim of rows, of which there are as many as `ends` say."""
+    assert all(x is not None and x.dtype == torch.int32 and x.is_contiguous() and x.ndim == 1 for x in ends)
+    queries, keys = (x.tolist() for x in ends if x is not None)
+    assert len(queries) == len(keys)
+    assert 1 < len(queries) <= 1 << 16  # a grid has so many blocks
+    assert (queries[0], keys[0]) == (0, 0)
+    assert (queries[-1], keys[-1]) == (len(q), len(k))
+    assert queries == sorted(queries)
+    assert keys == sorted(keys)
+    return list(zip(pairwise(queries), pairwise(keys)))
+
+
+def _longest(stretches: list[tuple[tuple[int, int], tuple[int, int]]]) -> tuple[int, int]:
+    """Queries and keys of one sequence."""
+    queries, keys = (max(b - a for a, b in side) for side in zip(*stretches))
+    return queries, keys
+
+
 def _sequences(
     q: Tensor, k: Tensor, ends: tuple[Tensor | None, Tensor | None], most: tuple[int, int]
 ) -> Iterator[tuple[slice, slice]]:
-    """The queries and the keys of each sequence, in the dim of rows, of which there are as many as `ends` say."""
-    assert all(x is not None and x.dtype == torch.int32 and x.is_contiguous() for x in ends)
-    queries, keys = (x.tolist() for x in ends if x is not None)
-    assert len(queries) == len(keys)
-    assert (queries[0], keys[0]) == (0, 0)
-    assert (queries[-1], keys[-1]) == (len(q), len(k))
-    longest = [max(b - a for a, b in pairwise(x)) for x in (queries, keys)]
-    assert most == (max(2, longest[0]), longest[1])
-    yield from ((slice(*a), slice(*b)) for a, b in zip(pairwise(queries), pairwise(keys)))
+    stretches = _stretches(q, k, ends)
+    queries, keys = _longest(stretches)
+    assert most == (max(2, queries), keys)
+    yield from ((slice(*a), slice(*b)) for a, b in stretches)
 
 
 def told(left: int | None, right: int | None, keys: int) -> tuple[int | None, int | None]:
@@ -192,35 +208,91 @@ def _asked_of_bias(bias: Tensor, q: Tensor, keys: int) -> None:
     assert last * bias.element_size() <= bias.untyped_storage().nbytes()
 
 
+def _efficient_sequences(
+    q: Tensor, k: Tensor, ends: tuple[Tensor | None, Tensor | None], most: tuple[int, int]
+) -> Iterator[tuple[int, slice, slice]]:
+    """Their number, and their rows in (1, rows, H, X); neither side of any is empty.
+
+    Its backward takes what remains of a number of blocks of keys divided by that of blocks of queries, and leaves
+    gradients of queries without keys as they were.
+    """
+    assert len(q) == len(k) == 1
+    stretches = _stretches(q[0], k[0], ends)
+    assert most == _longest(stretches)
+    assert all(a < b for both in stretches for a, b in both)
+    yield from ((number, slice(*a), slice(*b)) for number, (a, b) in enumerate(stretches))
+
+
+def _window_of(kind: int, size: int | None) -> tuple[int | None, int | None]:
+    """Causal masks alone have one, and it counts the query's own place; 0 is none."""
+    assert kind in (0, 2)
+    assert kind == 2 or not size
+    return (size - 1 if size else None), (0 if kind == 2 else None)
+
+
+def _window_of_backward(rows: int, keys: int, kind: int, size: int | None) -> Tensor:
+    """Of torch 2.13: causal masks are aligned at the end, the left side of a window at the beginning."""
+    left, right = _window_of(kind, size)
+    allowed = _allowed(rows, keys, None, right)
+    return allowed if left is None else allowed & (torch.arange(keys) - torch.arange(rows)[:, None] >= -left)
+
+
 def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _q: None, _k: None, most_q: int, most_k: int, dropout_p: float,
-    kind: int, with_lse: bool, *, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cum_q: Tensor | None, cum_k: Tensor | None, most_q: int,
+    most_k: int, dropout_p: float, kind: int, with_lse: bool, *, scale: float, window_size: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    assert (most_q, most_k, dropout_p, with_lse) == (q.shape[1], k.shape[1], 0.0, True)
+    assert (dropout_p, with_lse) == (0.0, True)
     _asked(q, k, v, dtypes=EFFICIENT)
     assert q.shape[2] == k.shape[2] == v.shape[2]
-    allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
+    window, unused = _window_of(kind, window_size), (torch.zeros(()), torch.zeros(()), most_q, most_k)
+    query, key, value = (x.permute(HEADS_FIRST) for x in (q, k, v))
+    if cum_q is not None:
+        assert bias is None
+        out = torch.full_like(q[..., : v.shape[3]], math.nan)
+        lse = q.new_full((len(cum_q) - 1, q.shape[2], most_q + -most_q % 32), math.nan, dtype=torch.float32)
+        for number, rows, keys in _efficient_sequences(q, k, (cum_q, cum_k), (most_q, most_k)):
+            one = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+            part, part_lse = _forward(*one, _allowed(one[0].shape[2], one[1].shape[2], *window), scale)
+            written = _padded(torch.where(part_lse == math.inf, 0.0, part_lse))
+            out[:, rows], lse[number, :, : written.shape[2]] = part.transpose(1, 2), written[0]
+        return out, lse, *unused
+    assert (most_q, most_k) == (q.shape[1], k.shape[1])
     if bias is not None:
         _asked_of_bias(bias, q, most_k)
-    out, lse = _forward(*(x.permute(HEADS_FIRST) for x in (q, k, v)), allowed, scale, bias)
-    lse = lse if bias is None else torch.where(lse == math.inf, 0.0, lse)  # of a row without keys
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    return out.transpose(1, 2).contiguous(), lse, torch.zeros(()), torch.zeros(()), most_q, most_k
+    out, lse = _forward(query, key, value, _allowed(most_q, most_k, *window), scale, bias)
+    lse = _padded(lse if bias is None else torch.where(lse == math.inf, 0.0, lse))  # of a row without keys
+    return out.transpose(1, 2).contiguous(), lse, *unused
+
+
+def _padded(lse: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, _q: None, _k: None, most_q: int,
-    most_k: int, lse: Tensor, dropout_p: float, _seed: Tensor, _offset: Tensor, kind: int, bias_grad: bool, *,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, cum_q: Tensor | None,
+    cum_k: Tensor | None, most_q: int, most_k: int, lse: Tensor, dropout_p: float, _seed: Tensor, _offset: Tensor,
+    kind: int, bias_grad: bool, *, scale: float, window_size: int | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    assert (most_q, most_k, dropout_p) == (q.shape[1], k.shape[1], 0.0)
+    assert dropout_p == 0.0
     assert bias is not None or not bias_grad
     _asked(grad, q, k, v, out, dtypes=EFFICIENT)
-    assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
     assert lse.is_contiguous()
     assert out.is_contiguous()
     given = [x.permute(HEADS_FIRST) for x in (grad, q, k, v, out)]
-    allowed = _allowed(most_q, most_k, None, 0 if kind == 2 else None)
+    if cum_q is not None:
+        assert bias is None
+        assert lse.shape == (len(cum_q) - 1, q.shape[2], most_q + -most_q % 32)
+        dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+        for number, rows, keys in _efficient_sequences(q, k, (cum_q, cum_k), (most_q, most_k)):
+            one = [x[:, :, keys if i in (2, 3) else rows] for i, x in enumerate(given)]
+            length = one[1].shape[2]
+            allowed = _window_of_backward(length, one[2].shape[2], kind, window_size)
+            parts = _backward(*one, lse[None, number, :, :length], allowed, scale)
+            dq[:, rows], dk[:, keys], dv[:, keys] = (x.transpose(1, 2) for x in parts)
+        return dq, dk, dv, None
+    assert (most_q, most_k) == (q.shape[1], k.shape[1])
+    assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
+    allowed = _window_of_backward(most_q, most_k, kind, window_size)
     if bias is not None:
         _asked_of_bias(bias, q, most_k)
     *found, dscores = _backward_with_bias(*given, lse[..., :most_q], allowed, scale, bias)
