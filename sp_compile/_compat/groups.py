@@ -80,7 +80,7 @@ def keep_for_good(it: object) -> None:
 def let_gloo_finish(seconds: float = 1.0) -> None:
     """Give Gloo's threads, those of the user's groups too, so many seconds to drop what they exchanged last.
 
-    Whoever waits for an exchange goes on before its thread has dropped the tensors. For one that Python knows the thread
+    Whoever waits for an exchange goes on before its thread has dropped the tensors. For one that Python knows it
     takes the GIL, and if Python has ended by then the process aborts ("terminate called without an active exception",
     torch 2.13; pytorch/pytorch#190489). `destroy_process_group` waits for them, and is the user's to call.
     """
