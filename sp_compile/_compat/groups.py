@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +75,31 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
 def keep_for_good(it: object) -> None:
     """Never destroy it, at the end of the process either."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
+
+
+def let_gloo_finish(seconds: float = 1.0) -> None:
+    """Give Gloo's threads, those of the user's groups too, so many seconds to drop what they exchanged last.
+
+    Whoever waits for an exchange goes on before its thread has dropped the tensors. For one that Python knows it
+    takes the GIL, and if Python has ended by then the process aborts ("terminate called without an active exception",
+    torch 2.13; pytorch/pytorch#190489). `destroy_process_group` waits for them, and is the user's to call.
+    """
+    deadline, idle = time.monotonic() + seconds, 0
+    while idle < 2 and time.monotonic() < deadline:
+        time.sleep(LOOK)  # without the GIL: a thread that waits for it goes on here
+        idle = 0 if sys.platform == "linux" and any(map(_gloo_at_work, Path("/proc/self/task").iterdir())) else idle + 1
+
+
+LOOK = 0.002  # seconds
+
+
+def _gloo_at_work(thread: Path) -> bool:
+    """Is it one of Gloo's, and does it run, or want to? One that waits for ranks, or for work, sleeps."""
+    try:
+        name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+    except OSError:  # it has ended
+        return False
+    return name == "pt_gloo_runloop" and state[0] != "S"
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:

@@ -37,6 +37,7 @@ from sp_compile._compat import (
     in_backward,
     is_lost,
     keep_for_good,
+    let_gloo_finish,
     process_groups,
     real_tensors,
 )
@@ -139,9 +140,8 @@ class Wire:
         before.
         """
         form = len(mine), dtype
-        memory = self.memory.pop(form, None) or GatherBuffers.of(
-            form, len(self.seen)
-        )  # of two threads one makes its own
+        memory = self.memory.pop(form, None)
+        memory = memory or GatherBuffers.of(form, len(self.seen))  # of two threads one makes its own
         memory.mine[:] = mine
         self._exchange(memory.start, (memory,), saying)
         found: list[list[int]] = memory.out.tolist()
@@ -422,13 +422,14 @@ _asking: list[threading.Thread] = []  # of the last question to the store, which
 
 
 def _ended() -> None:
-    """Wait for the last question: a thread that comes back from C++ when Python has ended aborts the process."""
+    """Wait for threads in C++: one that comes back from there when Python has ended aborts the process."""
     for thread in _asking:
         thread.join(ANSWERS)
+    if dist.is_available() and dist.is_initialized():
+        let_gloo_finish()
 
 
 atexit.register(_ended)
-
 
 _parents: list[Any] = []  # the processes of the one that this process was forked from; kept, as their end would wait
 

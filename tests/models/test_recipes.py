@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -27,9 +28,11 @@ NEEDS = {
     "torchrun": (),
     "fsdp": (),
     "blocks": (),
+    "titan": (),
 }
 
 OF_LIGHTNING = ("fabric", "lightning")  # which is told how many processes torchrun starts
+TWO = (1, 1, 2)  # the mesh of three axes, as the page has it
 WITHOUT_CASTS = ("torch.bfloat16", "torch.float32")  # so that there is one right answer
 BF16 = 5e-3  # of a loss of 4, after ten steps in which two programs round in other places
 
@@ -50,6 +53,7 @@ def launch(folder: Path, processes: int, script: str, *arguments: str, timeout: 
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": str(ROOT),
         "TORCHDYNAMO_DISABLE": str(int(processes == 1)),
         **others,
@@ -66,6 +70,16 @@ def run(name: str, folder: Path, processes: int, *changes: str, **launched: Any)
     page = (PAGES if name in NEEDS else PAGES.parent) / f"{name}.md"
     launch(folder, processes, "recipe.py", str(page), str(result), *changes, **launched)
     return torch.load(result)
+
+
+def alone_is(name: str) -> tuple[str, ...]:
+    """What to change on a page for one process."""
+    return ("devices=2", "devices=1") if name in OF_LIGHTNING else on_mesh(1, 1, 1) if name == "titan" else ()
+
+
+def on_mesh(*sizes: int) -> tuple[str, str]:
+    """What to change on the page of three axes for others."""
+    return str(TWO), str(sizes)
 
 
 def compare(found: dict[str, Any], alone: dict[str, Any], steps: int = 10) -> None:
@@ -93,9 +107,8 @@ def test_every_page_is_run_and_short() -> None:
 def test_recipe_equals_one_device(name: str, tmp_path: Path) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
-    changes = ("devices=2", "devices=1") if name in OF_LIGHTNING else ()
     casts = WITHOUT_CASTS if name == "blocks" else ()
-    alone = run(name, tmp_path, 1, *changes, *casts)
+    alone = run(name, tmp_path, 1, *alone_is(name), *casts)
     (tmp_path / "checkpoint").exists() and (tmp_path / "checkpoint").rename(tmp_path / "of one")
     compare(run(name, tmp_path, 2, *casts), alone)
 
@@ -184,3 +197,19 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(tmp_path: Path) -> N
     run("fsdp", tmp_path, 2)
     resumed = run("fsdp", tmp_path, 4)
     compare(resumed, {**alone, "losses": alone["losses"][5:]}, steps=5)
+
+
+MESHES = ((2, 1, 2), (2, 2, 2), TWO)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
+    """Replicas, shards and ranks of a sequence: an epoch of ten steps on four ranks, one on eight, one on two."""
+    for name in ("alone", "shared"):
+        (tmp_path / name).mkdir()
+    before = 10.0
+    for sizes in MESHES:
+        found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes))
+        compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
+        assert found["losses"][0] < before  # it did go on, on one device too
+        before = sum(found["losses"]) / len(found["losses"])

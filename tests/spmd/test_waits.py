@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
-from sp_compile._compat import compiled_backwards
+from sp_compile._compat import compiled_backwards, let_gloo_finish
 from sp_compile.spmd import wire
 from sp_compile.spmd.agree import different_work
 from sp_compile.spmd.message import CALLS, Message
@@ -330,3 +333,30 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wire.answered(ask, "nothing") == "found"
     with pytest.raises(ZeroDivisionError):
         wire.answered(lambda: 1 // 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
+@pytest.mark.parametrize(("works", "seconds"), [(True, 60.0), (True, 0.01), (False, 60.0)])
+def test_the_end_waits_for_threads_of_gloo_that_work(works: bool, seconds: float) -> None:
+    """Such a thread may want the GIL yet, and aborts the process where Python has ended. One that waits is let be."""
+    began, ended, times = threading.Event(), threading.Event(), list[float]()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME: as torch calls them
+        times.append(time.monotonic())
+        began.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 600_000) if works else ended.wait()  # without the GIL
+        times.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait()
+    let_gloo_finish(seconds)
+    back = time.monotonic()
+    ended.set()
+    thread.join()
+    start, end = times
+    if works:
+        assert (end - back < 0.5 * (end - start)) is (seconds == 60.0)
+    else:
+        assert back - start < 30

@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from models.test_recipes import NEEDS, OF_LIGHTNING, ROOT, run
+from models.test_recipes import NEEDS, ROOT, alone_is, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.md"
 HEADER = (
@@ -43,8 +43,7 @@ ABOUT = """# Recipes as typed
 
 def row(name: str, folder: Path, beside: str) -> list[str]:
     """What came of one recipe."""
-    one = ("devices=2", "devices=1") if name in OF_LIGHTNING else ()
-    alone = run(name, folder, 1, *one)
+    alone = run(name, folder, 1, *alone_is(name))
     (folder / "checkpoint").exists() and (folder / "checkpoint").rename(folder / "of one")
     begun, cpu = time.time(), cpu_seconds()
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}

@@ -39,6 +39,7 @@ def main(page: str, result: str, *changes: str) -> None:
     if dist.is_initialized():
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
+        dist.destroy_process_group()  # or a thread of this exchange may come back from C++ when Python has ended
     if os.environ.get("RANK", "0") == "0":
         torch.save({"losses": losses.tolist(), "weights": weights, "ends": ends}, result)
 
