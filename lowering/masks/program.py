@@ -199,7 +199,10 @@ def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: 
         elif op is aten.index.Tensor:
             known[name] = lookup(*operands)
         else:
-            known[name] = op(*operands, **{k: given(v) for k, v in kwargs.items()})
+            # A size that another call may change was a number where the program was written, and is a tensor.
+            sized = any(isinstance(x, Name) and x.startswith("table") for x in args)
+            call = op.overloadpacket if sized else op
+            known[name] = call(*operands, **{k: given(v) for k, v in kwargs.items()})
     return known["result"].to(score.dtype).expand(score.shape)
 
 

@@ -34,7 +34,7 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
-from .masks import Mask, Masks, all_of, same_in_front, understood
+from .masks import Mask, Masks, all_of, of_all_heads, same_in_front, understood
 from .programs import ScoreText, conditions_of, program_text
 from .renormalised import SinkAttention, renormalised
 from .score_mods import score_text
@@ -139,7 +139,9 @@ class FlexAttention(Masks):
         except (NotSymbolic, SpError):
             for out, found in read.items():
                 found.replace_all_uses_with(out)
-            self.drop(*read.values(), fresh, *heads, *score.tables)
+            self.drop(*(x for x in read.values() if x is not fresh))
+            self.erase([fresh])
+            self.drop(*heads, *score.tables)
             raise
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 
@@ -163,7 +165,7 @@ class FlexAttention(Masks):
                 indices = [self._indices(length, node) for length in shape]
                 allowed = self._over_all(body, [*indices, *reads], node)
             self.written += [allowed, *indices]
-            return understood(allowed, shape)
+            return of_all_heads(understood(allowed, shape))
 
         return self.once((body.code, *reads, shape), read)
 

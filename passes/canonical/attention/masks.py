@@ -121,6 +121,13 @@ def all_of(masks: Sequence[Mask], shape: tuple[Size, ...]) -> Mask:
     return _checked(positions, And(*(mask.allowed for mask in masks)), False, False)
 
 
+def of_all_heads(mask: Mask) -> Mask:
+    """The mask. Raises NotSymbolic if a predicate would need the number of a head or a batch entry."""
+    if MaskForm().spell(mask.allowed).free_symbols & {BATCH, HEAD}:
+        raise NotSymbolic("what it asks of its data differs between heads or batches")
+    return mask
+
+
 def leaves_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
     """Does a bias provably add 0 to some key of every query, and nothing above that to the others?"""
     try:

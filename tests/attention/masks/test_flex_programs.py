@@ -12,7 +12,9 @@ import pytest
 import torch
 from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
 from support.attention.fused import fused_here
-from support.models import Decoder, check, rotated, seeded, tokens
+from support.capturing import simulating
+from support.golden import show
+from support.models import Decoder, check, floats, rotated, seeded, tokens
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,3 +222,35 @@ def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_log_sum_exps(kind: str, strategy: str) -> None:
     report = check(seeded(lambda: Partial(kind)), tokens(LENGTH), _DOCUMENTS, sp=4, attention=strategy)
     assert not report.fallbacks, report
+
+
+class OfAnyLength(nn.Module):
+    """Functions that read the length, a number that Dynamo makes an input of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(16, 48), nn.Parameter(torch.randn(HEADS, 99))
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        length = x.shape[1]
+        q, k, v = (y.unflatten(-1, (HEADS, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+
+        def within(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & ((documents[b, q] == documents[b, k]) | (h < length - 10))
+
+        mask = create_block_mask(within, 1, HEADS, length, length, device="cpu")
+        found = flex_attention(q, k, v, lambda s, b, h, q, k: s + self.table[h, k - q + length - 1], mask)
+        return found.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_one_graph_for_all_lengths(strategy: str) -> None:
+    torch._dynamo.reset()
+    model, graphs = seeded(OfAnyLength), []
+    compiled = torch.compile(model, backend=simulating(4, graphs, cost={}, attention=strategy), dynamic=True)
+    with torch.no_grad():
+        for length in (13, 34):
+            x, documents = floats(1, length, 16), torch.arange(length)[None] // 5
+            torch.testing.assert_close(compiled(x, documents), model(x, documents), rtol=1e-9, atol=1e-9)
+    assert len(graphs) == 1
+    assert "aten.index.Tensor(table" in show(graphs[0])
