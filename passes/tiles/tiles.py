@@ -19,6 +19,7 @@ from sp_compile._compat import SYMBOLIC_GRAPHS, pytree
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import sizes
@@ -54,7 +55,7 @@ class Tiles(Pass):
         if isinstance(job.tiles, int):
             found = [job.tiles] * len(regions)
         else:
-            found = amounts(view, regions, job.memory[-1] if job.memory else None)
+            found = amounts(view, regions, job.memory[-1] if job.memory else None, job.times)
         done = [region for region, tiles in zip(regions, found) if self._tile(view, region, tiles, job)]
         if done:
             drop_dead(gm.graph)
@@ -97,7 +98,8 @@ class Tiles(Pass):
         if region.also:
             for one in region.nodes:
                 mark(view.source[one], again=True)
-        job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, whole * length // total))
+        of_tile = whole * length // total
+        job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node)))
         return True
 
     def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:
