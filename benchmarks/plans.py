@@ -85,11 +85,11 @@ EXPLAINED_MODELS = "Llama-8B", "Gemma-3-4B", "gpt-oss-20b"
 EXPLAIN_WORDS = """# What `explain` says of models on the meta device at a million tokens
 
 `python benchmarks/plans.py --explain`: transformers' models in bfloat16 that return loss and logits, one sequence of
-{tokens:,} tokens, as people train them: each layer checkpointed, `tiles="auto"`, `offload="auto"`, parameters, gradients
-and an AdamW's state in shards (`state="sharded"`), {memory} a rank. Predicted for H100s. A few layers are looked at, and
-count for all. CPU s: of one core, beside other work. Attention: forward and backward of a step, and bytes of one beside
-its shards. GB sent: by a rank in a step, without what FSDP sends. Peak: of a rank, state included. Waits on the host: of
-what is kept for the backward, and what its copies take each way.
+{tokens:,} tokens, as people train them: each layer checkpointed, `tiles="auto"`, `offload="auto"`, parameters,
+gradients and an AdamW's state in shards (`state="sharded"`), {memory} a rank. Predicted for H100s. A few layers are
+looked at, and count for all. CPU s: of one core, beside other work. Attention: forward and backward of a step, and
+bytes of one beside its shards. GB sent: by a rank in a step, without what FSDP sends. Peak: of a rank, state included.
+Waits on the host: of what is kept for the backward, and what its copies take each way.
 
 """
 

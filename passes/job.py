@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.config import Asked, Ranks, SPConfig
 from sp_compile.cost.decision import Decision
-from sp_compile.cost.layers import Repeats
+from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
@@ -50,7 +50,7 @@ class Settings:
     compiler: str | Callable[..., Any] = "inductor"
     has_place: bool = True  # the compiler, for passes on collectives
     fused: bool = False  # Inductor compiles what becomes of it
-    repeats: Repeats | None = None  # a program of a few layers stands for one of many
+    repeats: FewLayers | None = None  # a program of a few layers stands for one of many
 
     @staticmethod
     def of(config: SPConfig, ranks: Ranks, **found: Any) -> Settings:
@@ -130,6 +130,7 @@ class RegionInTiles:
     """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
 
     inside: bytes of what its products make of all rows; tile: of those of a tile. layer: of the model, by its path.
+    ends: the user's line of its last node, as which it runs.
     """
 
     node: str
@@ -139,6 +140,7 @@ class RegionInTiles:
     inside: int
     tile: int
     layer: str = ""
+    ends: str = ""
 
 
 def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:

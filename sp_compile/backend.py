@@ -17,7 +17,7 @@ from sp_compile.capture.capture import capture
 from sp_compile.capture.eager import tell_of_eager, tell_of_other_call
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
-from sp_compile.cost.layers import Repeats
+from sp_compile.cost.layers import FewLayers
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
@@ -172,7 +172,7 @@ def lower(
     example_inputs: Sequence[Any],
     options: AnyOptions,
     session: Session,
-    repeats: Repeats | None = None,
+    repeats: FewLayers | None = None,
 ) -> RankProgram:
     """Dynamo graph -> graph of one rank, in one of three ways. Runs inside a torch.compile backend.
 
@@ -201,7 +201,7 @@ def _whole(
 
 
 def _split(
-    gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session, repeats: Repeats | None
+    gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session, repeats: FewLayers | None
 ) -> RankProgram:
     """Along its sequence, over the ranks of the session."""
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.cost.fused import fuse_on_meta
-from sp_compile.cost.layers import Depth, Repeats
+from sp_compile.cost.layers import Depth, FewLayers
 from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
@@ -33,7 +33,15 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import ALONE, Session
 
-from ._compat import TorchRuntimeError, flex_on_any_device, is_compiling, losses_on_meta, memory_budget, partitioned
+from ._compat import (
+    TorchRuntimeError,
+    flex_on_any_device,
+    is_compiling,
+    losses_on_meta,
+    memory_budget,
+    partitioned,
+    pytree,
+)
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean, user_line
@@ -94,7 +102,7 @@ def _of_few(
     per_weight: float, passes: bool,
 ) -> Report | None:  # fmt: skip
     """The report on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
-    repeats, few = Repeats(depth.times, ModelBytes.of(model)), len(depth.few)
+    repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
     step = StepMemory(repeats.weights, per_weight)
     with depth.only(depth.few):
         learned = ModelBytes.of(model).learned
@@ -148,6 +156,13 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
 
+    tensors = pytree.tree_leaves((args, config))
+    tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
+        raise SpError(
+            "verify: the model or an input is on the meta device, which has no numbers to compare: build a smaller one "
+            "on a CPU, or look with explain, which needs none"
+        )
     with working("verify"):
         (report,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [sp], config, compare)
     if not report.errors:
@@ -180,7 +195,7 @@ def _each_graph(
     steps: Sequence[StepMemory] | None = None,
     hosted: bool = False,
     behind: bool = False,
-    repeats: Repeats | None = None,
+    repeats: FewLayers | None = None,
 ) -> list[Report]:
     """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
@@ -343,7 +358,7 @@ def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
     return step
 
 
-def _unrolled(step: GraphStep, lowered: RankProgram, repeats: Repeats) -> GraphStep:
+def _unrolled(step: GraphStep, lowered: RankProgram, repeats: FewLayers) -> GraphStep:
     """One graph's step with all layers, as many of which wait on the host as the options ask for."""
     settings, weights, n = lowered.settings, repeats.weights, lowered.ranks.n
     nodes = lowered.graph.graph.find_nodes(op="placeholder")

@@ -84,7 +84,7 @@ class Tiles(Pass):
         if not draws_again(program):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
-        late = _late(view, region)
+        late, ends = _late(view, region), at(view.source[region.nodes[-1]])
         self._emit(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inside(region)
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
@@ -99,7 +99,8 @@ class Tiles(Pass):
             for one in region.nodes:
                 mark(view.source[one], again=True)
         of_tile = whole * length // total
-        job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node)))
+        made = RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends)
+        job.tiled.append(made)
         return True
 
     def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:

@@ -27,7 +27,7 @@ FEWEST = 3
 
 
 @dataclass(frozen=True)
-class Repeats:
+class FewLayers:
     """What a program of a few layers stands for. times: how many layers each one is, by its path; others are one.
 
     weights: of all of them.

@@ -25,7 +25,7 @@ from .step import GraphStep
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _AlikeLayer:
     """One of the program. times: how many it stands for. kept: what each leaves; left: with all on the host that may.
 
     made: bytes of the gradients that each makes.
@@ -50,7 +50,7 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Stretch:
     """Moments of a walk that are there so often. layer: by its number in the forward."""
 
     begin: int
@@ -75,7 +75,7 @@ class Unroll:
     """One graph's step, for each number of layers that send what they keep to the host. rest: what no layer keeps."""
 
     graph: GraphStep
-    layers: tuple[_Layer, ...]
+    layers: tuple[_AlikeLayer, ...]
     machine: Machine
     rest: int
 
@@ -86,7 +86,7 @@ class Unroll:
         back = _parts(graph.backward, {}) if graph.backward is not None else []
         made = {path: _made(graph.backward, part) for path, part in back} if graph.backward is not None else {}
         layers = [
-            _Layer(
+            _AlikeLayer(
                 path,
                 times.get(path, 1),
                 [held for one, held in graph.kept if one == path],
@@ -163,7 +163,7 @@ class Unroll:
         return found
 
     @staticmethod
-    def _add(found: _Unrolled, part: _Part, kept: int, made: int, more: Callable[[], list[Alive]]) -> None:
+    def _add(found: _Unrolled, part: _Stretch, kept: int, made: int, more: Callable[[], list[Alive]]) -> None:
         """The part once more, beside what is kept and the gradients that are made."""
         for i in range(part.begin, part.end):
             one = found.walk.moments[i]
@@ -176,7 +176,7 @@ def _bytes(held: Sequence[Alive]) -> int:
     return sum(one.nbytes for one in held)
 
 
-def _all_before(layers: Sequence[_Layer], sent: Sequence[int]) -> list[list[Alive]]:
+def _all_before(layers: Sequence[_AlikeLayer], sent: Sequence[int]) -> list[list[Alive]]:
     """What is kept before each layer, and behind the last one, of all that they stand for."""
     found: list[list[Alive]] = [[]]
     for layer, n in zip(layers, sent):
@@ -184,7 +184,7 @@ def _all_before(layers: Sequence[_Layer], sent: Sequence[int]) -> list[list[Aliv
     return found
 
 
-def _beside(kept: Sequence[Alive], layers: Sequence[_Layer], made: int, behind: bool) -> list[Alive]:
+def _beside(kept: Sequence[Alive], layers: Sequence[_AlikeLayer], made: int, behind: bool) -> list[Alive]:
     """What is kept and made, without what the program itself has of these layers."""
     origin = "saved" if behind else "result"
     own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.kept]
@@ -204,17 +204,17 @@ def _begins(walk: Walk) -> list[tuple[str, int]]:
     return sorted(found.items(), key=lambda item: item[1])
 
 
-def _parts(walk: Walk, numbers: Mapping[str, int]) -> list[tuple[str, _Part]]:
+def _parts(walk: Walk, numbers: Mapping[str, int]) -> list[tuple[str, _Stretch]]:
     """What lies before the layers, each of them up to the next one, and what lies behind."""
     begins = _begins(walk)
     last = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     ends = [*(begin for _, begin in begins[1:]), last]
     first = begins[0][1] if begins else last
-    inside = [(path, _Part(begin, end, numbers.get(path))) for (path, begin), end in zip(begins, ends)]
-    return [("", _Part(0, first)), *inside, ("", _Part(last, len(walk.moments)))]
+    inside = [(path, _Stretch(begin, end, numbers.get(path))) for (path, begin), end in zip(begins, ends)]
+    return [("", _Stretch(0, first)), *inside, ("", _Stretch(last, len(walk.moments)))]
 
 
-def _made(walk: Walk, part: _Part) -> int:
+def _made(walk: Walk, part: _Stretch) -> int:
     """Bytes of gradients that are made in a part."""
     if part.begin >= part.end:
         return 0

@@ -7,7 +7,7 @@ import re
 from torch.fx import Node
 
 WORD = re.compile(r"[A-Za-z_]\w*|\d+")
-ROOT = re.compile(r"^L(\[[^\]]*\])+\.?")
+ROOT = re.compile(r"^[LG](\[[^\]]*\])+\.?")
 """How Dynamo finds the model among what its function is given."""
 
 
