@@ -105,6 +105,7 @@ def test_a_plan_as_json() -> None:
     found = json.loads(json.dumps(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True), row(32, 2.0, True)))))
     assert found["best"] == 2
     options = {"attention": "ring", "layout": "zigzag", "param_grads": "partial", "tiles": 16, "offload": 0.5}
+    options["state"] = "sharded"
     assert found["ways"][2]["options"] == options
     assert of_plan(plan_of(row(8, 1.0, False)))["best"] is None
 

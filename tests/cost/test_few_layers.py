@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +125,24 @@ def test_sums_far_apart_are_two_kernels() -> None:
     x = torch.ones(32, 32)
     walks = [walk(make_fx(partial(run, apart=apart), tracing_mode="fake")(x, x).graph, True) for apart in (8, 80)]
     assert [sum(moment.name.startswith("sum") for moment in one.moments) for one in walks] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("name", ["Llama-8B", "Gemma-3-4B", "gpt-oss-20b"])
+def test_a_million_tokens_fit_as_people_train(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
+    """Every attention has a candidate that fits 80 GB, as the step does, and no look takes 30 CPU seconds."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from plans import made
+
+    model, ids = made(name).train(), torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta")
+    model.gradient_checkpointing_enable()
+    options: dict[str, Any] = {"offload": "auto", "state": "sharded", "param_grads": "partial"}
+    begin = time.process_time()
+    report = sp_compile.explain(model, ids, labels=ids, sp=ranks, memory=True, cost={"memory": 80e9}, **options)
+    assert time.process_time() - begin < 30
+    assert report.step is not None
+    assert 10e9 < report.step.fsdp(ranks) <= 80e9
+    assert all(d.chosen.legal is None and d.chosen.seconds > 0 < d.chosen.memory for d in report.attention)
+    assert sum(d.nodes for d in report.attention) == model.config.num_hidden_layers
+    assert not report.fallbacks

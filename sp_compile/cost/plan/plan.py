@@ -85,7 +85,8 @@ class Variant:
         """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
         grads = "partial" if self.state == "sharded" and self.ranks > 1 else "reduce"
         ways = {"attention": self.attention, "layout": self.layout, "param_grads": grads, "tiles": self.tiles}
-        return ways | ({"offload": self.offload} if self.offload else {})
+        shards = {"state": self.state} if grads == "partial" else {}
+        return ways | shards | ({"offload": self.offload} if self.offload else {})
 
     @property
     def tokens_per_second(self) -> float:
