@@ -5,7 +5,7 @@
     python benchmarks/plans.py --models [Llama-8B ...] [--lengths 131072 ...] [--memory 80GB]    to results/plans.md:
         what `sp_compile.plan` finds for models on the meta device, and its CPU time
     python benchmarks/plans.py --explain [Llama-8B ...] [--ranks 8 64]    to results/explain.md:
-        how `sp_compile.explain` would split such a model at --tokens, and its CPU time
+        what `sp_compile.explain` says of such a model that trains at --tokens, and its CPU time
 
 Documents are of log-normal lengths; one thread; the least CPU time of several calls. "steps" are the Python calls of a
 plan by a document, which say how it grows on any machine. Last, how evenly layouts share the work of three kinds of
@@ -15,6 +15,7 @@ documents among ranks, and what layout="balanced" takes to find its order.
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,15 @@ keys of others that its queries attend to; a ring, or gathered keys, bring all o
 """
 
 EXPLAINED = RESULTS.with_name("explain.md")
-EXPLAIN_WORDS = """# How `explain` would split models on the meta device
+EXPLAINED_MODELS = "Llama-8B", "Gemma-3-4B", "gpt-oss-20b"
+EXPLAIN_WORDS = """# What `explain` says of models on the meta device at a million tokens
 
 `python benchmarks/plans.py --explain`: transformers' models in bfloat16 that return loss and logits, one sequence of
-{tokens:,} tokens, {memory} a rank. Predicted for H100s. CPU s: of one core, beside other work. GB sent: by a rank in
-a step. `explain` takes the model as it is: where nothing fits so, it says that and what would help; `plan` looks for
-ways that do, for all numbers of ranks at once.
+{tokens:,} tokens, as people train them: each layer checkpointed, `tiles="auto"`, `offload="auto"`, parameters,
+gradients and an AdamW's state in shards (`state="sharded"`), {memory} a rank. Predicted for H100s. A few layers are
+looked at, and count for all. CPU s: of one core, beside other work. Attention: forward and backward of a step, and
+bytes of one beside its shards. GB sent: by a rank in a step, without what FSDP sends. Peak: of a rank, state included.
+Waits on the host: of what is kept for the backward, and what its copies take each way.
 
 """
 
@@ -142,30 +146,46 @@ def plans_of_models(
 
 
 def attentions(report: sp_compile.Report) -> str:
-    """What each distinct attention became, with predicted seconds of a step of all of its layers."""
+    """What each distinct attention became, with predicted seconds of a step of all of its layers, and bytes of one."""
     found = []
     for one in report.attention:
-        seconds = one.nodes * one.chosen.seconds
+        seconds, gigabytes = one.nodes * one.chosen.seconds, one.chosen.memory / 1e9
         window = "" if one.shape.window is None else f", window {one.shape.window}"
-        found.append(f"{one.nodes} x {one.chosen.kind} {one.chosen.layout}{window}: {seconds:.4g} s")
+        way = f"{one.chosen.kind} {one.chosen.layout}{'' if one.chosen.fits else ', too large'}"
+        found.append(f"{one.nodes} x {way}{window}: {seconds:.4g} s, {gigabytes:.1f} GB")
     return "; ".join(found)
 
 
-def explanations(names: Sequence[str], tokens: int, memory: str, ranks: Sequence[int]) -> Table:
-    """CPU time of `explain` of each model on so many ranks, what it says of attention, and what fits."""
-    split = "attention, forward and backward", "GB sent", "inputs that are gathered"
-    table = Table("model", "ranks", "CPU s", *split, "what fits, by `plan`", "its CPU s")
+def explanations(
+    names: Sequence[str], tokens: int, memory: str, ranks: Sequence[int], done: Callable[[Table], None]
+) -> None:
+    """CPU time of `explain` of each model on so many ranks, what it says of attention, and what a rank holds."""
+    split = "attention", "GB sent", "inputs that are gathered", "tiles"
+    table = Table("model", "ranks", "CPU s", *split, "GB at the peak", "of", "GB that wait on the host")
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    options = {"tiles": "auto", "offload": "auto", "state": "sharded", "param_grads": "partial"}
     for name in names:
-        model, (spent, whole) = made(name), planned(name, tokens, memory, ranks)
+        model = made(name).train()
+        model.gradient_checkpointing_enable()
         for n in ranks:
             begin = time.process_time()
-            report = sp_compile.explain(model, ids, labels=ids, sp=n, cost={"memory": bytes_of_text(memory)})
+            device = {"memory": bytes_of_text(memory)}
+            report = sp_compile.explain(model, ids, labels=ids, sp=n, memory=True, cost=device, **options)
             seconds = time.process_time() - begin
+            assert report.step is not None
             sent = f"{sum(float(one.forward + one.backward) for one in report.exchanges) / 1e9:.0f}"
-            found = attentions(report), sent, str(len(report.fallbacks)), cell(whole, n), f"{spent:.1f}"
-            table.add_row(name, str(n), f"{seconds:.1f}", *found)
-    return table
+            found = attentions(report), sent, str(len(report.fallbacks)), tiles_of(report)
+            peak = max(report.step.points(), key=lambda point: point.nbytes - point.gradients).phase
+            host = report.step.offloaded
+            waits = f"{host.nbytes / 1e9:.0f}, {host.seconds:.2f} s" if host is not None and host.nbytes else "-"
+            table.add_row(name, str(n), f"{seconds:.1f}", *found, f"{report.step.fsdp(n) / 1e9:.1f}", peak, waits)
+            done(table)
+
+
+def tiles_of(report: sp_compile.Report) -> str:
+    """How many regions go in so many tiles."""
+    found = Counter(one.tiles for one in report.tiled)
+    return "; ".join(f"{count} x {tiles}" for tiles, count in sorted(found.items())) or "-"
 
 
 def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
@@ -200,7 +220,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--models", nargs="*", choices=[*SIZES], help="all, if none is named")
-    parser.add_argument("--explain", nargs="*", choices=[*SIZES], help="all, if none is named")
+    parser.add_argument("--explain", nargs="*", choices=[*SIZES], help="three, if none is named")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1 << 17, 1 << 20, 1 << 22])
     parser.add_argument("--memory", default="80GB")
     parser.add_argument("--output", type=Path, help="a file for the tables of packed documents, as Markdown")
@@ -212,9 +232,9 @@ def main() -> None:
         plans_of_models(args.models or [*SIZES], args.lengths, args.memory, RANKS, write)
         return
     if args.explain is not None:
-        table = explanations(args.explain or [*SIZES], args.tokens, args.memory, args.ranks)
-        Console(width=200).print(table)
-        EXPLAINED.write_text(EXPLAIN_WORDS.format(memory=args.memory, tokens=args.tokens) + markdown(table) + "\n")
+        words = EXPLAIN_WORDS.format(memory=args.memory, tokens=args.tokens)
+        write = lambda made: EXPLAINED.write_text(words + markdown(made) + "\n")  # noqa: E731
+        explanations(args.explain or EXPLAINED_MODELS, args.tokens, args.memory, args.ranks, write)
         return
     console = Console(width=120)
     pieces = Table("vector", "ms", "pieces", title=f"pieces of {args.tokens} values")

@@ -35,6 +35,7 @@ from sp_compile._compat import trace_graph, traces
 from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.edit import Editor
+from sp_compile.graph.layers import layer_of
 from sp_compile.lowering.table import Table
 
 from .job import Job, Lap, Note, Settings, settings
@@ -110,7 +111,7 @@ class Pass(PassBase, Editor):
 
     def note(self, node: Node, why: str, done: str | None = None) -> None:
         """Add a line to the report; `done` is the pass's name unless given."""
-        self.notes.append(Note(done or self.name, node.name, at(node), why))
+        self.notes.append(Note(done or self.name, node.name, at(node), why, layer_of(node)))
 
     def refused(self, node: Node, why: str) -> None:
         """Say why a node that looks like one of this pass's is none."""

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.config import Asked, Ranks, SPConfig
 from sp_compile.cost.decision import Decision
+from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
@@ -36,6 +37,7 @@ class Settings:
     machine: Machine | None = None  # of the cost model, as it was measured; the device's defaults if None
     cost: Mapping[str, Any] | None = None  # constants in place of that, which replace the device's defaults
     folds: int = 1  # chunks of the sequence that a rank holds: as `RowOrder` has them
+    state: str = "replicated"
     fallback: str = "gather"
     tiles: str | int = "auto"
     ulysses_chunks: str | int = "auto"
@@ -49,6 +51,7 @@ class Settings:
     compiler: str | Callable[..., Any] = "inductor"
     has_place: bool = True  # the compiler, for passes on collectives
     fused: bool = False  # Inductor compiles what becomes of it
+    repeats: FewLayers | None = None  # a program of a few layers stands for one of many
 
     @staticmethod
     def of(config: SPConfig, ranks: Ranks, **found: Any) -> Settings:
@@ -61,6 +64,10 @@ class Settings:
         own = {name: getattr(config, name) for name in OPTIONS}
         place = {"has_place": config.has_place, "fused": config.compiler == "inductor"}
         return Settings(ranks, config.asked, **{**own, **place, **found})
+
+    def times(self, node: Node) -> int:
+        """How many nodes the node stands for."""
+        return 1 if self.repeats is None else self.repeats.of(node)
 
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
@@ -104,6 +111,7 @@ class Note:
     node: str
     where: str  # the user's source line
     why: str = ""
+    layer: str = field(default="", compare=False)  # of the model, by its path
 
 
 @dataclass
@@ -122,7 +130,8 @@ class Lap:
 class RegionInTiles:
     """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
 
-    inside: bytes of what its products make of all rows; tile: of those of a tile.
+    inside: bytes of what its products make of all rows; tile: of those of a tile. layer: of the model, by its path.
+    ends: the user's line of its last node, as which it runs.
     """
 
     node: str
@@ -131,6 +140,8 @@ class RegionInTiles:
     rows: int
     inside: int
     tile: int
+    layer: str = ""
+    ends: str = ""
 
 
 def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:

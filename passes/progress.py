@@ -11,7 +11,6 @@ that it compiles, and at the node of the graph that it has come to: "backward, l
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +24,10 @@ from rich.text import Text
 from torch.fx import Graph, Node
 
 from sp_compile._compat import cache_hits, compiled_half, node_at_work
+from sp_compile.graph.layers import layer_of
 
 PATIENCE = 3.0  # seconds before anything is shown
 EVERY = 0.25  # seconds between looks
-WORD = re.compile(r"[A-Za-z_]\w*|\d+")
 
 
 @dataclass(eq=False)
@@ -104,18 +103,10 @@ def layers_of(graph: Graph) -> dict[Node, int]:
     numbers: dict[str, int] = {}
     now = 0
     for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        name = next(filter(None, (_numbered(path) for path, *_ in stack.values())), "")
+        name = layer_of(node)
         now = numbers.setdefault(name, len(numbers) + 1) if name else now
         found[node] = now
     return found
-
-
-def _numbered(path: str) -> str:
-    """`L['self'].layers.3.mlp` up to its first number; "" without one."""
-    words = WORD.findall(path)
-    last = next((i for i, word in enumerate(words) if word.isdigit()), None)
-    return "" if last is None else ".".join(words[: last + 1])
 
 
 _lines: list[ProgressLine] = []

@@ -17,6 +17,7 @@ from sp_compile.capture.capture import capture
 from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
+from sp_compile.cost.layers import FewLayers
 from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
@@ -68,7 +69,10 @@ NO_CUDA_GRAPHS = (
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 OF_SEQUENCE = dict.fromkeys(
-    ("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "fallback", "tiles", "ulysses_chunks"),
+    (
+        *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
+        "ulysses_chunks",
+    ),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
 )
 AS_WRITTEN = Note(
@@ -160,15 +164,22 @@ class RankProgram:
 
     def halves(self, **changed: Any) -> Halves | None:
         """What is done to the halves of its joint graph; None: nothing. changed: settings that are others."""
-        job = HalvesJob(**{**vars(self.settings), **changed})
+        job = HalvesJob(**{**vars(self.settings), **changed}, memory=list(self.report.memory))
         return Halves(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
 
 
-def lower(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session) -> RankProgram:
+def lower(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: AnyOptions,
+    session: Session,
+    repeats: FewLayers | None = None,
+) -> RankProgram:
     """Dynamo graph -> graph of one rank, in one of three ways. Runs inside a torch.compile backend.
 
     A program with a sequence is split along it. One that exchanges by itself and has no ranks left for a sequence stays
     whole, and its exchanges are a matter of passes on the joint graph. One without a sequence runs as it is written.
+    repeats: the program's layers stand for more.
     """
     session.learn(gm, example_inputs)
     if not session.splits:
@@ -176,7 +187,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, s
     if runs_as_written(gm, example_inputs, session):
         log.info("%s", AS_WRITTEN)
         return _whole(gm, example_inputs, options, Session(), AS_WRITTEN)
-    return _split(gm, example_inputs, options, session)
+    return _split(gm, example_inputs, options, session, repeats)
 
 
 def _whole(
@@ -190,7 +201,9 @@ def _whole(
     return RankProgram(gm, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
 
 
-def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session) -> RankProgram:
+def _split(
+    gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session, repeats: FewLayers | None
+) -> RankProgram:
     """Along its sequence, over the ranks of the session."""
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     try:
@@ -214,6 +227,7 @@ def _split(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, 
             folds=view.folds,
             machine=machine,
             aligned=session.aligned,
+            repeats=repeats,
         )
         local, report = run_pipeline(view.graph, settings, view.fragment, have_left_results(session.ranks))
         plain += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(plain) :]]  # rows' order

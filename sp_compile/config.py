@@ -30,6 +30,7 @@ CHOICES = {
     "inputs": ("global", "local"),
     "param_grads": ("reduce", "partial"),
     "fallback": ("gather", "error"),
+    "state": ("replicated", "sharded"),
     "sequence_parallel_linear": ("auto", "never"),
     "merge_reductions": ("auto", "always", "intra_node", "never"),
 }
@@ -71,6 +72,9 @@ class SPConfig:
         that the result has in the model's code or by its place among the graph's results; the others are as by default.
     param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
         partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
+    state: "sharded": FSDP shares parameters, their gradients and the optimizer's state over the ranks of the sequence,
+        and "auto" of other options counts a rank's shards, and one layer whole, as what lies on its device, with state
+        as large as AdamW's; "replicated": all of them, without a state, of which a program shows nothing.
     fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.
     sequence_parallel_linear: "auto": linears + all_reduce of a tensor-parallel program run scattered between them where
         that is exact; "never": as they are written.
@@ -105,6 +109,7 @@ class SPConfig:
     inputs: str = "global"
     outputs: str | Mapping[str | int, str] = "auto"
     param_grads: str = "reduce"
+    state: str = "replicated"
     fallback: str = "gather"
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"

@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.cost.fused import fuse_on_meta
+from sp_compile.cost.layers import Depth, FewLayers
 from sp_compile.cost.liveness import nbytes_of
-from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, state_per_weight
-from sp_compile.graph.call import tensors_of
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
+from sp_compile.cost.unroll import Unroll
+from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -30,12 +33,22 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import ALONE, Session
 
-from ._compat import TorchRuntimeError, flex_on_any_device, is_compiling, memory_budget, partitioned
+from ._compat import (
+    TorchRuntimeError,
+    flex_on_any_device,
+    is_compiling,
+    losses_on_meta,
+    memory_budget,
+    partitioned,
+    pytree,
+)
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean, user_line
 from .pipeline import BEHIND
 
+MANY_ALIKE = 8
+"""Layers from which on as many less are looked at, where the model is on the meta device."""
 READ_BY_EAGER_CODE = "eager code reads it: what stands between two graphs, or was left to Python"
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
@@ -56,18 +69,59 @@ def explain(
     sp: how many ranks share the sequence; 2, or as many as a `mesh` has along the axis for it. passes: show every pass
     that ran, with its order's words, rewrites, nodes and seconds; those over forward and backward run, too. memory:
     predict what a rank holds over a training step (`report.step`), from the forward and the backward that AOTAutograd
-    makes. optimizer: the one that trains, or its class; AdamW by default. config: fields of SPConfig, and keyword
-    arguments of the model; those that are called as a field go into a dict `kwargs={...}`.
+    makes; of a model on "meta" with many layers that are alike, a few are looked at, and count for all. optimizer: the
+    one that trains, or its class; AdamW by default. config: fields of SPConfig, and keyword arguments of the model;
+    those that are called as a field go into a dict `kwargs={...}`.
     Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
     compiled.
     """
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
     refused = LOOK_OPTIONS if memory or passes else LOOK_OPTIONS | MEMORY_OPTIONS
-    steps = [StepMemory(ModelBytes.of(model), state_per_weight(optimizer))] if memory else None
+    per_weight = state_per_weight(optimizer) if memory else 0.0
+    depth = _many_alike(model) if memory else None
     with working("explain"):
-        (report,) = _each_graph("explain", refused, model, args, [sp], config, steps=steps, behind=passes)
+        report = _of_few(depth, refused, model, args, sp, config, per_weight, passes) if depth is not None else None
+        if report is None:
+            steps = [StepMemory(ModelBytes.of(model), per_weight)] if memory else None
+            (report,) = _each_graph("explain", refused, model, args, [sp], config, steps=steps, behind=passes)
     report.show_passes = passes
+    return report
+
+
+def _many_alike(model: Callable[..., Any]) -> Depth | None:
+    """The layers of a model on the meta device, if so many are alike that a few are looked at."""
+    if not isinstance(model, torch.nn.Module) or not any(p.is_meta for p in model.parameters()):
+        return None
+    depth = Depth.of(model)
+    return depth if depth is not None and len(depth.layers) - len(depth.few) >= MANY_ALIKE else None
+
+
+def _of_few(
+    depth: Depth, refused: Mapping[str, str], model: Any, args: Any, sp: int | None, config: dict[str, Any],
+    per_weight: float, passes: bool,
+) -> Report | None:  # fmt: skip
+    """The report on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
+    repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
+    step = StepMemory(repeats.weights, per_weight)
+    with depth.only(depth.few):
+        learned = ModelBytes.of(model).learned
+        (report,) = _each_graph(
+            "explain", refused, model, args, [sp], config, steps=[step], behind=passes, repeats=repeats
+        )
+    if not repeats.times.keys() <= {moment.layer for graph in step.graphs for moment in graph.forward.moments}:
+        return None
+    for name in ("notes", "exchanges", "tiled"):
+        found = getattr(report, name)
+        setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
+    larger = repeats.weights.learned / learned if learned else 1.0  # gradients of all, in as many exchanges
+    report.exchanges = [
+        replace(e, backward=round(e.backward * larger)) if e.op == "reduce_grad" and not e.layer else e
+        for e in report.exchanges
+    ]
+    kinds = max(depth.kinds) + 1
+    why = f"{few} layers were looked at, and count for {len(depth.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
+    report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
     return report
 
 
@@ -102,6 +156,13 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
 
+    tensors = pytree.tree_leaves((args, config))
+    tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
+        raise SpError(
+            "verify: the model or an input is on the meta device, which has no numbers to compare: build a smaller one "
+            "on a CPU, or look with explain, which needs none"
+        )
     with working("verify"):
         (report,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [sp], config, compare)
     if not report.errors:
@@ -134,13 +195,14 @@ def _each_graph(
     steps: Sequence[StepMemory] | None = None,
     hosted: bool = False,
     behind: bool = False,
+    repeats: FewLayers | None = None,
 ) -> list[Report]:
     """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
 
     refused: options that say nothing here, and why. asked: options, and keyword arguments of the model.
     compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
     steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host. behind:
-    run the passes on these, whoever is told of it.
+    run the passes on these, whoever is told of it. repeats: the model's layers stand for more.
     """
     config, kwargs = _sorted_out(model, asked)
     options = given = SPConfig.of(config)
@@ -170,7 +232,7 @@ def _each_graph(
             total.n = _look(session, sp, simulate=compare is not None)
         whole = session.splits and compare is not None
         taken = replace(options, outputs="gather") if whole else options
-        lowered = lower(gm, example_inputs, taken, session)
+        lowered = lower(gm, example_inputs, taken, session, repeats)
         walks = behind or total.step is not None
         if lowered.exchanges and compare is None and not asked_for.has_place:
             why = NO_COLLECTIVE_PASSES.format(asked_for.compiler)
@@ -179,7 +241,10 @@ def _each_graph(
             given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
         if walks or (compare is None and lowered.exchanges and asked_for.has_place):
             lowered.return_edges()
-            step = _step_of(lowered, asked_for.fused, hosted and asked_for.has_place)
+            all_sent = hosted or (repeats is not None and asked_for.offload != "never")
+            step = _step_of(lowered, asked_for.fused, all_sent and asked_for.has_place)
+            if repeats is not None:
+                step = _unrolled(step, lowered, repeats)
             if total.step is not None:
                 total.step.graphs.append(step)
         return session, lowered
@@ -205,7 +270,7 @@ def _each_graph(
         return call
 
     torch.compiler.reset()
-    with _restored_buffers(model), _constants_on_meta(entry), flex_on_any_device():
+    with _restored_buffers(model), _constants_on_meta(entry), flex_on_any_device(), losses_on_meta():
         torch.compile(model, backend=backend)(*args, **kwargs)
     torch.compiler.reset()
     if failure:
@@ -291,6 +356,22 @@ def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
     (step.hosted or step).offloaded = next(iter(halves.given.hosted), None)
     lowered.report.passes += halves.given.laps
     return step
+
+
+def _unrolled(step: GraphStep, lowered: RankProgram, repeats: FewLayers) -> GraphStep:
+    """One graph's step with all layers, as many of which wait on the host as the options ask for."""
+    settings, weights, n = lowered.settings, repeats.weights, lowered.ranks.n
+    nodes = lowered.graph.graph.find_nodes(op="placeholder")
+    machine = next((settings.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", settings.cost))
+    whole = Unroll.of(step, repeats.times, machine)
+
+    def fits(one: GraphStep) -> bool:
+        held = StepMemory(weights, ADAMW if settings.state == "sharded" else 0.0, [one])
+        return (held.fsdp(n) if settings.state == "sharded" else held.peak) <= machine.memory
+
+    if settings.offload == "never" or step.hosted is None:
+        return whole.step()
+    return whole.step(whole.fewest(fits) if settings.offload == "auto" else whole.share(float(settings.offload)))
 
 
 def _partition(lowered: RankProgram, fused: bool, halves: Halves | None) -> tuple[GraphModule, GraphModule | None]:

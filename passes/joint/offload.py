@@ -58,6 +58,7 @@ class Offload(Pass):
         assert backward is not None
         self.machine = next((job.machine_of(n) for n in gm.graph.nodes if is_tensor(n)), Machine.of("cpu", job.cost))
         self.asked, self.fused = job.offload, job.fused
+        self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
         wanted, peak = self._wanted(kept, forward.graph, backward.graph)
@@ -87,7 +88,11 @@ class Offload(Pass):
         peak = (
             max(behind.moments, key=lambda moment: moment.nbytes).name if behind is not None and behind.moments else ""
         )
-        return min(float(kept.nbytes), sum(stays.values()) + step.values - self.machine.memory), peak
+        most = sum(stays.values()) + step.values
+        if self.shards is not None:  # inputs are hardly anything beside them
+            values = max((point.nbytes - point.gradients for point in step.points()), default=0)
+            most = self.shards.weights + self.shards.gradients + values
+        return min(float(kept.nbytes), most - self.machine.memory), peak
 
     def _choose(self, kept: _Kept, at: Sequence[Mapping[Node, float]], wanted: float, peak: float) -> dict[Node, int]:
         """What goes, with its bytes: at least as many as wanted, where a device has to fit; at most that of a share.

@@ -9,7 +9,7 @@ step does not fit with those. What is there beside them: weights, gradients, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
@@ -44,8 +44,10 @@ def makes_a_number(view: TokenView, region: Region) -> bool:
     return thin and all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
 
 
-def amounts(view: TokenView, regions: Sequence[Region], memory: Memory | None) -> list[int]:
-    """Tiles of each region; 0: it stays as it is."""
+def amounts(
+    view: TokenView, regions: Sequence[Region], memory: Memory | None, times: Callable[[Node], int]
+) -> list[int]:
+    """Tiles of each region; 0: it stays as it is. times: how many nodes a node stands for."""
     numbers = [makes_a_number(view, region) for region in regions]
     if memory is None or math.isinf(memory.device):
         return [
@@ -53,11 +55,12 @@ def amounts(view: TokenView, regions: Sequence[Region], memory: Memory | None) -
             for region, number in zip(regions, numbers)
         ]
     kept = [_kept(view, region, number) for region, number in zip(regions, numbers)]
-    beside = memory.taken - sum(nbytes for nbytes, number in zip(kept, numbers) if number)
+    of_all = [nbytes * times(view.source[region.seeds[0]]) for region, nbytes in zip(regions, kept)]
+    beside = memory.taken - sum(nbytes for nbytes, number in zip(of_all, numbers) if number)
     whole = [2 * nbytes if number else 2 * inside(one) for one, nbytes, number in zip(regions, kept, numbers)]
     again = beside + max((w for w, number in zip(whole, numbers) if not number), default=0) > memory.device
     if again:
-        beside -= sum(nbytes for nbytes, number in zip(kept, numbers) if not number)
+        beside -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
 
     def amount(region: Region, nbytes: int, number: bool) -> int:
         wanted = beside + nbytes > memory.device or nbytes > SHARE * memory.device if number else again

@@ -19,6 +19,7 @@ from sp_compile._compat import SYMBOLIC_GRAPHS, pytree
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import sizes
@@ -54,7 +55,7 @@ class Tiles(Pass):
         if isinstance(job.tiles, int):
             found = [job.tiles] * len(regions)
         else:
-            found = amounts(view, regions, job.memory[-1] if job.memory else None)
+            found = amounts(view, regions, job.memory[-1] if job.memory else None, job.times)
         done = [region for region, tiles in zip(regions, found) if self._tile(view, region, tiles, job)]
         if done:
             drop_dead(gm.graph)
@@ -83,7 +84,7 @@ class Tiles(Pass):
         if not draws_again(program):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
-        late = _late(view, region)
+        late, ends = _late(view, region), at(view.source[region.nodes[-1]])
         self._emit(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inside(region)
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
@@ -97,7 +98,9 @@ class Tiles(Pass):
         if region.also:
             for one in region.nodes:
                 mark(view.source[one], again=True)
-        job.tiled.append(RegionInTiles(node.name, at(node), tiles, total, whole, whole * length // total))
+        of_tile = whole * length // total
+        made = RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends)
+        job.tiled.append(made)
         return True
 
     def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:

@@ -16,6 +16,7 @@ from sp_compile._compat import namespace_of
 from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.call import Call
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, size, sizes
 from sp_compile.lowering import routes
@@ -32,7 +33,7 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of the local graph. Bytes are those that one rank sends, forward and backward."""
+    """One collective of the local graph. Bytes are those that one rank sends, each way. layer: by its path."""
 
     op: str
     node: str
@@ -40,6 +41,7 @@ class Exchange:
     shape: str
     forward: Size
     backward: Size
+    layer: str = ""
 
 
 def collectives_of(exchange: Exchange) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def _exchange(call: Call, operands: list[Node], there: Size, back: Size) -> Exch
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
     name = node.target.__name__.split(".")[0]
-    return Exchange(name, node.name, _where(node), shown, there, back)
+    return Exchange(name, node.name, _where(node), shown, there, back, layer_of(node))
 
 
 def _where(node: Node) -> str:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from sp_compile._compat import (
 from sp_compile.errors import at
 from sp_compile.graph.call import WAIT, tensors_of
 from sp_compile.graph.closure import reached
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import INSIDE
@@ -45,19 +47,19 @@ from .kinds import (
     ELEMENTWISE,
     FLASH_OF_CPU,
     FROM_HOST,
+    FUSED_OVER,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
     INLINED_ONCE,
-    KEY_BLOCK,
     MATRIX_PRODUCTS,
     MUTATIONS,
     PRIMS,
     PUT_TOGETHER,
-    QUERY_BLOCKS,
     REDUCTIONS,
     TILE_LOOPS,
     TO_HOST,
     VIEWS,
+    workspace_of_kernels,
 )
 
 Key = int
@@ -81,7 +83,8 @@ class Alive:
 class Moment:
     """A node as it runs, and the bytes of all values in memory then.
 
-    results: of these, what the graph returns. idle: what is only kept for a later buffer.
+    results: of these, what the graph returns. idle: what is only kept for a later buffer. layer: of the model, by its
+    path. traffic: bytes that the node reads and writes if it is no product; flops: of one, without attention.
     """
 
     name: str
@@ -90,22 +93,37 @@ class Moment:
     results: int = 0
     idle: int = 0
     product: bool = False
+    layer: str = ""
+    traffic: int = 0
+    flops: int = 0
 
 
 @dataclass
 class Walk:
-    """One graph's run. start, end: bytes of values in memory before and behind it; inputs that stay are not counted.
-
-    traffic: bytes that kernels other than products read and write. flops: of matrix products, without attention.
-    """
+    """One graph's run. start, end: bytes of values in memory before and behind it; inputs that stay are not counted."""
 
     moments: list[Moment] = field(default_factory=list)
     start: int = 0
     end: int = 0
-    traffic: int = 0
-    flops: int = 0
     _places: _Places | None = None
     _given: dict[Key, Alive] = field(default_factory=dict)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that kernels other than products read and write."""
+        return sum(moment.traffic for moment in self.moments)
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products, without attention."""
+        return sum(moment.flops for moment in self.moments)
+
+    def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, Alive]]:
+        """What these inputs lie in, each with the layer that reads it last."""
+        assert self._places is not None
+        found = {self._places.key(x): one for one in saved for x in tensors_of(one)}
+        layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
+        return [(layers[self._places.last.get(key, -1) + 1], self._given[key]) for key in found]
 
     def alive(self, moment: int) -> list[Alive]:
         """What is in memory at the moment of this number, the largest first."""
@@ -136,13 +154,13 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         results = sum(held.nbytes for held in live if held.origin == "result")
         idle = sum(held.nbytes for held in live if held.origin == "reuse")
         product = is_product(node)
-        found.moments.append(Moment(node.name, at(node), total, results, idle, product))
-        found.flops += 0 if node.target in ATTENTIONS else flops_of(node)
-        if not product:
-            found.traffic += places.traffic(node)
+        traffic = 0 if product else places.traffic(node)
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
-            found.traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
+            traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
+        flops = 0 if node.target in ATTENTIONS else flops_of(node)
+        moment = Moment(node.name, at(node), total, results, idle, product, layer_of(node), traffic, flops)
+        found.moments.append(moment)
     found.end = sum(held.nbytes for held in places.left.values())
     return found
 
@@ -220,18 +238,8 @@ def _inside(node: Node, fused: bool) -> int:
     if node.target not in FLASH_OF_CPU:
         return 0
     given = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
-    workspace = _of_kernels(node.target, [x for x in given if isinstance(x, torch.Tensor)])
+    workspace = workspace_of_kernels(node.target, [x for x in given if isinstance(x, torch.Tensor)])
     return INSIDE[node.target](workspace, *given) if node.target in INSIDE else workspace
-
-
-def _of_kernels(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """What the threads of PyTorch's kernel have: blocks of scores, in half types beside a copy in these."""
-    first = FLASH_OF_CPU[target] - 1  # a backward is given the gradient in front
-    (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
-    if operands[0].device.type != "cpu":
-        return 0
-    block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
-    return FLASH_OF_CPU[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)
 
 
 def _joining(graph: Graph) -> set[Node]:
@@ -385,17 +393,16 @@ class _Places:
             self.made[self._writes_first(node)] += new
 
     def _fuse_sums(self) -> None:
-        """Let sums over the same rows that read a value in common run as one, when all that they read is there.
+        """Let sums near each other that read a value in common, and as many rows, run as one when all of that is there.
 
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
         part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
         """
-        groups = list[list[Node]]()
-        for node in self.made:
-            if not self._is_last_sum(node):
-                continue
+        groups, number = list[list[Node]](), {node: i for i, node in enumerate(self.made)}
+        for node in filter(self._is_last_sum, self.made):
             for group in groups:
-                if _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
+                near = number[node] - number[group[0]] <= FUSED_OVER
+                if near and _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
                     group.append(node)
                     break
             else:

@@ -66,6 +66,13 @@ class ModelBytes:
         buffers = sum(map(_local_bytes, model.buffers()))
         return ModelBytes(sum(units.values()), learned, buffers, max(units.values(), default=0))
 
+    def sharded(self, n: int, per_weight: float = ADAMW) -> tuple[int, int]:
+        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers."""
+        whole = min(2 * self.unit, self.parameters), min(self.unit, self.learned)
+        return -(-(self.parameters + round(per_weight * self.learned)) // n) + whole[0], -(-self.learned // n) + whole[
+            1
+        ]
+
 
 def _local_bytes(x: torch.Tensor) -> int:
     x = x.to_local() if hasattr(x, "to_local") else x
@@ -97,7 +104,8 @@ class GraphStep:
 
     saved: that the forward leaves on the device for the backward, besides parameters and inputs.
     tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
-    hosted: the same with all on the host that may wait there, where somebody asked.
+    hosted: the same with all on the host that may wait there, where somebody asked. kept: what is saved, by the layer
+    whose backward is the last one to read it.
     """
 
     forward: Walk
@@ -109,6 +117,7 @@ class GraphStep:
     copied: int = 0
     offloaded: OnHost | None = None
     hosted: GraphStep | None = None
+    kept: Sequence[tuple[str, Alive]] = ()
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
@@ -127,7 +136,8 @@ class GraphStep:
         copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
-        return GraphStep(first, second, inputs, max(0, first.end - kept), kept, given_to, theirs)
+        results_of = max(0, first.end - kept)
+        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, kept=second.by_last_layer(saved))
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[Key, int]:
@@ -250,9 +260,7 @@ class StepMemory:
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
         values = max((point.nbytes - point.gradients for point in self.points()), default=0)
-        sharded = self.weights.parameters + self.weights.learned + self.optimizer
-        whole = min(2 * self.weights.unit, self.weights.parameters) + min(self.weights.unit, self.weights.learned)
-        return -(-sharded // n) + whole + self.weights.buffers + self.inputs + values
+        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers + self.inputs + values
 
     def text(self, n: int) -> str:
         """For people. n: the ranks that FSDP would share the state over."""
@@ -282,7 +290,7 @@ class StepMemory:
         count: Counter[tuple[str, str]] = Counter()
         for held in self.alive(point):
             total[held.origin, held.where] += held.nbytes
-            count[held.origin, held.where] += 1
+            count[held.origin, held.where] += held.nbytes > 0
         found = [
             (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
         ]

@@ -162,6 +162,8 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     }
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"
+    if option == "state":
+        return Model(), *_with_room(mesh)
     if option == "tiles":
         return Wide(), {"mesh": mesh}, 2
     if option in plain:
@@ -174,10 +176,22 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     return TensorParallel(mesh), *of_exchanges[option]
 
 
+def _with_room(mesh: DeviceMesh) -> tuple[Options, str]:
+    """A device on which the fastest attention just fits, beside weights that lie on it whole."""
+    slow = {"all_to_all_bandwidth": 1e5}
+    found = sp_compile.explain(Model(), of_text(), mesh=mesh, cost={**slow, "memory": 1e15})
+    room = found.memory[0].taken + found.attention[0].chosen.memory + 1
+    return {"mesh": mesh, "cost": {**slow, "memory": room}}, "sharded"
+
+
+def of_text() -> Tensor:
+    return torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
 def outcome(entry: Callable[..., str], model: nn.Module, options: Options, option: str) -> str:
     """What is seen of a compilation; of an error that it names the option."""
     torch._dynamo.reset()
-    x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(0))
+    x = of_text()
     with torch.no_grad() if isinstance(model, TensorParallel) else torch.enable_grad():
         try:
             return entry(model, x, options)
@@ -228,6 +242,7 @@ def test_an_option_is_honoured_or_refused(
         {"inputs": "local"},
         {"outputs": "local"},
         {"param_grads": "partial"},
+        {"state": "sharded"},
         {"fallback": "error"},
         {"tiles": 2},
         {"ulysses_chunks": 2},

@@ -147,3 +147,11 @@ def test_the_result_of_an_attention_lies_as_on_one_device(attention):
 
     x = torch.randn(2, 6, 8, dtype=torch.float64)
     assert sp_compile.verify(heads, x, sp=4, attention=attention).worst < 1e-12
+
+
+def test_nothing_is_compared_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.zeros(1, 8, 4)
+    for args in ((model, x), (model, torch.zeros(1, 8, 4)), (lambda y: y.cumsum(1), x)):
+        with pytest.raises(sp_compile.SpError, match="on the meta device, which has no numbers to compare"):
+            sp_compile.verify(*args, sp=2)

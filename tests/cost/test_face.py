@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Decoder, tokens
+import torch.nn.functional as F
+from support.models import WIDTH, Decoder, tokens
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import sp_compile
 from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.plan.command import main
 from sp_compile.cost.plan.page import page
@@ -102,6 +105,7 @@ def test_a_plan_as_json() -> None:
     found = json.loads(json.dumps(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True), row(32, 2.0, True)))))
     assert found["best"] == 2
     options = {"attention": "ring", "layout": "zigzag", "param_grads": "partial", "tiles": 16, "offload": 0.5}
+    options["state"] = "sharded"
     assert found["ways"][2]["options"] == options
     assert of_plan(plan_of(row(8, 1.0, False)))["best"] is None
 
@@ -166,6 +170,38 @@ def wrong() -> Any:
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "verify", "plan"])
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any work: nothing is printed of a report, and nothing is left behind."""
+    for place in (tmp_path / "missing" / "page.html", tmp_path):
+        assert main([command, f"{__name__}:small", option, str(place)]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        assert len(printed.err.splitlines()) == 1
+        assert f"{place}: nothing can be written there" in printed.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_in_tiles_stands_before_its_loss() -> None:
+    """It runs with the line where it ends; the line where it begins comes first, and is told as tiled."""
+    model = Decoder()
+    model.head = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def loss(ids: Any) -> Any:
+        logits = model(ids)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    found = of_report(sp_compile.explain(loss, tokens(16), sp=2, memory=True, tiles=2))
+    kinds = {block["where"].partition(": ")[2]: block["kind"] for block in found["blocks"]}
+    head, end = (next(i for i, line in enumerate(kinds) if word in line) for word in ("self.head(", "cross_entropy"))
+    assert head < end
+    assert list(kinds.values())[head] == "tiled"
+    assert head > next(i for i, line in enumerate(kinds) if "self.embed" in line)
 
 
 @pytest.mark.slow

@@ -56,13 +56,15 @@ def test_weights_and_gradients_are_whole() -> None:
 
 
 def test_what_is_kept_is_a_share() -> None:
-    """The operands of every product, once each; of layers that are computed again, what goes into them."""
+    """The operands of every product, once each; of layers that are computed again, what goes into them and attention's
+    results."""
     (memory,) = roomy().memory
     rows, width, double = 2 * LENGTH // RANKS, 24, 8
     operands = 2 * (6 * width + 2 * width) + width  # normalised twice, q, k, v and out, the wide one; and of the head
     assert memory.kept == rows * double * operands
     (again,) = explained(1e15, again=True).memory
-    assert again.kept == rows * double * 3 * width
+    heads, sums = 4, 4  # of each head a log-sum-exp in float32
+    assert again.kept == rows * double * 3 * width + 2 * rows * (double * width + sums * heads)
 
 
 def test_auto_takes_what_fits() -> None:

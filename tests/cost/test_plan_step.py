@@ -12,7 +12,7 @@ from support.models import Decoder, tokens
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.cost.plan.layers import Depth, checkpointed
+from sp_compile.cost.layers import Depth, checkpointed
 from sp_compile.cost.plan.plan import _AllLayers, _look, bytes_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError

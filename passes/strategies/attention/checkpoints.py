@@ -2,12 +2,14 @@
 
 At a million tokens attention is 95 % of the work, and running it again, with its ring, a fifth of a step. Its result
 and its log-sum-exp are all that its backward takes of it beside q, k and v: about as many bytes as the block's input,
-which stays in any case. They stay if there is room. A selective policy decides for its own region.
+which stays in any case. They stay if there is room, or if what is kept may wait on the host. A selective policy decides
+for its own region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -30,19 +32,22 @@ class KeepAttention(Pass):
         found = [node for node in attending_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0
-        taken, memory = _bytes(found), job.memory[-1] if job.memory else None
-        what = f"results of {len(found)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
-        if memory is not None and memory.taken + taken > memory.device:
+        times = [job.times(node) for node in found]
+        taken, memory = sum(map(operator.mul, map(_bytes, found), times)), job.memory[-1] if job.memory else None
+        what = f"results of {sum(times)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
+        if memory is not None and job.offload == "never" and memory.least + taken > memory.device:
             why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note("not kept", "attention", what, why))
             return 0
+        if memory is not None:
+            job.memory[-1] = replace(memory, kept=memory.kept + taken)
         for node in found:
             keep(node)
         self.notes.append(Note("kept", "attention", what, "the backward attends no second time"))
         return len(found)
 
 
-def _bytes(nodes: Iterable[Node]) -> int:
-    """Of their results (B, H, s, E), and of a log-sum-exp in float32 or wider for every row."""
-    values = [node.meta["val"] for node in nodes]
-    return sum(bytes_now(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4 for x in values)
+def _bytes(node: Node) -> int:
+    """Of its result (B, H, s, E), and of a log-sum-exp in float32 or wider for every row."""
+    x = node.meta["val"]
+    return int(bytes_now(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4)

@@ -67,12 +67,12 @@ class ChooseAttention(Pass):
         shapes = {n: _shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         if nodes:
-            taken = memory_needed(gm, plan, job.ranks.n, trained, machines[nodes[0]].memory)
+            taken = memory_needed(gm, plan, job, trained, machines[nodes[0]].memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)
         made = {order: _decisions(shapes, machines, order, plan, job) for order in tried}
-        seconds = {order: sum(d.chosen.seconds for d in found) for order, found in made.items()}
+        seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in made.items()}
         for order, found in made.items():
             if order.dealt and found:
                 seconds[order] += seconds_to_deal(d.shape for d in found)
@@ -137,7 +137,7 @@ def _decisions(
         found = _found(replace(shape, order=order), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
-            out.append(NodeDecision(shape, found, choice, asked=_asked(job) != "auto", node=node))
+            out.append(NodeDecision(shape, found, choice, job.times(node), _asked(job) != "auto", node=node))
     return out
 
 

@@ -1,22 +1,27 @@
 """What a rank holds beside an attention, read off the plan: before any rewrite, every value and where it lies.
 
-weights        parameters and buffers, whole on every rank
-gradients      as large as the parameters that want one
+weights        parameters and buffers, whole on every rank; where FSDP shares them, a shard with an AdamW's state
+gradients      as large as the parameters that want one, or a shard of these
 kept           operands of products and attention, results of attention, and logarithms of weights, once each; of
                a checkpointed region what goes into it. All else a partitioner computes again from these.
+tiled          of that, logarithms of losses of a product, which tiles do not keep
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.memory import Memory
+from sp_compile.cost.step import ModelBytes
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import bytes_now
+from sp_compile.passes.job import Settings
 from sp_compile.sharding.attention import ATTENTION
 from sp_compile.sharding.matchers import source_of
 from sp_compile.sharding.placement import Plan, Shard
@@ -26,22 +31,54 @@ aten = torch.ops.aten
 OF_RESULTS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
 """Ops whose backward reads what they gave."""
 LOSSES = frozenset({aten.cross_entropy_loss.default})
-"""Ops that keep log_softmax of their first operand, in float32 or wider."""
+"""Ops that keep log_softmax of their first operand, in float32 or wider, and not that itself."""
 
 
-def memory_needed(gm: GraphModule, plan: Plan, n: int, trained: set[Node], device: float) -> Memory:
-    """Of one of n ranks, for a graph in the global view. trained: the nodes that gradients reach."""
+def memory_needed(gm: GraphModule, plan: Plan, job: Settings, trained: set[Node], device: float) -> Memory:
+    """Of one rank, for a graph in the global view. trained: the nodes that gradients reach."""
+    n = job.ranks.n
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
-    weights = [node for node in inputs if node.op == "get_attr" or record(node).parameter]
-    learned = [node for node in weights if record(node).requires_grad]
+    state = _state(inputs, plan, n) if job.repeats is None else job.repeats.weights
+    weights, gradients = state.sharded(n) if job.state == "sharded" else (state.parameters, state.learned)
     kept = set(_kept(trained)) - set(inputs)
-    losses = sum(_share(node.args[0], plan, n, 4) for node in trained if node.target in LOSSES)
+    losses = [node for node in trained if node.target in LOSSES]
+    nbytes = {node: _share(node.args[0], plan, n, 4) for node in losses}
+    tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_of_product(node, trained))
+    known = sum(_share(node, plan, n) * job.times(node) for node in kept) + sum(nbytes.values())
+    may = isinstance(job.tiles, str)  # or they go in tiles whatever there is room for
     return Memory(
         device=device,
-        weights=_bytes(weights, plan, n),
-        gradients=_bytes(learned, plan, n),
-        kept=_bytes(kept, plan, n) + losses,
+        weights=weights + state.buffers,
+        gradients=gradients,
+        kept=known if may else known - tiled,
+        tiled=tiled if may else 0,
     )
+
+
+def _state(inputs: Iterable[Node], plan: Plan, n: int) -> ModelBytes:
+    """Of the weights among a graph's inputs; layers by the numbers in their names."""
+    weights = {node: _share(node, plan, n) for node in inputs if node.op == "get_attr" or record(node).parameter}
+    learned = [node for node in weights if record(node).requires_grad]
+    units: Counter[str] = Counter()
+    for node in learned:
+        found = re.match(r".*?_modules_\d+(?=_)", node.name)
+        units[found[0] if found else node.name] += weights[node]
+    total, unit = sum(weights[node] for node in learned), max(units.values(), default=0)
+    return ModelBytes(total, total, sum(weights.values()) - total, unit)
+
+
+def _is_of_product(node: Node, trained: set[Node]) -> bool:
+    """Does a loss read what becomes of one product, row by row?"""
+    while True:
+        operands = [one for one in node.all_input_nodes if one in trained]
+        if len(operands) != 1 and node.target not in LOSSES:
+            return False
+        node = operands[0]
+        _, rule = lookup(node) or (None, None)
+        if node.op != "call_function" or rule is None:
+            return False
+        if rule.contracts:
+            return True
 
 
 def _kept(trained: Iterable[Node]) -> Iterator[Node]:
@@ -58,7 +95,7 @@ def _kept(trained: Iterable[Node]) -> Iterator[Node]:
 def _reads_operands(node: Node) -> bool:
     """Does its backward read its operands? That of an attention does, and that of a product."""
     _, rule = lookup(node) or (None, None)
-    return node.target in ATTENTION or (rule is not None and rule.contracts)
+    return node.target in ATTENTION or (rule is not None and rule.contracts and node.target not in LOSSES)
 
 
 def _moved(node: Node) -> Node:
@@ -69,10 +106,6 @@ def _moved(node: Node) -> Node:
             return node
         node = source
     return node
-
-
-def _bytes(nodes: Iterable[Node], plan: Plan, n: int) -> int:
-    return sum(_share(node, plan, n) for node in nodes)
 
 
 def _share(node: Node, plan: Plan, n: int, least: int = 0) -> int:

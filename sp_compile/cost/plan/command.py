@@ -32,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
+        for path in filter(None, (args.json, args.html, args.png)):
+            _check_place(path)
         return _run(args)
+    except OSError as error:  # what the check before has not seen
+        sys.stderr.write(f"sp_compile {args.command}: {_unwritten(error.filename, error)}\n")
+        return 2
     except SpError as error:
         sys.stderr.write(f"sp_compile {args.command}: {error}\n")
         return 2
@@ -59,6 +64,22 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         args.html.write_text(page(found))
     return int(failed)
+
+
+def _check_place(path: Path) -> None:
+    """Raises SpError: no file can be there. Before the work, which may take minutes."""
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise SpError(_unwritten(path, error)) from None
+    if not there:
+        path.unlink()
+
+
+def _unwritten(path: Any, error: OSError) -> str:
+    return f"{path}: nothing can be written there ({error.strerror}): name a file in a folder that is yours"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,9 @@
 
     sp_compile.plan(model, (ids,), kwargs={"labels": ids}, memory="80GB", ranks=[8, 16, 64]).best.options
 
-A model is traced with one and two of its layers (`layers.py`), as it is written and with each layer checkpointed, then
-in tiles if something does not fit, for two numbers of ranks; what it takes grows with the layers, as `a + b / ranks`.
+A model is traced with one and two of its layers (`cost/layers.py`), as it is written and with each layer checkpointed,
+then in tiles if something does not fit, for two numbers of ranks; what it takes grows with the layers, and as
+`a + b / ranks`.
 How much less a further layer takes on more ranks is found once, of the model as it is written.
 Attention is computed for each number of ranks by the cost model. Seconds are products at `flops`, other kernels at
 `memory_bandwidth`, attention and exchanges as the cost model has them, and one pass of the optimizer over its state.
@@ -28,6 +29,7 @@ from sp_compile.config import OFFLOAD, STRATEGIES, SPConfig
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import collectives_of
+from sp_compile.cost.layers import Depth, checkpointed
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import copy_seconds
 from sp_compile.cost.step import PHASES, ModelBytes, StepMemory, state_per_weight, written
@@ -36,8 +38,6 @@ from sp_compile.graph.sizes import typical
 from sp_compile.lowering.frames import CONTIGUOUS
 from sp_compile.passes.report import Report
 from sp_compile.verify import explain_each
-
-from .layers import Depth, checkpointed
 
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAMPLES = 2, 4
@@ -85,7 +85,8 @@ class Variant:
         """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
         grads = "partial" if self.state == "sharded" and self.ranks > 1 else "reduce"
         ways = {"attention": self.attention, "layout": self.layout, "param_grads": grads, "tiles": self.tiles}
-        return ways | ({"offload": self.offload} if self.offload else {})
+        shards = {"state": self.state} if grads == "partial" else {}
+        return ways | shards | ({"offload": self.offload} if self.offload else {})
 
     @property
     def tokens_per_second(self) -> float:

@@ -124,9 +124,13 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
 def _blocks(report: Report) -> list[dict[str, Any]]:
     """The user's lines in the order in which they run, as far as that is known."""
     kept: Counter[str] = Counter()
-    lines: dict[str, None] = {}
+    lines: dict[str, Any] = {}
+    begins = {one.ends: one.where for one in report.tiled}
     for graph in report.step.graphs if report.step is not None else []:
-        lines.update((moment.where, None) for moment in graph.forward.moments)
+        for moment in graph.forward.moments:
+            if moment.where in begins:  # a region in tiles runs where it ends
+                lines.setdefault(begins[moment.where])
+            lines.setdefault(moment.where)
         for held in graph.backward.alive(0) if graph.backward is not None else []:
             kept[held.where] += held.nbytes if held.origin == "saved" else 0
     lines.update((one.where, None) for one in [*report.exchanges, *report.notes])

@@ -1,55 +1,92 @@
 """The layers of a model that are alike, and the model with fewer of them, or with each computed again.
 
-What a step takes grows by the same with every further layer of a kind. So a deep model is looked at three or four times
-with one or two layers, in place of once with all.
+What a step takes grows by the same with every further layer of a kind. So a deep model is looked at with two layers of
+the kind that most are of and one of each other, in place of all (`explain`), or three or four times with one or two, to
+see how it grows (`plan`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
+
+from sp_compile.graph.layers import layer_of
+
+from .step import ModelBytes
 
 FEWEST = 3
 """Layers from which on some are left out."""
 
 
 @dataclass(frozen=True)
+class FewLayers:
+    """What a program of a few layers stands for. times: how many layers each one is, by its path; others are one.
+
+    weights: of all of them.
+    """
+
+    times: Mapping[str, int]
+    weights: ModelBytes
+
+    def of(self, node: Node) -> int:
+        """How many nodes the node stands for."""
+        return self.times.get(layer_of(node), 1)
+
+
+@dataclass(frozen=True)
 class Depth:
     """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance.
 
-    settings: what holds lists with an entry for each layer, and their names: transformers' configs, by whose
-    `layer_types` a model takes the mask of a layer by its place.
+    name: of the list in its model. settings: what holds lists with an entry for each layer, and their names:
+    transformers' configs, by whose `layer_types` a model takes the mask of a layer by its place.
     """
 
     layers: nn.ModuleList
     kinds: tuple[int, ...]
     settings: tuple[tuple[dict[str, Any], str], ...] = ()
+    name: str = ""
 
     @staticmethod
     def of(model: nn.Module) -> Depth | None:
         """The list that holds most of a model's weights; None if none has `FEWEST` layers, or too few are alike."""
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) >= FEWEST]
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= FEWEST]
         if not lists:
             return None
-        layers = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+        name, layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
         known: dict[Any, int] = {}
         kinds = tuple(known.setdefault(_kind(layer), len(known)) for layer in layers)
-        return Depth(layers, kinds, tuple(_by_layer(model, len(layers)))) if len(kinds) >= len(known) + 2 else None
+        settings = tuple(_by_layer(model, len(layers)))
+        return Depth(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
 
     @property
     def variants(self) -> list[tuple[int, ...]]:
         """Positions of the layers to look at: one; two alike; and one with one of each other kind."""
+        one, two, *others = self.few
+        return [(one,), (one, two), *((one, other) for other in others)]
+
+    @property
+    def few(self) -> tuple[int, ...]:
+        """Positions of layers that are like all: two of the kind that most are of, and one of each other kind."""
         first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
         most = Counter(self.kinds).most_common(1)[0][0]
         base = [i for i, k in enumerate(self.kinds) if k == most]
-        return [(base[0],), (base[0], base[1]), *((base[0], first[k]) for k in range(len(first)) if k != most)]
+        return (base[0], base[1], *(first[k] for k in range(len(first)) if k != most))
+
+    @property
+    def times(self) -> dict[str, int]:
+        """How many layers each of these stands for, by its path where there are no others; the first one is itself."""
+        _, *others = self.few
+        counts = [self.kinds.count(self.kinds[i]) for i in others]
+        path = f"{self.name}." if self.name else ""
+        return {f"{path}{i}": count - (i == 1) for i, count in enumerate(counts, 1)}
 
     def combine(self, found: Sequence[float]) -> float:
         """Of all layers, from what the variants have."""

@@ -1,0 +1,148 @@
+"""`explain` of a deep model on the meta device looks at a few of its layers, and says what it would say of all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import WIDTH, Decoder
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile.cost.liveness import walk
+from sp_compile.passes.report import Report
+
+LAYERS, LENGTH, RANKS = 11, 4096, 4
+
+
+def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Trained(nn.Module):
+    """A decoder with its loss. again: its layers are computed again. wider: every fourth layer is of another kind."""
+
+    def __init__(self, again: bool, wider: bool) -> None:
+        super().__init__()
+        self.model, self.again = Decoder(plain, layers=LAYERS), again
+        if wider:
+            for layer in self.model.layers[3::4]:
+                layer.up, layer.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.embed(ids)
+        for layer in self.model.layers:
+            attend = partial(self.model.attend, self.model)
+            x = checkpoint(layer, x, attend, use_reentrant=False) if self.again else layer(x, attend)
+        return F.cross_entropy(self.model.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def explained(again: bool, wider: bool, **options: Any) -> Report:
+    with torch.device("meta"):
+        model, ids = Trained(again, wider).bfloat16(), torch.zeros(1, LENGTH, dtype=torch.int64)
+    return sp_compile.explain(model, ids, sp=RANKS, memory=True, **options)
+
+
+def sent(report: Report) -> dict[str, float]:
+    """Bytes by collective; gradients of weights go in buckets, whose number depends on how many there are."""
+    found: Counter[str] = Counter()
+    for one in report.exchanges:
+        found[one.op] += one.forward + one.backward
+    return dict(found)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    ("wider", "offload", "memory"), [(False, "never", 1e15), (True, 0.4, 1e15), (True, "auto", 1.9e6)]
+)
+def test_a_few_layers_say_what_all_do(
+    monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float
+) -> None:
+    """Where copies to the host take no longer than the work beside them; layers send all or nothing.
+
+    Not fused: Inductor sums gradients of such small layers over two or three of them at once.
+    """
+    cost = {"memory": memory, "host_bandwidth": 1e15}
+    near, more = (0.01, 0.01) if offload == "never" else (0.12, 0.2)
+    options = {"offload": offload, "cost": cost, "state": "sharded", "param_grads": "partial"}
+    options["compiler"] = "aot_eager"
+    few = explained(True, wider, **options)
+    monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
+    whole = explained(True, wider, **options)
+    assert [note.done for note in few.notes if note not in whole.notes].count("alike") == 1
+    assert "alike" not in {note.done for note in whole.notes}
+    assert [d.nodes for d in few.attention] == [d.nodes for d in whole.attention] == [LAYERS]
+    assert few.memory == whole.memory
+    lines = [Counter((note.done, note.where) for note in report.notes) for report in (few, whole)]
+    assert lines[0] - Counter({one: 1 for one in lines[0] if one[0] == "alike"}) == lines[1]
+    assert sent(few) == pytest.approx(sent(whole), rel=0.02)
+    one, all_of_them = few.step, whole.step
+    assert one is not None
+    assert all_of_them is not None
+    assert one.weights == all_of_them.weights
+    assert one.saved == pytest.approx(all_of_them.saved, rel=near)
+    for phase, point in all_of_them.peaks().items():
+        assert 1 - near <= one.peaks()[phase].nbytes / point.nbytes <= 1 + more, phase
+    assert one.fsdp(RANKS) == pytest.approx(all_of_them.fsdp(RANKS), rel=near)
+    assert one.fsdp(RANKS) <= memory
+    sent_by = [0 if step.offloaded is None else step.offloaded.nbytes for step in (one, all_of_them)]
+    assert sent_by[0] == pytest.approx(sent_by[1], rel=0.4)
+    assert (sent_by[0] > 0) == (offload != "never")
+    point = one.peaks()["backward"]
+    assert sum(held.nbytes for held in one.alive(point)) == point.nbytes
+
+
+def test_losses_have_gradients_on_the_meta_device() -> None:
+    """Of a model of one layer; without them its backward would stand in the forward, as if nothing led to it."""
+    with torch.device("meta"):
+        model, ids = Decoder(plain), torch.zeros(1, 64, dtype=torch.int64)
+    report = sp_compile.explain(lambda x: F.cross_entropy(model(x).flatten(0, 1), x.flatten()), ids, sp=2, memory=True)
+    assert report.step is not None
+    (graph,) = report.step.graphs
+    assert graph.backward is not None
+    assert not [moment.name for moment in graph.forward.moments if "backward" in moment.name]
+    assert any("backward" in moment.name for moment in graph.backward.moments)
+
+
+def test_sums_far_apart_are_two_kernels() -> None:
+    """They read a value in common; what the second one reads is not waited for by the first."""
+
+    def run(x: Tensor, y: Tensor, apart: int) -> tuple[Tensor, ...]:
+        first = (x * y).sum(0)
+        for _ in range(apart):
+            x = x @ x
+        return first, (x * y).sum(0), x
+
+    x = torch.ones(32, 32)
+    walks = [walk(make_fx(partial(run, apart=apart), tracing_mode="fake")(x, x).graph, True) for apart in (8, 80)]
+    assert [sum(moment.name.startswith("sum") for moment in one.moments) for one in walks] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("name", ["Llama-8B", "Gemma-3-4B", "gpt-oss-20b"])
+def test_a_million_tokens_fit_as_people_train(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
+    """Every attention has a candidate that fits 80 GB, as the step does, and no look takes 30 CPU seconds."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from plans import made
+
+    model, ids = made(name).train(), torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta")
+    model.gradient_checkpointing_enable()
+    options: dict[str, Any] = {"offload": "auto", "state": "sharded", "param_grads": "partial"}
+    begin = time.process_time()
+    report = sp_compile.explain(model, ids, labels=ids, sp=ranks, memory=True, cost={"memory": 80e9}, **options)
+    assert time.process_time() - begin < 30
+    assert report.step is not None
+    assert 10e9 < report.step.fsdp(ranks) <= 80e9
+    assert all(d.chosen.legal is None and d.chosen.seconds > 0 < d.chosen.memory for d in report.attention)
+    assert sum(d.nodes for d in report.attention) == model.config.num_hidden_layers
+    assert not report.fallbacks
