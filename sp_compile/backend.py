@@ -90,7 +90,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     Errors are raised when the graph is first called, on every rank of the group, as SpError; here, and anew at the next
     call, where ranks of a program's own group do not come to compile it.
     """
-    tell_of_sharded_parts(_compat.compiled_module())
+    tell_of_sharded_parts()
     session = Session(gm, example_inputs, options, mode=mode)
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None

@@ -37,7 +37,7 @@ from .masking import CallMask
 MOST_BLOCKS = 1 << 15
 """How many undecided blocks of one attention are looked at."""
 
-LookedUp = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
+PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
 """What a plan is made of."""
 
 
@@ -111,7 +111,7 @@ def _known_pairs(
 
 
 def _counted(
-    made: BlockPlan, looked_up: LookedUp, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
+    made: BlockPlan, looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
 ) -> int:
     """The pairs that attend, of all batch entries. vectors: rows and cols."""
     masked = [block for block in made.others if block.kind is Kind.MASKED]
@@ -120,11 +120,11 @@ def _counted(
     return batch * of_formulas + round(batch * known + _asked(_mask(looked_up, vectors, device), left, batch))
 
 
-def _mask(looked_up: LookedUp, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+def _mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
     predicate, q_rows, k_rows, sizes, *_ = looked_up
     named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
-    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], device)
+    return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], [], device, 1)
 
 
 def _asked(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import eval_frame, external_utils
+from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule, Node
+
+from .frames import called, entered
 
 
 def keep_source(new: Node, old: Node) -> None:
@@ -128,7 +130,7 @@ def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str, bo
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
-        what = _entered(frame.f_code, sys._getframe(1)) if _backend_of(self) is backend else None
+        what = entered(frame.f_code, sys._getframe(1)) if _backend_of(self) is backend else None
         if what is not None and result.guarded_code is not None:
             compiled[id(frame.f_code)] = frame.f_code
         elif what is not None:
@@ -158,7 +160,7 @@ def on_other_call(backend: Callable[..., Any], tell: Callable[[Any, str], None])
         chosen = choose(callback)
         runs, ours = _backend_of(chosen), _backend_of(callback) is backend
         if runs is not backend and chosen is not False and (ours or compiled):
-            what, code = _called(sys._getframe(1).f_locals.get("fn"))
+            what, code = called(sys._getframe(1).f_locals.get("fn"))
             if code is not None and (ours or id(code) in compiled):
                 other = f"torch.compile(backend={getattr(runs, '__name__', str(runs))!r})"
                 tell(what, STANCE if ours else DISABLE if chosen is None else other)
@@ -176,42 +178,6 @@ def _backend_of(callback: Any) -> Any:
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return getattr(callback, "compiler_fn", callback)
-
-
-def _called(fn: Any) -> tuple[Any, CodeType | None]:
-    """The module, or the name of the function, that a call of `fn` runs, and its code."""
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        return owner, getattr(owner.forward, "__code__", None)
-    return getattr(fn, "__qualname__", ""), getattr(fn, "__code__", None)
-
-
-def compiled_module() -> torch.nn.Module | None:
-    """The module that was given to torch.compile and whose call has come to what is compiled now; None: a function."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != COMPILED_CALL:
-        frame = frame.f_back
-    what, _ = _called(frame.f_locals.get("fn")) if frame is not None else (None, None)
-    return what if isinstance(what, torch.nn.Module) else None
-
-
-COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
-
-
-def _entered(code: CodeType, caller: FrameType | None) -> Any:
-    """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
-
-    caller: the innermost frame around the one that runs the code.
-    """
-    module = None
-    while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
-        module, caller = caller.f_locals.get("self"), caller.f_back
-    if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != COMPILED_CALL:
-        return None
-    if module is None:
-        torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
-        return None if torchs else code.co_qualname
-    return module if getattr(module.forward, "__code__", None) is code else None
 
 
 def _in_brief(words: str) -> str:

@@ -60,7 +60,7 @@ def test_documents_that_differ_in_a_batch() -> None:
     documents = torch.stack([torch.bucketize(torch.arange(300), torch.tensor(ends)) for ends in ([40, 41], [7, 222])])
     q, span = torch.randn(2, 4, 300, 8), whole(300)
     predicate, same = "Eq(row0, col0) & (k <= q)", documents[:, :, None] == documents[:, None, :]
-    arguments = (None, [documents], [documents], [], [], predicate, None, 0.0, 0.3, "", [], span, span, 1, "")
+    arguments = (None, [documents], [documents], [], [], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     pairs = 4 * int(same.tril().sum())
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * pairs * 16}
 
@@ -77,7 +77,7 @@ def test_a_mask_of_a_long_sequence(name: str) -> None:
     predicate, pairs = LONG[name]
     length = 1 << 16
     q, span = torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, length, 8), whole(length)
-    arguments = (None, [], [], [], [3], predicate, None, 0.0, 0.3, "", [], span, span, 1, "")
+    arguments = (None, [], [], [], [3], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     begin = time.process_time()
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * pairs(length) * 16}
     assert time.process_time() - begin < 5
@@ -87,7 +87,7 @@ def test_where_all_pairs_would_have_to_be_asked() -> None:
     """Some blocks are, for all."""
     length = 512
     q, span = torch.empty(1, 1, length, 8, device="meta"), whole(length)
-    arguments = (None, [], [], [], [], "Eq(Mod(q + k, 4), 0)", None, 0.0, 0.3, "", [], span, span, 1, "")
+    arguments = (None, [], [], [], [], "Eq(Mod(q + k, 4), 0)", None, 0.0, 0.3, "", [], [], span, span, 1, "")
     with mock.patch.object(flops, "MOST_BLOCKS", 6):
         found = counted(lambda: sp.attend(q, q, q, *arguments))
     assert found == {sp.attend: 2 * 16 * length**2 // 4}

@@ -81,7 +81,7 @@ def kernels(predicate: str, spread: float, dtype: torch.dtype, spans: Spans, bal
         found = []
         for q_span, k_span, keys in spans:
             q, k = (borrow(torch.zeros((), dtype=dtype).expand(1, 8, n, 128)) for n in (TOKENS // q_span[0], keys))
-            given = [None, there, there, tables, [], predicate, None, 0.0, 1.0, "", []]
+            given = [None, there, there, tables, [], predicate, None, 0.0, 1.0, "", [], []]
             args, _ = LocalArgs.of([*given, q_span, k_span, 1, GROUP])
             strips = _strips(q, k, CallMask.of(q, k, args), mask_grad=False)
             found.append([kernel.name for strip in strips for _, kernel in strip])

@@ -68,7 +68,7 @@ class FlashFunctions(VarlenAttention):
         if not bodies:
             kernel, why = node, _why_not_alone(node)
         elif kernels := [n for n in bodies[0].graph.nodes if _kernel(n) in KERNELS]:
-            kernel, why = kernels[0], _why_not_function(kernels, *bodies, results_read(node))
+            kernel, why = kernels[0], _why_not_function(kernels, bodies, results_read(node))
         else:
             return False
         why = why or _why_not(kernel)
@@ -168,10 +168,9 @@ def _why_not_alone(kernel: Node) -> str | None:
     return None if set(results_read(kernel)) == {0} else "its log-sum-exp is read"
 
 
-def _why_not_function(
-    kernels: Sequence[Node], forward: GraphModule, backward: GraphModule, read: Collection[int]
-) -> str | None:
+def _why_not_function(kernels: Sequence[Node], bodies: Sequence[GraphModule], read: Collection[int]) -> str | None:
     """Why a Function is more than one kernel and its derivative."""
+    forward, backward = bodies
     back = [n for n in backward.graph.nodes if _kernel(n) in KERNELS.values()]
     if len(kernels) != 1 or [_kernel(n) for n in back] != [KERNELS[_kernel(n)] for n in kernels]:
         return "it is not one kernel forward, and that of its gradients backward"
