@@ -83,7 +83,7 @@ def _joined(segments: list[Segment]) -> Rows:
     return tuple(segments)
 
 
-def neighbours(rows: Rows) -> list[Rows]:
+def unbroken(rows: Rows) -> list[Rows]:
     """The rows between padding."""
     cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
     return [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
