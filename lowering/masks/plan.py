@@ -124,7 +124,7 @@ class _Planner:
         self._conditions = language.conjuncts(predicate)
         self._linears = {text: language.linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._between = [extent(keys) for keys in _between_padding(k_rows)]  # padding
+        self._between = [extent(keys) for keys in _unbroken(k_rows)]  # padding
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
@@ -458,7 +458,7 @@ def _edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
     return low
 
 
-def _between_padding(rows: Rows) -> list[Rows]:
+def _unbroken(rows: Rows) -> list[Rows]:
     """The rows between padding."""
     cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
     return [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []

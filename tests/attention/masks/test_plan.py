@@ -19,7 +19,7 @@ from torch import Tensor
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.plan import TILE, plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, extent, intervals, neighbours, stretches, valid_rows, whole
+from sp_compile.lowering.masks.spans import Segment, extent, intervals, stretches, unbroken, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
@@ -162,7 +162,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert block.kind is not Kind.BAND
         assert set(block.conditions) <= set(conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
-    for low, high in map(extent, neighbours(k_rows)):
+    for low, high in map(extent, unbroken(k_rows)):
         of_keys = [block for block in found.blocks if low <= block.k_off < high]
         heights = {block.q_off: block.q_len for block in of_keys}
         assert [q for q, _ in groupby(of_keys, key=lambda block: block.q_off)] == list(heights)
@@ -181,7 +181,7 @@ def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:
                 frame = [1, size, 0, size - behind, 2]
                 queries = rows_of([n, 2, 1, 0, *frame[2:4]], 64, rank)
                 keys = [rows_of(span, 32 * n, 0) for span in stretches(frame, n)]
-                assert len(neighbours(keys[1])) == (2 if behind else 1)
+                assert len(unbroken(keys[1])) == (2 if behind else 1)
                 plans = [plan(text, queries, rows) for rows in keys]
                 calls = [len(one.packed) + len(one.others) for one in plans]
                 assert all(block.kind is not Kind.MASKED for one in plans for block in one.others)
