@@ -86,14 +86,14 @@ def run(kind: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (H
     assert not any("flex_attention" in note.done for note in report.notes), report
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_device(kind: str, strategy: str) -> None:
     run(kind, 4, attention=strategy)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("kind", ["distances", "documents", "a mask by head"])
@@ -109,7 +109,7 @@ def test_all(kind: str, strategy: str, ranks: int) -> None:
     run(kind, ranks, 11, (HEADS, HEADS), attention=strategy)
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
@@ -216,7 +216,7 @@ def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sum(out * weights[..., i, None] for i, (out, _) in enumerate(found)) + found[0][1][..., None] / 8
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", ["distances", "a cap"])
 def test_log_sum_exps(kind: str, strategy: str) -> None:
