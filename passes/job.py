@@ -19,6 +19,7 @@ from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.sharding.rule import unchanged
 
 from .propagate import propagate
+from .windows import begun_in_windows
 
 
 @dataclass
@@ -92,7 +93,7 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     for node, placement in inputs.items():  # whatever the graph does with it: a piece of a model may only pass it on
         if isinstance(placement, Shard):
             axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
-    return axes, propagate(gm, axes, job.ranks.n, inputs, job.outputs)
+    return axes, begun_in_windows(lambda begins: propagate(gm, axes, job.ranks.n, inputs, job.outputs, begins=begins))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -94,8 +94,11 @@ def _demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_s
     return tuple(Demand(node, i, kind, p, keeps_sharding, why) for i, p in shards)
 
 
-def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
-    """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands."""
+def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = None) -> Step | None:
+    """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands.
+
+    window: the window of another sequence as which it begins, if it is none of its own.
+    """
     node, value = call.node, next(iter(call.results()), None)
     random = is_random(node)
     if value is None or (rule.lazy and not random and not record(node).begins):
@@ -104,6 +107,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int) -> Step | None:
     shard = axes.shard(node) if begins else None
     if shard is None:
         return None
+    if window is not None and same(window.length, shard.frame.length):
+        shard = replace(shard, frame=window)
     factor, shard = rule.inside(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
@@ -235,12 +240,14 @@ def propagate(
     outputs: str | Sequence[str] = "gather",
     begin: bool = True,
     declines: Declines | None = None,
+    begins: Mapping[Node, Frame] | None = None,
 ) -> Plan:
     """The Plan of a graph for `n` ranks.
 
     inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
     where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
-    shards had better not. outputs: which results stay in shards, see `options_of_results`.
+    shards had better not. outputs: which results stay in shards, see `options_of_results`. begins: nodes at which a
+    sequence begins as this window of another one (`windows.py`).
     """
     plan = Plan()
     whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)
@@ -250,7 +257,7 @@ def propagate(
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in whole, declines)
+            step = _visit(plan, axes, node, n, node in whole, declines, (begins or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
@@ -270,7 +277,9 @@ def _visit_output(plan: Plan, node: Node, outputs: str | Sequence[str]) -> None:
             plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 
-def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None = None) -> Step:
+def _visit(
+    plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, declines: Declines | None, window: Frame | None
+) -> Step:
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source, index = plan.placements.get(node.args[0], ()), node.args[1]
         part = packed_in(node) if VARYING in source else None
@@ -288,7 +297,7 @@ def _visit(plan: Plan, axes: Axes, node: Node, n: int, keep_whole: bool, decline
         return Step(tuple(have), transfer(call), tuple(stale))
     reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _step(axes, node, call, rule, have, n, keep_whole)
+    step = _step(axes, node, call, rule, have, n, keep_whole, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = all_whole(node, have, "whole", declined, len(step.results))
@@ -318,8 +327,9 @@ def _agreed(node: Node) -> bool:
 
 
 def _step(
-    axes: Axes, node: Node, call: Call | None, rule: Factors | None, have: Sequence[Placement], n: int, keep_whole: bool
-) -> Step:
+    axes: Axes, node: Node, call: Call | None, rule: Factors | None, have: Sequence[Placement], n: int,
+    keep_whole: bool, window: Frame | None,
+) -> Step:  # fmt: skip
     if call is None or rule is None:
         fits = " for such operands" if has_rule(node.target) else ""
         why = record(node).no_rule or f"{node.target} has no sharding rule{fits}"
@@ -329,5 +339,5 @@ def _step(
         return as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
-    begun = None if keep_whole else start(axes, call, rule, n)
+    begun = None if keep_whole else start(axes, call, rule, n, window)
     return begun or Step(None, (REPLICATE,) * max(1, len(call.results())))
