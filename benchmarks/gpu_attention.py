@@ -233,7 +233,7 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
         need = Need(device, q.dtype, kind, sizes.head_dim, sizes.tokens)
         rows = rows_of(whole(sizes.tokens), sizes.tokens, 0)
         predicate = "k <= q" if kind is Kind.CAUSAL else ""
-        capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], None)
+        capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], [], None)
         jobs: dict[str, Job] = {}
         for kernel in KERNELS:
             if kernel.accepts(need) and not kernel.dense:
@@ -254,7 +254,7 @@ def _with_bias(kernel: Kernel, bias: Tensor, causal: bool, learned: bool) -> Cas
     rows, scale = rows_of(whole(bias.shape[3]), bias.shape[3], 0), BIASED_SCALE
     if kernel.fused:
         predicate = "k <= q" if causal else ""
-        return Case(scale, pairs=Pairs(plan(predicate, rows, rows), rows, rows, predicate, "", {}, {}, [], bias))
+        return Case(scale, pairs=Pairs(plan(predicate, rows, rows), rows, rows, predicate, "", {}, {}, [], [], bias))
     if kernel.aligned_at_end or not causal:
         return Case(scale, causal, bias=bias, bias_grad=learned)
     allowed = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).tril()[None, None]

@@ -43,6 +43,7 @@ class AttentionArgs:
     seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
     score       what becomes of a scaled score before masks (see ``masks/score.py``), "" for nothing
     heads       vectors that it reads, (H,), a number for each query head; constants
+    tables      what a program of scores looks up (see ``masks/program.py``), whole on every rank; not beside a mask
     """
 
     mask: Tensor | None
@@ -56,6 +57,7 @@ class AttentionArgs:
     scale: float | None
     score: str
     heads: list[Tensor]
+    tables: list[Tensor]
 
     @classmethod
     def schema(cls) -> str:
@@ -72,7 +74,7 @@ class AttentionArgs:
         """The arguments in an operator's order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
-    def tables(self) -> list[Tensor]:
+    def pieces_made(self) -> list[Tensor]:
         """The tables of rows and cols: those that are given, or made now, which waits for the device."""
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
@@ -112,8 +114,9 @@ class LocalArgs(AttentionArgs):
         after: list[Tensor] | None = None,
         packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv (and of the mask) from these keys; `given`: the cotangent, and the row's global out and lse.
+        """dq, dk, dv (and of the mask, or of the tables) from these keys.
 
+        given: the cotangent, and the row's global out and lse.
         packed: dk and dv as one, in the place of dk, as they are to be sent: "last", "stack" or "rows".
         """
         grad, out, lse = given
@@ -122,14 +125,33 @@ class LocalArgs(AttentionArgs):
 
     def tensors(self) -> list[Tensor | None]:
         """What a backward must save."""
-        return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads]
+        return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
     def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
         """The same with other `tensors()`."""
         mask, seed, *vectors = tensors
-        lengths = [len(self.rows), len(self.cols), len(self.pieces), len(self.heads)]
-        rows, cols, pieces, heads = ([vectors.pop(0) for _ in range(length)] for length in lengths)
-        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads)
+        lengths = [len(x) for x in (self.rows, self.cols, self.pieces, self.heads, self.tables)]
+        rows, cols, pieces, heads, tables = ([vectors.pop(0) for _ in range(length)] for length in lengths)
+        return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads, tables=tables)
+
+    def learned(self) -> int:
+        """How many numbers of its tables are floats, which may need gradients: these come as one, in their order."""
+        return sum(x.numel() for x in self.tables if x.is_floating_point())
+
+    def split(self, learned: Tensor) -> list[Tensor | None]:
+        """For each table the view of its part, in its shape; None for those that are no floats."""
+        found: list[Tensor | None] = []
+        for x in self.tables:
+            if not x.is_floating_point():
+                found.append(None)
+                continue
+            found.append(learned[: x.numel()].view(x.shape))
+            learned = learned[x.numel() :]
+        return found
+
+    def grads_of_tables(self, learned: Tensor) -> list[Tensor | None]:
+        """The same parts in the tables' dtypes."""
+        return [None if x is None else x.to(table.dtype) for x, table in zip(self.split(learned), self.tables)]
 
 
 @dataclass(frozen=True)
@@ -137,11 +159,13 @@ class ShardArgs(AttentionArgs):
     """Of shards of n ranks. The mask is whole on every rank and its cotangent partial; a seed of None is drawn.
 
     sinks: (H,), a logit of each query head that no key has, whole on every rank and its cotangent partial.
+    lse: whether each row of the result ends with its log-sum-exp; not with sinks.
     q_frame, k_frame: where the shards lie; a k_frame [] for keys that are whole. scale: 1 / sqrt(D) if None.
     balance: move contiguous shards to the zigzag layout and back, inside the operator.
     """
 
     sinks: Tensor | None
+    lse: bool
     q_frame: FrameArg
     k_frame: FrameArg
     n: int
@@ -154,10 +178,10 @@ class ShardArgs(AttentionArgs):
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        lookups = list(self.rows), list(self.cols), self.tables(), list(self.sizes), self.predicate
+        lookups = list(self.rows), list(self.cols), self.pieces_made(), list(self.sizes), self.predicate
         rows = span(self.q_frame, self.n, stride)
         scores = seed, self.dropout_p, scale, self.score, [self._own_heads(x, 0, stride) for x in self.heads]
-        return LocalArgs(self._mask(stride), *lookups, *scores, rows, [], stride, self.group)
+        return LocalArgs(self._mask(stride), *lookups, *scores, list(self.tables), rows, [], stride, self.group)
 
     def own_sinks(self, stride: int) -> Tensor | None:
         """Those of the heads that this rank has among its `stride` neighbours."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from sp_compile._compat import size_hint
 from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
+from sp_compile.lowering.masks import score as score_text
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
@@ -51,8 +52,10 @@ def _again_without_fused(body: AttendBody) -> AttendBody:
     return cast(AttendBody, run)
 
 
-def _shape_of_grad(mask: Tensor | None, wanted: bool) -> Sequence[int]:
-    return mask.shape if mask is not None and wanted else (0,)
+def _shape_of_grad(args: LocalArgs, wanted: bool) -> Sequence[int]:
+    if not wanted:
+        return (0,)
+    return (args.learned(),) if args.mask is None else args.mask.shape
 
 
 def _need(
@@ -112,6 +115,7 @@ def _most_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kern
     else:
         return block.q_len
     scores = CPU_SCORES if q.device.type == "cpu" else GPU_SCORES if kernel.dense else GPU_BIAS
+    scores //= score_text.kept(masking.score)
     return max(1, min(block.q_len, scores // (tensors * block.k_len)))
 
 
@@ -144,7 +148,7 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     args, (mask_grad, *others) = LocalArgs.of(rest)
     dtype = accumulation_dtype(q.dtype)
-    dmask = q.new_empty(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
+    dmask = q.new_empty(_shape_of_grad(args, mask_grad), dtype=dtype)
     return rows_of_heads(q, dtype), *_of_keys(k, v, dtype, *others[1:]), dmask
 
 
@@ -171,6 +175,7 @@ def _of_scores(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     if not expected_kernel(need).dense:
         return 0
     most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
+    tensors += score_text.kept(args.score) > 1  # what it keeps of a smaller strip
     return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
 
 
@@ -247,7 +252,8 @@ def attend_backward(
     """The gradients of ``attend`` over some of the keys, given ``out`` and ``lse`` over all of them.
 
     Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v, heads behind the sequence in
-    memory, and dmask as mask (empty (0,) without ``mask_grad``), in float32 for half types. The results of disjoint
+    memory, and dmask as mask, or the gradients of all tables that are floats as one, flat (empty (0,) without
+    ``mask_grad``), in float32 for half types. The results of disjoint
     sets of keys add up exactly. Bytes: none; ``after`` as above.
 
     packed: "" or how dk and dv are to be sent: as one, (B, Hkv, Sk, D + E), in the place of dk, and dv empty (0,).
@@ -261,11 +267,14 @@ def attend_backward(
     places = (None, None) if sent is None else keys_and_values(sent[0], k, v)
     dq, dk, dv = (Sum(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
     wanted = args.mask is not None and mask_grad
-    dmask = q.new_zeros(_shape_of_grad(args.mask, mask_grad), dtype=dtype)
+    dmask = q.new_zeros(_shape_of_grad(args, mask_grad), dtype=dtype)
+    tables = enumerate(args.split(dmask) if mask_grad else [])
+    of_tables = {f"table{i}": x for i, x in tables if x is not None}
     for block, kernel in (pair for strip in _strips(q, v, masking, wanted) for pair in strip):
         queries, keys = block.query_rows, block.key_rows
         given, *of_rows = (x.narrow(2, *queries) for x in (grad, out, lse))
-        case = replace(masking.case(block, q.shape[0], scale, kernel), bias_grad=wanted)
+        case = masking.case(block, q.shape[0], scale, kernel)
+        case = replace(case, bias_grad=wanted, table_grads=of_tables)
         dq_part, dk_part, dv_part, dbias = kernel.backward(given, *_operands(q, k, v, block), *of_rows, case)
         dq.add(dq_part, queries)
         dk.add(dk_part, keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -16,18 +17,23 @@ from .ring import RingKeys
 Keys = GatheredKeys | RingKeys
 """Where keys lie, and how they come to the queries.
 
-`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask if it
-is wanted.
+`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask, or
+the gradients of tables, if it is wanted.
 """
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None, lse: bool = False
+) -> Tensor:
     """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
+
+    lse: the result is (B, H, s, E + 1), in float32 or wider, and the last of each row its log-sum-exp.
 
     sinks: (H,), a logit of each head that takes its share of the weights and gives nothing. Given the result and the
     lse with them, the gradients of q, k and v are those without.
     """
-    return _AttentionFunction.apply(args, keys, q, k, v, sinks, *args.tensors())[0]
+    out, sums = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
+    return torch.cat([out.to(sums.dtype), sums.unsqueeze(-1)], -1) if lse else out
 
 
 class _AttentionFunction(Function):
@@ -36,6 +42,7 @@ class _AttentionFunction(Function):
         ctx: Any,
         args: LocalArgs,
         keys: Keys,
+        with_lse: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -48,17 +55,28 @@ class _AttentionFunction(Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
         ctx.args, ctx.keys = args.holding([None] * len(tensors)), keys
-        ctx.mark_non_differentiable(lse)
+        ctx.with_lse = with_lse
+        if not with_lse:
+            ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-        wants_sinks, wants_mask, *_ = ctx.needs_input_grad[5:]
+        wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
         args = ctx.args.holding(tensors)
+        wants_tables = any(others[len(others) - len(args.tables) :])
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
-        dq, dk, dv, dmask = ctx.keys.backward((grad, out, lse), q, k, v, args, wants_mask)
-        rest = [None] * (len(tensors) - 1)
-        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask if wants_mask else None
-        return None, None, *grads[:3], dsinks, grads[3], *rest
+        given, values = (grad, out, lse), v
+        if ctx.with_lse:
+            # A value of 1 beside the others, whose results are nowhere: what is given for it comes to all scores alike.
+            ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
+            grad = torch.cat([grad, of_lse.unsqueeze(-1).to(grad.dtype)], -1)
+            given, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
+        dq, dk, dv, learned = ctx.keys.backward(given, q, k, values, args, wants_mask or wants_tables)
+        dv = dv[..., : v.shape[-1]]
+        dtables = args.grads_of_tables(learned) if wants_tables else [None] * len(args.tables)
+        rest = [None] * (len(tensors) - 1 - len(dtables))
+        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
+        return None, None, None, *grads[:3], dsinks, grads[3], *rest, *dtables

@@ -7,8 +7,8 @@ block holds some. A row that attends to nothing has out 0 and lse -inf, and give
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -78,6 +78,8 @@ class Case:
     keep_rate: float = 1.0
     """The probability of that."""
     bias_grad: bool = False
+    table_grads: Mapping[str, Tensor] = field(default_factory=dict)
+    """Where the gradients of the score's tables are added, by their names."""
     window: Window = FULL
     """The keys that a query sees before and behind its own place. Only for kernels that are not dense."""
     sequences: SequenceEnds | None = None

@@ -65,7 +65,7 @@ def _pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
     if isinstance(q, FakeTensor) or q.is_meta:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
     q_rows, k_rows = (valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
-    pieces = tuple(map(Pieces.of, args.tables()))
+    pieces = tuple(map(Pieces.of, args.pieces_made()))
     vectors = pieces[: len(args.rows)], pieces[len(args.rows) :]
     return batch * heads * pairs_of(plan(args.predicate, q_rows, k_rows, sizes, *vectors))
 

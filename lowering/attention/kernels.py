@@ -78,7 +78,7 @@ def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     assert case.pairs is not None
     query, key = padded(_width(q), q, k)
     grad, value, out = padded(_width(v), grad, v, out)
-    dq, dk, dv = fused.backward(grad, query, key, value, out, lse, case.pairs, case.scale)
+    dq, dk, dv = fused.backward(grad, query, key, value, out, lse, case.pairs, case.scale, case.table_grads)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], None
 
 
@@ -137,7 +137,7 @@ def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     dscores = weights * (dweights - delta)
     dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
     if case.score is not None:
-        dscores = dscores * score.slope(case.score.text, scaled, case.score.values)
+        dscores = score.pulled_back(case.score.text, scaled, case.score.values, dscores, case.table_grads)
     products = _grouped(dscores, heads, dtype) * case.scale
     dq = (products @ k.to(dtype)).view(q.shape)
     return dq, products.mT @ _grouped(q, heads, dtype), dv, dbias

@@ -17,7 +17,8 @@ from .gathered import GatheredKeys
 @composite(
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
     "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None, "
-    "str score='', Tensor[]? heads=None, Tensor? attn_mask=None, Tensor? sinks=None) -> Tensor"
+    "str score='', Tensor[]? heads=None, Tensor? attn_mask=None, Tensor? sinks=None, Tensor[]? tables=None, "
+    "bool lse=False) -> Tensor"
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
@@ -25,27 +26,30 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
     and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
     (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already.
-    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads.
+    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads;
+    ``tables``: what it looks up, of any shapes, not beside a mask that is data.
     ``attn_mask``: data besides, bool or floats that are added, which broadcasts to (..., Sq, Sk). ``sinks`` (H,): a
     logit of each head that no key has, which takes its share of the weights. A query that attends to nothing gives 0.
-    Bytes: none. Backward: all of q, k, v, a mask of floats and sinks. SpError for text that is no predicate.
+    ``lse``: the result is (..., Sq, E + 1) in float32 or wider, each row's log-sum-exp behind it; not with sinks.
+    Bytes: none. Backward: all of q, k, v, a mask of floats, tables and sinks. SpError for text that is no predicate.
     """
     rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
-    rest_of_them: list[Any] = [None, "", None, None, None]
-    pieces, score, heads, mask, sinks = given + rest_of_them[len(given) :]
+    rest_of_them: list[Any] = [None, "", None, None, None, None, False]
+    pieces, score, heads, mask, sinks, tables, lse = given + rest_of_them[len(given) :]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     seed = None
     if dropout_p > 0:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     lookups = rows, cols, pieces or [], sizes, predicate
-    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, heads or [], whole(q.shape[-2]), [], 1, "")
-    args = replace(args, pieces=args.tables())
+    reads = heads or [], tables or []
+    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, whole(q.shape[-2]), [], 1, "")
+    args = replace(args, pieces=args.pieces_made())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if mask is not None:
         args = with_autocast(replace(args, mask=_mask(mask, batch, headless)))
-    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks)
+    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 

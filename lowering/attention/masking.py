@@ -88,7 +88,9 @@ class CallMask:
     dropout: Dropout | None
     score: str
     heads: list[Tensor]
+    tables: list[Tensor]
     device: torch.device
+    batch: int
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
@@ -98,7 +100,7 @@ class CallMask:
         numbers = tuple(int(size) for size in args.sizes)
         found_plan = BlockPlan()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            found = tuple(map(Pieces.of, args.tables()))
+            found = tuple(map(Pieces.of, args.pieces_made()))
             vectors_of = found[: len(rows)], found[len(rows) :]
             found_plan = plan(args.predicate, q_rows, k_rows, numbers, *vectors_of)
         dropout = None
@@ -111,8 +113,10 @@ class CallMask:
             dropout = Dropout(args.seed, args.dropout_p, batch, heads)
         vectors = {f"row{i}": x for i, x in enumerate(rows)} | {f"col{i}": x for i, x in enumerate(cols)}
         named = {f"n{i}": size for i, size in enumerate(numbers)}
-        of_scores = dropout, args.score, args.heads
-        return CallMask(found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device)
+        of_scores = dropout, args.score, args.heads, args.tables
+        return CallMask(
+            found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device, q.shape[0]
+        )
 
     def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
         """A block's masks, as this kernel takes them."""
@@ -137,15 +141,16 @@ class CallMask:
 
     def _pairs(self) -> Pairs:
         rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
-        return Pairs(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.mask)
+        return Pairs(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 
     def _score(self, block: Block) -> Score | None:
         """What becomes of the block's scores, with what that reads."""
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
-        places = {name: self._value(name, block) for name in scores.symbols_in(self.score) - of_heads.keys()}
-        return Score(self.score, places | of_heads)
+        given = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
+        places = {name: self._value(name, block) for name in scores.symbols_in(self.score) - given.keys()}
+        return Score(self.score, places | given)
 
     def _allowed(self, block: Block) -> Tensor | None:
         """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
@@ -160,6 +165,8 @@ class CallMask:
         """A symbol's values, shaped to broadcast to (B, 1, Q, K); an int of a size."""
         if name in self.sizes:
             return self.sizes[name]
+        if name == "b":
+            return torch.arange(self.batch, device=self.device)[:, None, None, None]
         of_query = is_of_query(name)
         where = self._queries(block) if of_query else self._keys(block)
         if name not in self.vectors:

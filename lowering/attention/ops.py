@@ -1,19 +1,20 @@
 """``sp::ring_attention``, ``sp::hybrid_attention``, ``sp::gathered_attention``: attention whose sequence is split.
 
 q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E) are this rank's shards as q_frame and k_frame tell; the result is
-(B, H, s, E). H is a multiple of Hkv. In the global view each of them is the attention of the whole sequences. The
-arguments that they share are those of ``ShardArgs``.
+(B, H, s, E), or E + 1 with log-sum-exps. H is a multiple of Hkv. In the global view each of them is the attention of
+the whole sequences. The arguments that they share are those of ``ShardArgs``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sp_compile.lowering.library import composite
 
-from .args import ShardArgs
+from .args import SEQUENCE, ShardArgs
 from .autograd import attention
 from .gathered import GatheredKeys
 from .masked import autocast, with_autocast
@@ -32,8 +33,13 @@ def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = attention(q, k, v, with_autocast(args.local(q, stride)), keys, args.own_sinks(stride))
-    return to_sequence(out, args, stride) if stride > 1 else out
+    out = attention(q, k, v, with_autocast(args.local(q, stride)), keys, args.own_sinks(stride), args.lse)
+    return _without_padding(to_sequence(out, args, stride) if stride > 1 else out, args)
+
+
+def _without_padding(out: Tensor, args: ShardArgs) -> Tensor:
+    """Log-sum-exps of padding, which attends to nothing, are 0 and not -inf: whoever computes with them has numbers."""
+    return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
 @composite(f"ring_attention({ARGUMENTS}, int steps, str grads) -> Tensor")
@@ -74,7 +80,9 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
     if not args.balance:
-        return attention(q, k, v, with_autocast(args.local(q, 1)), keys, args.sinks)
-    (q,) = folded([q], args.n, args.group)
-    out = attention(q, k, v, with_autocast(args.folded().local(q, 1)), keys, args.sinks)
+        out = attention(q, k, v, with_autocast(args.local(q, 1)), keys, args.sinks, args.lse)
+        return _without_padding(out, args)
+    (q,), inside = folded([q], args.n, args.group), args.folded()
+    out = attention(q, k, v, with_autocast(inside.local(q, 1)), keys, args.sinks, args.lse)
+    out = _without_padding(out, inside)
     return folded([out], args.n, args.group, back=True)[0]

@@ -4,7 +4,9 @@
     s + head0*(k - q)             ALiBi: head0 has a slope for each query head
 
 A text is the ``str`` of a sympy expression over ``s``, the score; ``q`` and ``k``, the indices of the query and the
-key; ``head0, head1, ...``, a vector's value at the query head. ``""`` leaves scores as they are.
+key; ``head0, head1, ...``, a vector's value at the query head; ``row<i>`` and ``col<i>``, a vector's value at the query
+and at the key. ``""`` leaves scores as they are. What no expression says is a program (`program.py`), which the
+functions here take as well.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from torch import Tensor
 
 from sp_compile.errors import SpError
 
+from . import program
 from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
 
 SCORE = sympy.Symbol("s", real=True)
-_SYMBOL = re.compile(r"s|q|k|head\d+")
+_SYMBOL = re.compile(r"s|q|k|(head|row|col)\d+")
 _FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
     "tanh": (sympy.tanh, torch.tanh),
     "exp": (sympy.exp, torch.exp),
@@ -38,7 +41,7 @@ FUNCTIONS: dict[str, type] = {name: function for name, (function, _) in _FUNCTIO
 def symbol(name: str) -> sympy.Symbol:
     """The symbol of a name; all are real. Raises ValueError for one that no text has."""
     if not _SYMBOL.fullmatch(name):
-        raise ValueError(f"unknown symbol {name}; known are s, q, k and head<i>")
+        raise ValueError(f"unknown symbol {name}; known are s, q, k, head<i>, row<i> and col<i>")
     return sympy.Symbol(name, real=True)
 
 
@@ -63,17 +66,46 @@ def parse(text: str) -> Any:
 @lru_cache(maxsize=1024)
 def symbols_in(text: str) -> frozenset[str]:
     """The symbols that a text reads, but for the score itself."""
+    if program.is_program(text):
+        return program.names_in(text)
     return frozenset(str(one) for one in parse(text).free_symbols - {SCORE}) if text else frozenset()
 
 
+def kept(text: str) -> int:
+    """How many times the tensors of scores that a kernel keeps by itself a backward keeps of the text's."""
+    return max(1, len(program.parse(text)) // 4) if program.is_program(text) else 1
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """The text with other symbols."""
+    if program.is_program(text):
+        return program.rename_program(text, names)
+    return str(parse(text).xreplace({symbol(old): symbol(new) for old, new in names.items()})) if text else ""
+
+
 def evaluate(
-    text: str, score: Tensor, values: Mapping[str, Tensor], functions: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    text: str,
+    score: Tensor,
+    values: Mapping[str, Tensor],
+    functions: Mapping[str, Callable[[Tensor], Tensor]] = {},
+    lookup: program.Lookup = torch.ops.aten.index.Tensor,
 ) -> Tensor:
     """The scores that the softmax reads, of the scaled ones; ``values`` broadcast to them.
 
-    functions: what computes one of `FUNCTIONS` in the place of torch's.
+    functions: what computes one of `FUNCTIONS` in the place of torch's. lookup: what reads a table.
     """
+    if program.is_program(text):
+        return program.run_program(text, score, values, lookup)
     return _value(parse(text), {**values, "s": score}, score, functions)
+
+
+def pulled_back(
+    text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
+) -> Tensor:
+    """The gradient of the scaled scores, given that of what the softmax reads. Those of tables are added to totals."""
+    if program.is_program(text):
+        return program.pull_back_program(text, score, values, grad, totals)
+    return grad * slope(text, score, values)
 
 
 def slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -94,7 +126,13 @@ def _derivative(text: str) -> Any:
 
 def check(text: str) -> None:
     """SpError for a text that is none, or that has no derivative."""
-    _derivative(text)
+    if not program.is_program(text):
+        _derivative(text)
+        return
+    try:
+        program.parse(text)
+    except ValueError as error:
+        raise SpError(f"not a text about scores: {error}") from error
 
 
 def _value(

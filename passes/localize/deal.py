@@ -31,6 +31,7 @@ from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering.frames import DEALT, row_order
+from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
@@ -183,7 +184,8 @@ class Deal(Pass):
 
         An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
         """
-        node, names, changed = call.node, {}, {}
+        node, names = call.node, dict[str, str]()
+        changed: dict[str, Any] = {}
         if "orders" in call.args and "k_frame" in frames:
             changed["orders"] = [self.order, self.inverse]
         moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
@@ -193,7 +195,7 @@ class Deal(Pass):
                 vectors = list(call[f"{kind}s"])
                 if frame in moved_frames:
                     moved = [self.moved[self.known[v]] for v in vectors]
-                    if index in symbols(call["predicate"]):
+                    if index in symbols(call["predicate"]) | score.symbols_in(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
                         moved.append(self.positions)
                     vectors, known = [v for v, _ in moved], [table for _, table in moved]
@@ -206,6 +208,8 @@ class Deal(Pass):
                 if mask is not None and frame in moved_frames and not same(shape_of(mask)[dim], 1):
                     mask = self._reordered(mask, dim, moved_frames[frame], node)
         given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
+        if names:
+            changed["score"] = score.renamed(call["score"], names)
         predicate = _renamed(call["predicate"], names)
         node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)
 

@@ -6,12 +6,13 @@ The public function has a backward of its own result only; a block of a ring nee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import mod_index
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,16 +87,26 @@ def flex_backward(
     scale: float,
     options: Mapping[str, int],
     reads: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of these keys, given out and lse over all of them; the function of the scores is differentiated."""
+    learned: Collection[int],
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of these keys, given out and lse over all of them; the function of the scores is differentiated.
+
+    learned: which of what is read needs a gradient, too; these come behind, in order.
+    """
     mask = _mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
         places = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
-        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(reads))
-    dq, dk, dv, *_ = torch.ops.higher_order.flex_attention_backward(
+        leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
+        forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(leaves))
+    dq, dk, dv, captured = torch.ops.higher_order.flex_attention_backward(
         q, k, v, out, lse / LN2, grad, None, forward, joint, mask, scale, _options(options), tuple(reads), tuple(reads)
     )
-    return dq, dk, dv
+    return dq, dk, dv, *(captured[i] for i in sorted(learned))
+
+
+def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
+    """Elements of a table inside of a score_mod, with the gradient that kernels of flex_attention add up."""
+    return mod_index(table, indices)
 
 
 def _mask(q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: Mod) -> tuple[Any, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +34,16 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Is one of torch.func's transforms at work?"""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Autograd records inside, also in the body of an operator below it, and below a mode of torch_dispatch."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 is_batch = torch._C._functorch.is_legacy_batchedtensor  # of gradients: is_grads_batched has a vmap of its own

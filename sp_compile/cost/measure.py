@@ -171,7 +171,7 @@ def _attention(device: torch.device) -> Measurement:
 
     def call(length: int) -> Callable[[], object]:
         q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), whole(length)
-        args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], rows, rows, 1, "")
+        args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
         return lambda: args.attend(q, q, q, rows)
 
     def point(length: int, seconds: float) -> tuple[float, float]:

@@ -116,7 +116,9 @@ class AttentionCall(RankCall):
         given, ranks = self.options, self.ranks
         seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
         weights = given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale
-        shards = ShardArgs(*weights, "", [], given.sinks, *self.frames(), ranks.n, ranks.group, balance=False)
+        shards = ShardArgs(
+            *weights, "", [], [], given.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
+        )
         if torch.compiler.is_compiling():
             _prepare(ranks.group, self.width or 1, self.steps())
         return self.way.run(self, (self.q, self.k, self.v, *shards.flat()))

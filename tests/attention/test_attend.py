@@ -25,14 +25,14 @@ each_predicate = pytest.mark.parametrize("name", PREDICATES)
 def test_arguments_of_the_dataclass() -> None:
     """The schema that programs in caches were made with, and what the dispatcher leaves out of a call."""
     given = "Tensor? mask, Tensor[] rows, Tensor[] cols, Tensor[] pieces, SymInt[] sizes, str predicate, Tensor? seed, "
-    given, scores = given + "float dropout_p, ", "str score, Tensor[] heads, "
+    given, scores = given + "float dropout_p, ", "str score, Tensor[] heads, Tensor[] tables, "
     assert LocalArgs.schema() == (
         f"{given}float scale, {scores}SymInt[] q_span, SymInt[] k_span, int split_heads, str group"
     )
     assert ShardArgs.schema() == (
-        f"{given}float? scale, {scores}Tensor? sinks, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
+        f"{given}float? scale, {scores}Tensor? sinks, bool lse, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
     )
-    arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], whole(8), whole(8), 1, "")
+    arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], whole(8), whole(8), 1, "")
     args, others = LocalArgs.of((*arguments, True))
     assert (args.flat(), others) == (arguments, (True,))
 
@@ -172,7 +172,7 @@ def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
 
 def test_no_keys() -> None:
     q, k, grad = randn(2, 4, 5, 8), randn(2, 2, 0, 8), randn(2, 4, 5, 8)
-    arguments = [None, [], [], [], [], "", None, 0.0, 1.0, "", [], whole(5), whole(0), 1, ""]
+    arguments = [None, [], [], [], [], "", None, 0.0, 1.0, "", [], [], whole(5), whole(0), 1, ""]
     out, lse = sp.attend(q, k, k, *arguments)
     assert not out.any()
     assert (lse == -math.inf).all()
@@ -185,7 +185,24 @@ def test_rows_without_keys_give_no_gradient() -> None:
     """Also when their score of another block is large: no NaN, no inf, exact zeros."""
     q, k, v, grad = (randn(1, 2, 6, 8, seed=i) * 30 for i in range(4))
     cols = [torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.bool)]
-    arguments = [None, [], cols, [], [], "(k <= q) & Ne(col0, 0)", None, 0.0, 5.0, "", [], whole(6), whole(6), 1, ""]
+    arguments = [
+        None,
+        [],
+        cols,
+        [],
+        [],
+        "(k <= q) & Ne(col0, 0)",
+        None,
+        0.0,
+        5.0,
+        "",
+        [],
+        [],
+        whole(6),
+        whole(6),
+        1,
+        "",
+    ]
     out, lse = sp.attend(q, k, v, *arguments)
     assert (lse[:, :, :3] == -math.inf).all()
     dq, dk, dv, _ = sp.attend_backward(grad, q, k, v, out, lse, *arguments, False)

@@ -123,10 +123,12 @@ def test_second_derivatives_are_refused(op: str) -> None:
             y = sp.masked_attention(x, x, x, [], [], [], "k <= q", 0.0, None, False)
         elif op == "ring":
             y = sp.ring_attention(
-                x, x, x, None, [], [], [], [], "", None, 0.0, None, "", [], None, *frames, 2, "travel"
+                x, x, x, None, [], [], [], [], "", None, 0.0, None, "", [], [], None, False, *frames, 2, "travel"
             )
         else:
-            y = sp.gathered_attention(x, x, x, None, [], [], [], [], "", None, 0.0, None, "", [], None, *frames)
+            y = sp.gathered_attention(
+                x, x, x, None, [], [], [], [], "", None, 0.0, None, "", [], [], None, False, *frames
+            )
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()

@@ -50,7 +50,7 @@ x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
-ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 4, travel)
+ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], [], None, False, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 4, travel)
 return (ring_attention_default,)""",
         )
 
@@ -65,7 +65,7 @@ x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
-ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], (k <= q) & (-k + q < 3), None, 0.0, None, , [], None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
+ring_attention_default: [1, 4, 16, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], (k <= q) & (-k + q < 3), None, 0.0, None, , [], [], None, False, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
 return (ring_attention_default,)""",
         )
 
@@ -79,7 +79,7 @@ x: [1, 13, 16] = placeholder
 mul: [1, 13, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 13, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 13, 4] = aten.transpose.int(unflatten, 1, 2)
-ring_attention_default: [1, 4, 13, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], None, [1, 13, 0, 13, 2], [1, 13, 0, 13, 2], 4, sim, False, 4, travel)
+ring_attention_default: [1, 4, 13, 4] = sp.ring_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], [], None, False, [1, 13, 0, 13, 2], [1, 13, 0, 13, 2], 4, sim, False, 4, travel)
 return (ring_attention_default,)""",
         )
 
@@ -93,7 +93,7 @@ x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
-hybrid_attention_default: [1, 4, 16, 4] = sp.hybrid_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
+hybrid_attention_default: [1, 4, 16, 4] = sp.hybrid_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], [], None, False, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False, 2, travel)
 return (hybrid_attention_default,)""",
         )
 
@@ -107,7 +107,7 @@ x: [1, 16, 16] = placeholder
 mul: [1, 16, 16] = aten.mul.Tensor(x, 2)
 unflatten: [1, 16, 4, 4] = aten.unflatten.int(mul, -1, [4, 4])
 transpose: [1, 4, 16, 4] = aten.transpose.int(unflatten, 1, 2)
-gathered_attention_default: [1, 4, 16, 4] = sp.gathered_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], None, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False)
+gathered_attention_default: [1, 4, 16, 4] = sp.gathered_attention(transpose, transpose, transpose, None, [], [], [], [], k <= q, None, 0.0, None, , [], [], None, False, [1, 16, 0, 16], [1, 16, 0, 16], 4, sim, False)
 return (gathered_attention_default,)""",
         )
 

@@ -69,7 +69,7 @@ def test_packed_documents_by_their_positions() -> None:
     q, total = torch.randn(1, 2, sum(lengths), 8), sum(n * (n + 1) // 2 for n in lengths)
     predicate, vectors = "Eq(row0, col0) & (col1 <= row1)", [document, position]
     span = whole(sum(lengths))
-    arguments = (None, vectors, vectors, [], [], predicate, None, 0.0, 0.3, "", [], span, span, 1, "")
+    arguments = (None, vectors, vectors, [], [], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * 2 * total * 16}
 
 

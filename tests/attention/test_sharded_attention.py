@@ -130,7 +130,7 @@ def check(
         shared = sp.reduce_grad(mine[3:], "reduce", n, GROUP) if mine[3:] else []
         logits = shared.pop(0) if with_sinks else None
         bias = shared.pop(0) if given is not None else None
-        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [], logits)
+        scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [], [], logits, False)
         out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
         out = sp.unshard(out, 2, frames[0], n, GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]

@@ -97,7 +97,7 @@ def test_attention_of_a_rank_takes_what_is_predicted(
     from peak_memory import peak_activation_bytes
 
     where = whole(rows)
-    args = LocalArgs(None, [], [], [], [], "k <= q", None, 0.0, 0.25, "", [], where, where, 1, "").flat()
+    args = LocalArgs(None, [], [], [], [], "k <= q", None, 0.0, 0.25, "", [], [], where, where, 1, "").flat()
     sizes = [heads, key_heads, key_heads, heads]
     q, k, v, grad = (torch.randn(1, rows, h, width).to(dtype).transpose(1, 2) for h in sizes)
     out, lse = sp.attend(q, k, v, *args)

@@ -57,7 +57,7 @@ def pairs_by_kernel(predicate: str, score: str, head_dim: int) -> Counter[str]:
             q, k = (
                 borrow(torch.zeros((), dtype=torch.bfloat16).expand(2, n, TOKENS // RANKS, head_dim)) for n in (4, 2)
             )
-            given = [None, there[:2], there[2:], tables, [700], predicate, None, 0.0, 1.0, score, heads]
+            given = [None, there[:2], there[2:], tables, [700], predicate, None, 0.0, 1.0, score, heads, []]
             args, _ = LocalArgs.of([*given, spans[0], span, 1, GROUP])
             with Watch(), torch.no_grad():
                 for strip in _strips(q, k, CallMask.of(q, k, args), mask_grad=False):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 SOFT_CAP, SLOPES = "50.0*tanh(s/50.0)", "30.0*tanh((s + head0*(k - q))/30.0)"
 CAUSAL, DOCUMENTS, PREFIX = "k <= q", "(k <= q) & Eq(row0, col0)", "(k <= q) | (k < n0)"
+LEARNED = "t0 = aten.sub.Tensor(q, k); t1 = aten.index.Tensor(table0, [t0, head0]); aten.add.Tensor(s, t1)"
+"""A bias of a distance and a head, whose table is learned: `lowering/masks/program.py`."""
 ROWS = 4096
 slow = pytest.mark.slow
 
@@ -28,8 +30,9 @@ def pairs_of(predicate: str, score: str, rows: int) -> Any:
     pieces = tuple(Pieces.of(table) for table in torch.ops.sp.pieces([documents] * len(vectors)))
     here = rows_of(whole(rows), rows, 0)
     found = plan(predicate, here, here, tuple(sizes.values()), pieces[:1], pieces[1:])
-    heads = [torch.ones(8)] if "head0" in score else []
-    return Pairs(found, here, here, predicate, score, vectors, sizes, heads, None)
+    tables = [torch.ones(rows, 8)] if score == LEARNED else []
+    heads = [torch.arange(8) if tables else torch.ones(8)] if "head0" in score else []
+    return Pairs(found, here, here, predicate, score, vectors, sizes, heads, tables, None)
 
 
 def compiled(
@@ -50,7 +53,9 @@ def compiled(
 
     def no_run(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Any:
         inductor(graph, fakes)
-        return lambda xs: [None] * (3 if back else 2)
+        return lambda xs: [None] * (3 if back else 2) + [torch.zeros(()) for _ in totals]
+
+    totals = {"table0": torch.zeros(())} if back and score == LEARNED else {}
 
     def call() -> None:
         for rows in lengths:
@@ -58,7 +63,7 @@ def compiled(
             k, v = (torch.empty(1, 2, rows, head_dim, dtype=dtype) for _ in range(2))
             pairs = pairs_of(predicate, score, rows)
             if back:
-                calls.backward(grad, q, k, v, out, torch.empty(1, 8, rows), pairs, head_dim**-0.5)
+                calls.backward(grad, q, k, v, out, torch.empty(1, 8, rows), pairs, head_dim**-0.5, totals)
             else:
                 calls.forward(q, k, v, pairs, head_dim**-0.5)
 
@@ -80,6 +85,7 @@ def compiled(
             for texts, dtype in [
                 ((DOCUMENTS, SLOPES), torch.bfloat16),
                 ((CAUSAL, SOFT_CAP), torch.bfloat16),
+                ((CAUSAL, LEARNED), torch.bfloat16),
                 ((PREFIX, ""), torch.float16),
             ]
             for head_dim in (64, 96, 128, 192, 256)
@@ -88,9 +94,10 @@ def compiled(
     ],
 )
 def test_no_spills(gpu: AbsentGpu, predicate: str, score: str, head_dim: int, dtype: torch.dtype, back: bool) -> None:
-    """One kernel of the template, and small ones: log-sum-exps; what each row's gradient and result have in common."""
+    """One kernel of the template, and small ones: log-sum-exps; what each row's gradient and result have in common; zeros
+    to which it adds the gradients of a table."""
     found = gpu.run(compiled, predicate, score, head_dim, dtype, back)
-    assert len(found) == (3 if back else 2)
+    assert len(found) == (3 + (score == LEARNED) if back else 2)
     (fused,) = (launch for launch in found if "tem" in launch.kernel)
     assert max(fused.loads) == 128
     assert all(launch.spills == 0 for launch in found), found

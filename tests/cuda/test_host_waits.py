@@ -40,7 +40,7 @@ def attend(
     place: Callable[[Tensor], Tensor] = borrow if on_gpu else lambda x: x
     numbers = [documents(count, rows, spread) for _ in range(vectors)]
     tables, named = torch.ops.sp.pieces(numbers) * 2, [place(x) for x in numbers]
-    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], span, span, 1, GROUP
+    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], [], span, span, 1, GROUP
     q, k, v, grad = map(place, (q, k, v, grad))
     with Watch() as watch, torch.no_grad():
         out, lse = bodies.attend(q, k, v, *args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scale: float) -> tupl
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError."""
-    dq, dk, dv = _call(_backward, [q, k, v, grad, out, lse], pairs, scale)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, scale: float,
+    totals: Mapping[str, Tensor] = {},
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError.
+
+    totals: where gradients of the score's tables are added, by their names.
+    """
+    dq, dk, dv, *learned = _call(_backward, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
+    for total, found in zip(totals.values(), learned, strict=True):
+        total.add_(found)
     return dq, dk, dv
 
 
@@ -77,27 +83,34 @@ def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     return found | {"fwd_num_warps": warps, "bwd_num_warps": 8, "bwd_num_stages": back[2]}
 
 
-def _forward(told: PairFunctions, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+def _forward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor) -> tuple[Tensor, ...]:
     found, reads = Tables(*xs[3:11]), xs[11:]
     q, k, v = xs[:3]
     fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
     return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
 
 
-def _backward(told: PairFunctions, tile: int, scale: float, *xs: Tensor) -> tuple[Tensor, ...]:
+def _backward(
+    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+) -> tuple[Tensor, ...]:
     (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
     fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
-    return flex_backward(grad, q, k, v, out, lse, told.scored, told.attends, found, tile, scale, fitting, reads)
+    places = [told.names.index(name) for name in learned]
+    given = told.scored, told.attends, found, tile, scale, fitting, reads, places
+    return flex_backward(grad, q, k, v, out, lse, *given)
 
 
-def _call(fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: float) -> Sequence[Tensor]:
+def _call(
+    fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: float, learned: tuple[str, ...] = ()
+) -> Sequence[Tensor]:
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
     told, reads = asked(pairs, queries, keys, q.device)
     ask = told.data is not None and not told.data[1]
     found, tile = tables(pairs.plan, queries, keys, ask, q.device), tile_of(queries, keys)
     lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_lengths_of(name, told) for name in told.names]
-    return _program(partial(fn, told, tile, scale), (fn, told, tile, scale), [*operands, *found, *reads], lengths)
+    of = told, tile, scale, learned
+    return _program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
 
 
 def _lengths_of(name: str, told: PairFunctions) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sp_compile._compat import flex_lookup
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
 from sp_compile.lowering.masks.blocks import BlockPlan
@@ -28,7 +29,8 @@ class Pairs(NamedTuple):
     """What is said of all queries and keys of a call.
 
     plan: blocks of the pairs that attend. vectors: row<i> and col<i>, whole: int or bool (B | 1, S). sizes: n<i>.
-    heads: vectors of the score, (H,). data: None, or a mask, bool or additive (B | 1, H | 1, Q | 1, whole keys | 1).
+    heads: vectors of the score, (H,). tables: what it looks up. data: None, or a mask, bool or additive (B | 1, H | 1,
+    Q | 1, whole keys | 1).
     """
 
     plan: BlockPlan
@@ -39,6 +41,7 @@ class Pairs(NamedTuple):
     vectors: dict[str, Tensor]
     sizes: dict[str, int]
     heads: list[Tensor]
+    tables: list[Tensor]
     data: Tensor | None
 
 
@@ -72,12 +75,21 @@ class PairFunctions:
         given = self._given(reads)
         s = s if s.dtype == torch.float64 else s.to(torch.float32)
         if self.score:
-            values = {name: _at(given[name], h) for name in self.names if name.startswith("head")}
-            values |= {"q": _at(given["q"], m), "k": _at(given["k"], n)}
-            s = scores.evaluate(self.score, s, values, {"tanh": _tanh})
+            # Padding, whose place is -1, is looked up as what is first: what comes of it is not read.
+            q, k = _at(given["q"], m).clamp(min=0), _at(given["k"], n).clamp(min=0)
+            values = {name: self._read(name, given, b, h, q, k) for name in scores.symbols_in(self.score)}
+            s = scores.evaluate(self.score, s, values, {"tanh": _tanh}, flex_lookup)
         if self.data and self.data[1]:
             s = s + self._datum(given, b, h, m, _at(given["k"], n)).to(s.dtype)
         return s
+
+    def _read(self, name: str, given: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """A symbol of the score for one pair; a table as a whole."""
+        if name.startswith("head"):
+            return _at(given[name], h)
+        if name.startswith("table"):
+            return given[name]
+        return b if name == "b" else _value(name, given, b, q, k)
 
     def _given(self, reads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return dict(zip(self.names, reads, strict=True))
@@ -94,7 +106,8 @@ def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[
     ends = [segment.first + segment.length for rows in (pairs.q_rows, pairs.k_rows) for segment in rows]
     dtype = torch.int32 if max([*numbers, *ends], default=0) < SMALL_INDEX else torch.int64
     reads = {"q": _places(pairs.q_rows, queries, dtype, device), "k": _places(pairs.k_rows, keys, dtype, device)}
-    for name in sorted(language.symbols(pairs.predicate) - {"q", "k"}):
+    of_texts = language.symbols(pairs.predicate) | (scores.symbols_in(pairs.score) & pairs.vectors.keys())
+    for name in sorted(of_texts - {"q", "k"}):
         if name in pairs.sizes:
             reads[name] = _number(pairs.sizes[name], dtype, device)
         else:
@@ -102,6 +115,7 @@ def asked(pairs: Pairs, queries: int, keys: int, device: torch.device) -> tuple[
             reads[name] = vector[0] if vector.shape[0] == 1 else vector
     if pairs.score:
         reads |= {f"head{i}": x for i, x in enumerate(pairs.heads)}
+        reads |= {f"table{i}": x for i, x in enumerate(pairs.tables)}
     data = None
     if pairs.data is not None:
         dims = [dim for dim, extent in enumerate(pairs.data.shape) if extent > 1]

@@ -6,9 +6,11 @@
 
 The mask_mod is written over all indices at once, as vmap would run it, and read as any other mask that is computed.
 What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
-kernel_options choose kernels of torch's, and say nothing here. Bytes moved: none. Leaves alone, as torch's op, which
-runs on whole q, k and v: masks that are no predicate (`masks.py`), score_mods that no text says (`score_mods.py`),
-log-sum-exps that are read for more than sinks (`renormalised.py`), and block tables without a mask_mod.
+kernel_options choose kernels of torch's, and say nothing here. A score_mod is a text about scores (`score_mods.py`);
+of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
+of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions
+that look at more than one pair, greatest scores that are read, and block tables without a mask_mod. What a
+log-sum-exp is read for may be sinks (`renormalised.py`); else it comes behind each row of the result.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
-from .masks import Mask, Masks, same_in_front, understood
+from .masks import Mask, Masks, all_of, of_all_heads, same_in_front, understood
+from .programs import ScoreText, conditions_of, program_text
 from .renormalised import SinkAttention, renormalised
 from .score_mods import score_text
 
@@ -61,7 +64,7 @@ class FlexAttention(Masks):
         try:
             why = self._why_not(node)
             if why is None:
-                self._attention(node, self._mask(node), *score_text(_body(node.args[3]), node.args[7]))
+                self._attention(node, *self._conditions(node))
         except (NotSymbolic, SpError) as error:
             why = str(error)
         if why is not None:
@@ -73,52 +76,96 @@ class FlexAttention(Masks):
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [sizes(x.shape) for x in values]
-        if set(results_read(node)) != {0} and _sunk(node) is None:
-            return "its log-sum-exp or its greatest scores are read"
+        if 2 in results_read(node):
+            return "its greatest scores are read"
         if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
         if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
             return "its BlockMask has no mask_mod but tables, which no predicate says"
         return None
 
-    def _attention(self, node: Node, mask: Mask, score: str, heads: list[Node]) -> None:
+    def _conditions(self, node: Node) -> tuple[Mask, list[GraphModule]]:
+        """What predicates say of the mask_mod, and the conditions that none says."""
+        body, found, others = _body(node.args[4][-1]), list[Mask](), list[GraphModule]()
+        try:
+            return self._mask(node, body), []
+        except NotSymbolic:
+            pass
+        for one in conditions_of(body):
+            try:
+                found.append(self._mask(node, one))
+            except NotSymbolic:
+                others.append(one)
+        return all_of(found, _scores_of(node)), others
+
+    def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreText:
+        """What becomes of a score, which is -inf where a condition does not hold. Raises NotSymbolic or SpError."""
+        body, reads = _body(node.args[3]), node.args[7]
+        if not conditions:
+            try:
+                return ScoreText(*score_text(body, reads))
+            except NotSymbolic:
+                pass
+        return program_text(body, reads, conditions, node.args[8], self, node)
+
+    def _attention(self, node: Node, mask: Mask, conditions: list[GraphModule]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
         sunk, results = _sunk(node), results_read(node)
-        out = results[0] if sunk is None else sunk.result
         queries, keys = (shape_of(x)[1] for x in (q, k))
         options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
         with self.graph.inserting_before(node):
+            score = self._score(node, conditions)
             every = [self.sizes(queries)]
-            heads = [x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in heads]
-            if sunk is None:
-                target, args = aten.scaled_dot_product_attention.default, (q, k, v, None)
+            heads = [
+                x if x.meta["val"].ndim else self.compute(aten.expand.default, (x, every), node) for x in score.heads
+            ]
+        masked = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
+        with self.graph.inserting_before(node if sunk is None else sunk.result):
+            if sunk is not None:
+                fresh = self.compute(*masked, node, {"sinks": sunk.sinks.vector(self, node)})
+                read = {sunk.result: fresh}
+            elif 1 in results:
+                fresh = self.compute(*masked, node, {"lse": True})
+                read = self._with_lse(fresh, results, node)
             else:
-                target, args = torch.ops.sp.masked_attention.default, (q, k, v, [], [], [], "", 0.0, *options.values())
-        with self.graph.inserting_before(node if sunk is None else out):
-            given = options if sunk is None else {"sinks": sunk.sinks.vector(self, node)}
-            fresh = self.emit(target, args, out.meta["val"], node, given)
-        out.replace_all_uses_with(fresh)
+                fresh = self.compute(aten.scaled_dot_product_attention.default, (q, k, v, None), node, options)
+                read = {results[0]: fresh}
+        for out, found in read.items():
+            found.meta["val"] = out.meta["val"]
+            out.replace_all_uses_with(found)
         try:
-            self.say(fresh, mask, score, heads)
+            self.say(fresh, mask, score.text, heads, score.tables)
         except (NotSymbolic, SpError):
-            fresh.replace_all_uses_with(out)
-            self.drop(fresh, *heads)
+            for out, found in read.items():
+                found.replace_all_uses_with(out)
+            self.drop(*(x for x in read.values() if x is not fresh))
+            self.erase([fresh])
+            self.drop(*heads, *score.tables)
             raise
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 
-    def _mask(self, node: Node) -> Mask:
-        """What the mask_mod says of all indices. Raises NotSymbolic or SpError."""
-        q, k, _, _, block_mask, *_, reads = node.args
-        shape = (*shape_of(q)[:3], shape_of(k)[2])
-        body = _body(block_mask[-1])
+    def _with_lse(self, both: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
+        """For each result that is read what stands for it, of rows with their log-sum-exps; torch's are in base 2."""
+        found: dict[Node, Node] = {}
+        width, dim = shape_of(node.args[2])[3], both.meta["val"].ndim - 1
+        if 0 in results:
+            out = self.compute(aten.slice.Tensor, (both, dim, 0, self.sizes(width)), node)
+            found[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
+        lse = self.compute(aten.select.int, (both, dim, self.sizes(width)), node)
+        found[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
+        return found
+
+    def _mask(self, node: Node, body: GraphModule) -> Mask:
+        """What a mask_mod, or a part of one, says of all indices. Raises NotSymbolic or SpError."""
+        shape, reads = _scores_of(node), node.args[8]
 
         def read() -> Mask:
             with self.graph.inserting_before(node):
                 indices = [self._indices(length, node) for length in shape]
                 allowed = self._over_all(body, [*indices, *reads], node)
             self.written += [allowed, *indices]
-            return understood(allowed, shape)
+            return of_all_heads(understood(allowed, shape))
 
         return self.once((body.code, *reads, shape), read)
 
@@ -147,6 +194,12 @@ def _sunk(node: Node) -> SinkAttention | None:
         return None
     found = renormalised(results[0], natural)
     return None if found is None else replace(found, chain=(results[1], *found.chain))
+
+
+def _scores_of(node: Node) -> tuple[Size, ...]:
+    """(B, H, Q, K)."""
+    q, k = node.args[:2]
+    return (*shape_of(q)[:3], shape_of(k)[2])
 
 
 def _body(ref: Node) -> GraphModule:

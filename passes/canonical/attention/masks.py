@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import sympy
 import torch
+from sympy import And
 from sympy.core.function import AppliedUndef
 from torch.fx import Graph, GraphModule, Node
 
@@ -110,6 +111,20 @@ def _checked(positions: Positions, allowed: Boolean, finite: bool, settled: bool
         raise NotSymbolic("it differs between heads or batches")
     if finite and not settled and not always_attends(mask):
         raise NotSymbolic("its fills are finite, and no query provably attends to some key")
+    return mask
+
+
+def all_of(masks: Sequence[Mask], shape: tuple[Size, ...]) -> Mask:
+    """Where all masks of scores of `shape`, (B, H, Q, K), allow it; everywhere if there is none."""
+    positions = Positions(Box(extent := dict(zip(INDICES, shape))), extent)
+    positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
+    return _checked(positions, And(*(mask.allowed for mask in masks)), False, False)
+
+
+def of_all_heads(mask: Mask) -> Mask:
+    """The mask. Raises NotSymbolic if a predicate would need the number of a head or a batch entry."""
+    if MaskForm().spell(mask.allowed).free_symbols & {BATCH, HEAD}:
+        raise NotSymbolic("what it asks of its data differs between heads or batches")
     return mask
 
 
@@ -230,16 +245,23 @@ class Masks(base.Spelling):
             return flat
         return self.compute(aten.expand.default, (flat, [self.sizes(count)]), like)
 
-    def say(self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = ()) -> None:
+    def say(
+        self, node: Node, mask: Mask, score: str = "", heads: Sequence[Node] = (), tables: Sequence[Node] = ()
+    ) -> None:
         """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
 
-        score, heads: what becomes of its scores, and what that reads (`lowering/masks/score.py`), if it does not say.
+        score, heads, tables: what becomes of its scores, and what that reads (`lowering/masks/score.py`), if it does
+        not say.
         """
         call = Call(node)
         score, heads = score or call.get("score") or "", heads or call.get("heads") or []
         scores: dict[str, Any] = {"score": score, "heads": list(heads)} if score else {}
+        if tables:
+            scores["tables"] = list(tables)
         if call.get("sinks") is not None:
             scores["sinks"] = call["sinks"]
+        if call.get("lse"):
+            scores["lse"] = True
         # torch's own causal kernel returns NaN for a scale that is not positive.
         kernel = mask.allowed == CAUSAL and (call["scale"] is None or call["scale"] > 0)
         if (mask.allowed == sympy.true or kernel) and not scores:

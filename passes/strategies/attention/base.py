@@ -21,6 +21,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
+from sp_compile.lowering.masks.program import has_fills, is_program
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
@@ -155,13 +156,14 @@ class ShardedAttention(AttentionPass):
         return self.reshaped(x, (product(batch), *tail), node)
 
     def _scores(self, call: Call, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, sinks."""
+        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse."""
         predicate, mask = predicate_of(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
             mask = self._mask(mask, batch, node)
         score, heads = call.get("score") or "", call.get("heads") or []
-        return mask, *lookups, predicate or "", None, call["dropout_p"], call["scale"], score, heads, call.get("sinks")
+        scores = None, call["dropout_p"], call["scale"], score, heads, call.get("tables") or []
+        return mask, *lookups, predicate or "", *scores, call.get("sinks"), bool(call.get("lse"))
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
         """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""
@@ -187,11 +189,14 @@ def heads_broadcast(call: Call) -> bool:
 
 
 def may_hold_fills(call: Call) -> bool:
-    """Is there a mask of floats that may be large and finite?"""
-    mask = call.get("attn_mask")
-    if mask is None or not mask.meta["val"].is_floating_point() or keeps_no_weight(call):
+    """Is there a mask of floats that may be large and finite, or does a program add such numbers to scores?"""
+    mask, score = call.get("attn_mask"), call.get("score") or ""
+    added = [x for x in (mask, *(call.get("tables") or ())) if x is not None and x.meta["val"].is_floating_point()]
+    if keeps_no_weight(call):
         return False
-    return mask in filling_nodes(mask.graph.owning_module)
+    if is_program(score) and has_fills(score):
+        return True
+    return bool(added) and not filling_nodes(call.node.graph.owning_module).isdisjoint(added)
 
 
 def sequence_shard(plan: Plan, call: Call, operand: int) -> Shard | None:

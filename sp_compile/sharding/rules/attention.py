@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering.attention.args import SEQUENCE
 from sp_compile.sharding.attention import ATTENTION, reads_position
@@ -16,11 +16,12 @@ from .exchanges import frame_of
 @rule_of(*ATTENTION)
 def _attention(call: Call) -> Factors:
     """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" if the mask reads positions.
+    With log-sum-exps the last dim of the result is none of an operand's.
 
     Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
     long as the ranks divide both. What the predicate of sp::masked_attention looks up are vectors, "b row0, b col0",
     which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one. What its
-    score reads by the query's head is "h", and so are sinks.
+    score reads by the query's head is "h", and so are sinks. Tables of a score are read whole.
     """
     leading, extent = _leading(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
@@ -29,11 +30,14 @@ def _attention(call: Call) -> Factors:
     masks += [("h",) for _ in call.get("heads") or ()]
     masks += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
     masks += [("h",)] if call.get("sinks") is not None else []
+    shapes = [shape_of(x) for x in call.get("tables") or ()]
+    masks += [tuple(f"table{i}.{d}" for d in range(len(shape))) for i, shape in enumerate(shapes)]
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
     operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
-    kinds = {"k": "attend", "d": "whole"} | ({"q": "attend"} if reads_position(call) else {}) | whole
-    return Factors(operands, ((*leading, "q", "e"),), kinds, masks=tuple(range(3, max(4, len(operands)))))
+    wide, lost = ("out", {"e": "whole"}) if call.get("lse") else ("e", dict[str, str]())
+    kinds = {"k": "attend", "d": "whole"} | lost | ({"q": "attend"} if reads_position(call) else {}) | whole
+    return Factors(operands, ((*leading, "q", wide),), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
 def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
@@ -54,9 +58,10 @@ def sharded_attention(call: Call) -> Factors:
     if len(call["k_frame"]):
         keys = Shard(SEQUENCE, frame_of(call, "k_frame")[0])
     others = call.operands[3:]
-    learned = [x for x in (call["mask"], call["sinks"]) if x is not None]
+    learned = [x for x in (call["mask"], call["sinks"], *call["tables"]) if x is not None]
     placed = (queries, keys, keys, *(Replicate(partial_grad=any(x is y for y in learned)) for x in others))
     named: tuple[Dims, ...] = (("b", "h", "q", "d"), ("b", "g", "k", "d"), ("b", "g", "k", "e"))
     rest = tuple(tuple(f"{i}.{d}" for d in range(call.ndim(i))) for i in range(3, len(call.operands)))
-    lost = {f: "whole" for dims in (("g", "k", "d"), *rest) for f in dims}
-    return Factors((*named, *rest), (("b", "h", "q", "e"),), lost, wants=placed, gives=queries)
+    wide, more = ("out", ("e",)) if call["lse"] else ("e", ())
+    lost = {f: "whole" for dims in (("g", "k", "d", *more), *rest) for f in dims}
+    return Factors((*named, *rest), (("b", "h", "q", wide),), lost, wants=placed, gives=queries)

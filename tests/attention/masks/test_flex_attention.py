@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
 import pytest
 import torch
+from support.attention.flexible import DOCUMENTS, LENGTH, WAYS, backward_on_a_cpu, canonical, causal, qkv  # noqa: F401
 from support.attention.fused import fused_here
-from support.capturing import Backend, simulating
+from support.capturing import simulating
 from support.golden import show
 from support.models import Decoder, check, floats, rotated, seeded, tokens
 from torch import Tensor, nn
@@ -22,26 +23,12 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import sp_compile
-from sp_compile._compat import flex_on_any_device
 from sp_compile.graph.call import Call
-from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 
-LENGTH = 13
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-DOCUMENTS = torch.stack([torch.arange(LENGTH) // 4, torch.arange(LENGTH) // 7])
 PADDING = torch.arange(LENGTH) < torch.tensor([[LENGTH - 3], [LENGTH]])
 CAUSAL = "k <= q"
-
-
-@pytest.fixture(autouse=True)
-def backward_on_a_cpu() -> Iterator[None]:
-    with flex_on_any_device():
-        yield
-
-
-def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
 
 
 def within(documents: Tensor) -> MaskMod:
@@ -85,21 +72,6 @@ def _attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def inputs(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
     return tokens(length), DOCUMENTS[:, :length], PADDING[:, :length]
-
-
-def canonical(function: Callable[..., Tensor], *args: Any, dynamic: bool = False) -> tuple[Any, list[Any]]:
-    """The canonical graph of a function, and the notes of the passes."""
-    torch._dynamo.reset()
-    backend = Backend(lambda graph, given: graph.forward)
-    torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-    (graph,) = backend.graphs
-    passes = Canonicalize()
-    passes(graph)
-    return graph, passes.notes
-
-
-def qkv(length: int = LENGTH) -> Tensor:
-    return torch.randn(3, 2, 4, length, 8, dtype=torch.float64)
 
 
 @pytest.mark.sampled(every=3)
@@ -209,24 +181,14 @@ return (masked_attention_default,)""",
 
 STAYS: dict[str, tuple[Callable[..., Any], str]] = {
     "a score_mod": (
-        lambda x, c: flex_attention(*x, score_mod=lambda s, b, h, q, k: s.sin()),
-        "its score_mod has aten.sin.default",
+        lambda x, c: flex_attention(*x, score_mod=lambda s, b, h, q, k: s + c[q].sum()),
+        "it has aten.sum.default, which is nothing that a pair has by itself",
     ),
-    "its log-sum-exp": (
-        lambda x, c: flex_attention(*x, return_aux=torch_flex.AuxRequest(lse=True))[1].lse,
-        "its log-sum-exp or its greatest scores are read",
-    ),
-    "heads that differ": (
+    "a row of pairs": (
         lambda x, c: flex_attention(
-            *x, block_mask=create_block_mask(lambda b, h, q, k: q >= k + h, 2, 4, 13, 13, "cpu")
+            *x, block_mask=create_block_mask(lambda b, h, q, k: (c[q] * c[k]).sum() > 0, 2, None, 13, 13, "cpu")
         ),
-        "it differs between heads or batches",
-    ),
-    "a table of pairs": (
-        lambda x, c: flex_attention(
-            *x, block_mask=create_block_mask(lambda b, h, q, k: c[q, k] > 0, 2, None, 13, 13, "cpu")
-        ),
-        "belongs to a query and a key at once",
+        "which is nothing that a pair has by itself",
     ),
     "blocks alone": (
         lambda x, c: flex_attention(
@@ -254,10 +216,25 @@ def test_what_stays_is_said(name: str) -> None:
 
 def test_what_stays_is_right() -> None:
     """On whole q, k and v, as before."""
-    model = seeded(lambda: Model("causal", return_aux=torch_flex.AuxRequest(lse=True)))
-    report = check(model, *inputs(), sp=2)
-    assert any("log-sum-exp" in note.why for note in report.notes)
+    table = torch.rand(LENGTH, 3)
+
+    def attend(model: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + (table[m] * table[n]).sum(), enable_gqa=True)
+
+    def make() -> Model:
+        model = Model("causal")
+        model.attend = attend
+        return model
+
+    report = check(seeded(make), *inputs(), sp=2)
+    assert any("nothing that a pair has by itself" in note.why for note in report.notes)
     assert report.fallbacks
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+def test_log_sum_exps(strategy: str) -> None:
+    run("documents", strategy, 2, return_aux=torch_flex.AuxRequest(lse=True))
 
 
 def run(
@@ -279,6 +256,16 @@ def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
 
 
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_scores_of_dealt_positions(strategy: str) -> None:
+    """A slope counts places of the program's order, not of that in which ranks hold them."""
+    report = check(
+        seeded(lambda: Model("documents", score_mod="ALiBi")), *inputs(), sp=3, attention=strategy, layout="balanced"
+    )
+    assert not report.fallbacks
+
+
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize(("mask", "score_mod"), [("documents", "both"), ("prefix", "soft-cap")])
@@ -289,13 +276,8 @@ def test_the_fused_kernel_equals_one_device(mask: str, score_mod: str, strategy:
     assert len(programs.made) >= 2
 
 
-WAYS = [(s, n) for s in ("ulysses", "ring", "hybrid", "gather", "auto") for n in (1, 2, 3, 4)]
-UNFIT = [("ulysses", 3), ("hybrid", 2), ("hybrid", 3)]
-"""Three ranks do not divide four heads, and two make no neighbourhoods."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
+@pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_all(mask: str, strategy: str, ranks: int) -> None:
     run(mask, strategy, ranks)
@@ -303,7 +285,7 @@ def test_all(mask: str, strategy: str, ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
+@pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 @pytest.mark.parametrize("score_mod", SCORES)
 def test_all_scores(score_mod: str, strategy: str, ranks: int) -> None:
     run("window", strategy, ranks, score_mod=score_mod)

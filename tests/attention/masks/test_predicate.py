@@ -228,7 +228,7 @@ class Attends(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         span = whole(8)
         texts = "k <= q", None, 0.0, 0.5, "s + k"
-        return torch.ops.sp.attend(q, k, v, None, [], [], [], [], *texts, [], span, span, 1, GROUP)[0]
+        return torch.ops.sp.attend(q, k, v, None, [], [], [], [], *texts, [], [], span, span, 1, GROUP)[0]
 
 
 @pytest.mark.parametrize("text", ["k <= q", "s + k"])

@@ -77,10 +77,12 @@ class Problem:
             "split_heads": 1,
             "score": "",
             "heads": [],
+            "tables": [],
         } | other
         return [
             given["mask"], self.rows, self.cols, [], SIZES, self.predicate, given["seed"], given["dropout_p"],
-            given["scale"], given["score"], given["heads"], q_span, k_span, given["split_heads"], group,
+            given["scale"], given["score"], given["heads"], given["tables"], q_span, k_span,
+            given["split_heads"], group,
         ]  # fmt: skip
 
 

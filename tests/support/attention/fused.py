@@ -27,7 +27,28 @@ class Programs:
 
     def __call__(self, graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:
         self.made.append(fakes)
-        return lambda xs: graph(*xs)
+        learned = learned_inputs(graph)
+
+        # Torch's arithmetic gives the gradients that what it is handed asks for; a kernel those that the graph reads.
+        def run(xs: list[Tensor]) -> Any:
+            leaves = [x.detach() for x in xs]
+            for i in learned:
+                leaves[i].requires_grad_()
+            return graph(*leaves)
+
+        return run
+
+
+def learned_inputs(graph: torch.fx.GraphModule) -> set[int]:
+    """Inputs of a graph, by number, of which a flex_attention in it gives gradients that are read."""
+    inputs = list(graph.graph.find_nodes(op="placeholder"))
+    found = set()
+    op = torch.ops.higher_order.flex_attention_backward
+    for node in graph.graph.find_nodes(op="call_function", target=op):
+        captured = [user for user in node.users if user.args[1] == 3]
+        read = {user.args[1] for one in captured for user in one.users if user.users}
+        found |= {inputs.index(node.args[-2][i]) for i in read}
+    return found
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
 
     def run(body: Body, args: LocalArgs, *given: Any) -> tuple[Tensor, ...]:
         held = args.holding([borrow(x) for x in args.tensors()])
-        held = replace(held, pieces=args.tables())  # of the host
+        held = replace(held, pieces=args.pieces_made())  # of the host
         operands = [borrow(x) for x in given if isinstance(x, Tensor)]
         rest = [x for x in given if not isinstance(x, Tensor)]
         with Watch() as watch:

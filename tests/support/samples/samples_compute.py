@@ -39,6 +39,10 @@ def attention() -> None:
     )
     one(masked, f(2, 8, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4), [], [], [], "k <= q", 0.0, None, True)
     one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, score="tanh(s) + head0/2", heads=[f(6)])
+    program = "t0 = aten.index.Tensor(table0, [head0, k]); aten.add.Tensor(s, t0)"
+    reads = {"score": program, "heads": [torch.arange(6)], "tables": [f(6, 12)]}
+    one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, **reads)
+    one(masked, queries, keys, keys, [], [], [], "", 0.0, None, False, lse=True)
     one(masked, queries, keys, keys, [], [], [], "k <= q", 0.0, None, False, sinks=f(6))
     one(masked, queries, keys, keys, [], [some], [], "Ne(col0, 0)", 0.0, None, False, attn_mask=f(6, 6, 12), sinks=f(6))
 

@@ -1,0 +1,202 @@
+"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/program.py`). For `flex.py`.
+
+    score + table[h, k - q + 12]            t0 = aten.sub.Tensor(k, q); .. aten.add.Tensor(s, t2), and the table
+    (h % 2 == 0) | (q - k < 4), a mask      .. aten.where.ScalarOther(t3, s, -inf)
+
+What depends on neither a pair nor its score is computed outside, once. A head's number is what a vector of heads holds,
+so that whoever has some of the heads has theirs. Leaves alone, and says so: what is not pointwise in one pair, but for
+lookups by all dims of what is looked up; random numbers; floats of Python's that another call may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.errors import SpError
+from sp_compile.graph.call import Call, is_tensor, shape_of
+from sp_compile.graph.edit import Editor
+from sp_compile.graph.sizes import size
+from sp_compile.lowering.masks import program, score
+from sp_compile.lowering.masks.program import Name
+from sp_compile.sharding.matchers import constant_of
+
+from .elements import NotSymbolic
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ScoreText:
+    """What becomes of a score, and what that reads of the outer graph (`lowering/masks/score.py`)."""
+
+    text: str
+    heads: Sequence[Node] = ()
+    tables: Sequence[Node] = ()
+
+
+def program_text(
+    body: GraphModule, reads: Sequence[Any], masks: Sequence[GraphModule], mask_reads: Sequence[Any],
+    editor: Editor, like: Node,
+) -> ScoreText:  # fmt: skip
+    """The program of a score_mod and of conditions, at the editor's insertion point. Raises NotSymbolic.
+
+    body: of the score, b, h, q, k and what it reads. masks: of b, h, q, k and what they read. like: the attention.
+    """
+    writer = _Writer(editor, like)
+    try:
+        found = writer.inlined(body, [Name("s"), *writer.indices, *reads])
+        for mask in masks:
+            allowed = writer.inlined(mask, [*writer.indices, *mask_reads])
+            found = writer.line(aten.where.ScalarOther, [allowed, found, -torch.inf], {})
+        text = writer.result(found)
+        score.check(text)
+    except (NotSymbolic, SpError) as why:
+        editor.drop(*writer.made)
+        raise NotSymbolic(str(why)) from None
+    return ScoreText(text, writer.heads, writer.tables)
+
+
+@dataclass(frozen=True)
+class _LookedUp:
+    """Elements of a tensor of the outer graph: an index for each of its dims, None for those that are still open."""
+
+    table: Node
+    indices: tuple[Any, ...]
+
+
+class _Writer:
+    """Writes bodies of one pair as lines. Values are Names, numbers, nodes of the outer graph and parts of these."""
+
+    def __init__(self, editor: Editor, like: Node) -> None:
+        self.editor, self.like = editor, like
+        self.lines: dict[str, Name] = {}
+        self.made: list[Node] = []
+        self.heads: list[Node] = []
+        self.tables: list[Node] = []
+        self.indices = [Name("b"), Name("head0"), Name("q"), Name("k")]
+
+    def inlined(self, body: GraphModule, operands: Sequence[Any]) -> Any:
+        """The value of a body. Raises NotSymbolic."""
+        env: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+        for node in body.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                env[node] = self._computed(node, env)
+        return self._read(body.graph.output_node().args[0], env)
+
+    def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Name:
+        """The value of a call of elements."""
+        return self._write(program.call_text(op, args, kwargs))
+
+    def _write(self, text: str) -> Name:
+        return self.lines.setdefault(text, Name(f"t{len(self.lines)}"))
+
+    def result(self, value: Any) -> str:
+        """The program that ends with the value."""
+        lines = [f"{name} = {text}" for text, name in self.lines.items() if name != value]
+        last = next((text for text, name in self.lines.items() if name == value), None)
+        return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
+
+    def _computed(self, node: Node, env: dict[Node, Any]) -> Any:
+        held = constant_of(node)
+        if held is not None:
+            return self._write(program.constant(held, node.meta["val"].dtype))
+        if node.op == "get_attr":
+            raise NotSymbolic(f"it makes a tensor, {node.name}")
+        given = [env[x] for x in node.all_input_nodes]
+        if given and all(isinstance(x, Node) for x in given):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            return self._outside(node.target, args, kwargs)
+        if node.target in (aten.index.Tensor, aten.select.int):
+            return self._looked_up(node, env)
+        if not program.is_known(node.target) or node.meta["val"].ndim:
+            raise NotSymbolic(f"it has {node.target}, which is nothing that a pair has by itself")
+        args, kwargs = (self._mapped(x, env) for x in (list(node.args), dict(node.kwargs)))
+        return self.line(node.target, args, {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"})
+
+    def _mapped(self, x: Any, env: dict[Node, Any]) -> Any:
+        if isinstance(x, dict):
+            return {k: self._mapped(v, env) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [self._mapped(y, env) for y in x]
+        return self._read(x, env)
+
+    def _read(self, x: Any, env: dict[Node, Any]) -> Any:
+        """An argument of a line. Raises NotSymbolic."""
+        found = env[x] if isinstance(x, Node) else x
+        if isinstance(found, _LookedUp):
+            if None in found.indices:
+                raise NotSymbolic(f"it reads {found.table.name} by some of its dims")
+            return self.line(aten.index.Tensor, [self._table(found.table), list(found.indices)], {})
+        if isinstance(found, Node):
+            if is_tensor(found) and found.meta["val"].ndim:
+                raise NotSymbolic(f"it reads {found.name} as a whole")
+            return self._table(found)
+        if isinstance(found, Name) and found == "head0" and not self.heads:
+            self.heads.append(self._head_numbers())
+        return found
+
+    def _looked_up(self, node: Node, env: dict[Node, Any]) -> _LookedUp:
+        call = Call(node)
+        of = env[call.operands[0]]
+        if isinstance(of, Node):
+            of = _LookedUp(of, (None,) * len(shape_of(of)))
+        if not isinstance(of, _LookedUp):
+            raise NotSymbolic(f"it looks up {call.operands[0].name}, which it computes for each pair")
+        open_dims = [d for d, index in enumerate(of.indices) if index is None]
+        if node.target is aten.select.int:
+            given: list[Any] = [None] * call.dim() + [self._write(program.constant(call["index"], torch.int64))]
+        else:
+            given = [None if x is None else self._read(x, env) for x in call["indices"]]
+        indices = list(of.indices)
+        for dim, index in zip(open_dims, given):
+            indices[dim] = index
+        return _LookedUp(of.table, tuple(indices))
+
+    def _table(self, x: Node) -> Name:
+        if not is_tensor(x):
+            value = x.meta["val"]
+            if not isinstance(value, int | torch.SymInt):
+                raise NotSymbolic(f"it reads {x.name}, a number that another call may change")
+            kind = {"dtype": torch.int64, "device": self.like.args[0].meta["val"].device}
+            x = self._outside(aten.full.default, ([], self.editor.sizes(size(value))), kind)
+        if x not in self.tables:
+            self.tables.append(x)
+        return Name(f"table{self.tables.index(x)}")
+
+    def _head_numbers(self) -> Node:
+        q = self.like.args[0]
+        kind = {"dtype": torch.int64, "device": q.meta["val"].device}
+        return self._outside(aten.arange.default, (self.editor.sizes(shape_of(q)[1]),), kind)
+
+    def _outside(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """An op of the outer graph."""
+        self.made.append(self.editor.compute(target, args, self.like, kwargs))
+        return self.made[-1]
+
+
+def conditions_of(body: GraphModule) -> list[GraphModule]:
+    """Bodies of the conditions that must all hold for the body's, which is of booleans."""
+    found: list[GraphModule] = []
+    waiting = [body.graph.output_node().args[0]]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and node.target in _BOTH and node.meta["val"].dtype == torch.bool:
+            waiting += reversed(node.args)
+            continue
+        graph = torch.fx.Graph()
+        env: dict[Node, Node] = {}
+        result = graph.graph_copy(body.graph, env)
+        graph.output(env[node] if isinstance(node, Node) else result)
+        for fresh in reversed(list(graph.nodes)):
+            if fresh.op in ("call_function", "get_attr") and not fresh.users:
+                graph.erase_node(fresh)
+        found.append(GraphModule(body, graph))
+    return found
+
+
+_BOTH = {aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}
