@@ -14,6 +14,8 @@ from torch import Tensor
 SOFT_CAP, SLOPES = "50.0*tanh(s/50.0)", "30.0*tanh((s + head0*(k - q))/30.0)"
 CAUSAL, DOCUMENTS, PREFIX = "k <= q", "(k <= q) & Eq(row0, col0)", "(k <= q) | (k < n0)"
 ROWS = 4096
+SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on sm_90."""
 slow = pytest.mark.slow
 
 
@@ -81,6 +83,8 @@ def compiled(
                 ((DOCUMENTS, SLOPES), torch.bfloat16),
                 ((CAUSAL, SOFT_CAP), torch.bfloat16),
                 ((PREFIX, ""), torch.float16),
+                ((DOCUMENTS, SLOPES), torch.float32),
+                ((CAUSAL, SOFT_CAP), torch.float32),
             ]
             for head_dim in (64, 96, 128, 192, 256)
             for back in (False, True)
@@ -94,6 +98,7 @@ def test_no_spills(gpu: AbsentGpu, predicate: str, score: str, head_dim: int, dt
     (fused,) = (launch for launch in found if "tem" in launch.kernel)
     assert max(fused.loads) == 128
     assert all(launch.spills == 0 for launch in found), found
+    assert fused.shared <= SHARED
 
 
 @slow
