@@ -64,7 +64,7 @@ def most_chunks(n: int) -> int:
     return n * max(MOST_CHUNKS, FEW_CHUNKS) + 2
 
 
-class _Chunking(NamedTuple):
+class _EvenChunks(NamedTuple):
     """Each rank's run of rows cut in the same way, so that a rank takes as many of each size as it gives."""
 
     edges: Ints
@@ -90,12 +90,12 @@ def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behin
     front, behind: how many positions at the beginning and at the end keep their place.
     """
 
-    def cut(chunks: int) -> _Chunking:
+    def cut(chunks: int) -> _EvenChunks:
         sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
         edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
         fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
-        return _Chunking(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
+        return _EvenChunks(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
 
     best = contiguous = _dealt(cut(1), length, n)
     coarse = []  # no order of these is even enough
@@ -128,7 +128,7 @@ def _numbers(most: int) -> Iterator[int]:
         number *= 2
 
 
-def _dealt(cut: _Chunking, length: int, n: int) -> ChunkOrder:
+def _dealt(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     owners = _owners(cut, n)
     edges = cut.edges
     order = np.lexsort((edges[:-1], owners))
@@ -140,7 +140,7 @@ def _dealt(cut: _Chunking, length: int, n: int) -> ChunkOrder:
     return ChunkOrder(firsts[kept], lengths[kept], imbalance, imbalance)
 
 
-def _owners(cut: _Chunking, n: int) -> Ints:
+def _owners(cut: _EvenChunks, n: int) -> Ints:
     """Whose each chunk is: by work, each the rank's that has least and still has room for one of its size."""
     works, large, fixed = cut.works, cut.large, cut.fixed
     chunks = len(works) // n
@@ -161,7 +161,7 @@ def _owners(cut: _Chunking, n: int) -> Ints:
     return owners
 
 
-def _exchange(cut: _Chunking, owners: Ints, loads: np.ndarray) -> None:
+def _exchange(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
     """The busiest rank exchanges a chunk for a lighter one of some rank with little work, as long as that helps."""
     enough = EVEN_ENOUGH * loads.mean()
     for _ in range(MOST_EXCHANGES * len(loads)):

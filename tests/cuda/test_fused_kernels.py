@@ -16,6 +16,8 @@ CAUSAL, DOCUMENTS, PREFIX = "k <= q", "(k <= q) & Eq(row0, col0)", "(k <= q) | (
 LEARNED = "t0 = aten.sub.Tensor(q, k); t1 = aten.index.Tensor(table0, [t0, head0]); aten.add.Tensor(s, t1)"
 """A bias of a distance and a head, whose table is learned: `lowering/masks/program.py`."""
 ROWS = 4096
+SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on sm_90."""
 slow = pytest.mark.slow
 
 
@@ -87,6 +89,8 @@ def compiled(
                 ((CAUSAL, SOFT_CAP), torch.bfloat16),
                 ((CAUSAL, LEARNED), torch.bfloat16),
                 ((PREFIX, ""), torch.float16),
+                ((DOCUMENTS, SLOPES), torch.float32),
+                ((CAUSAL, SOFT_CAP), torch.float32),
             ]
             for head_dim in (64, 96, 128, 192, 256)
             for back in (False, True)
@@ -101,6 +105,7 @@ def test_no_spills(gpu: AbsentGpu, predicate: str, score: str, head_dim: int, dt
     (fused,) = (launch for launch in found if "tem" in launch.kernel)
     assert max(fused.loads) == 128
     assert all(launch.spills == 0 for launch in found), found
+    assert fused.shared <= SHARED
 
 
 @slow

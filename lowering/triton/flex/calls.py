@@ -70,17 +70,19 @@ def backward(
 def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and stages that keep a text's values in registers, which torch's own for plain scores do not.
 
-    Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents: no spills, but in float32 above 128.
+    Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not
+    take unless TF32 is allowed, it takes two stages: they hold rows in shared memory that were in registers.
     """
+    wide = head_dim > 128
     if dtype == torch.float32:
-        forward, back = (32, 32, 1), (16, 16, 1)
+        forward, back = (32, 16, 2) if wide else (32, 32, 1), (16, 16, 2)
     else:
         forward = (128, 64, 3) if head_dim <= 128 else (64, 32, 3)
         back = (64, 64, 2) if head_dim <= 64 else (32, 64, 2) if head_dim <= 128 else (32, 32, 1)
     found = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": forward[2]}
     found |= {"bwd_BLOCK_M1": back[0], "bwd_BLOCK_N1": back[1], "bwd_BLOCK_M2": back[1], "bwd_BLOCK_N2": back[0]}
-    warps = 4 if head_dim > 128 and dtype != torch.float32 else 8
-    return found | {"fwd_num_warps": warps, "bwd_num_warps": 8, "bwd_num_stages": back[2]}
+    warps = (8, 4) if dtype == torch.float32 else (4 if wide else 8, 8)
+    return found | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1], "bwd_num_stages": back[2]}
 
 
 def _forward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ USED = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 class Launch:
     """One launch. programs: 0 where nothing is known of them. registers: of a thread; spills: instructions that read or write registers that did not fit.
 
-    loads, stores: bits of global memory that an instruction moves a thread, the distinct ones, ascending.
+    shared: bytes of a program. loads, stores: bits of global memory that an instruction moves a thread, the distinct ones, ascending.
     """
 
     kernel: str
@@ -105,12 +105,13 @@ def _measured(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     used = USED.search(text)
     assert used is not None, text[:500]
-    registers, _, shared = map(int, used.groups())
+    registers, _, static = map(int, used.groups())
     widths: dict[str, set[int]] = {"LDG": set(), "STG": set()}
     for access in ACCESS.finditer(text):
         widths[access[1]].add(_bits(access[0]))
     threads = kernel.metadata.num_warps * 32
     spills = len(LOCAL.findall(text))
+    shared = max(static, kernel.metadata.shared)
     return Launch(name, programs, threads, registers, spills, shared, *(tuple(sorted(w)) for w in widths.values()))
 
 
