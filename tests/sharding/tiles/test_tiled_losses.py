@@ -34,6 +34,7 @@ from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
 from sp_compile.passes.tiles import amount
 from sp_compile.passes.tiles import tiles as tiling
 
+aten = torch.ops.aten
 EXACT = 1e-9
 AGAIN = (with_z, of_mixture, per_sequence, preferred)
 """Losses that do not end in one number of each tile."""
@@ -43,10 +44,13 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
     return sp_compile.verify(Model(loss, **how).double(), *batch(seq), sp=n, tiles=tiles)
 
 
-@pytest.mark.sampled(every=97)
-@pytest.mark.parametrize("seq", [9, 16, 23])
-@pytest.mark.parametrize("tiles", [2, 3, 8])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
+
+
+@pytest.mark.sampled(every=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("tiles", PIECES)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     found = report_of(loss, n, tiles, seq)
@@ -101,6 +105,47 @@ def test_one_body_for_all_tiles() -> None:
     )
     assert few == many
     assert sorted(program_of(local(mean, 1, 3, 64))[1].bodies) == [20, 22]
+
+
+@pytest.mark.parametrize(("loss", "parts"), [(mean, 1), (per_sequence, 2)], ids=["at once", "again"])
+def test_a_compiled_body_is_called_for_each_tile(loss: Loss, parts: int) -> None:
+    """What a step runs of tiles has been through the compiler, once for all tiles; nothing of them runs as it was traced."""
+    made, called = [], []
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if not gm.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default):
+            made.append(gm)
+        return lambda *given: called.append(gm) or gm(*given)
+
+    run = torch.compile(Model(loss), backend="sp", options={"tiles": 4, "compiler": compiler, "cost": {}})
+    for _ in range(2):
+        run(*batch(16)).backward()
+    assert [called.count(gm) for gm in made] == [2 * 4] * parts
+
+
+class Within(Model):
+    """Under autocast by itself."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, weights)
+
+
+@pytest.mark.parametrize(("loss", "model"), [(mean, Within), (per_sequence, Within), (mean, Model)])
+def test_products_of_a_tile_are_those_of_its_autocast(loss: Loss, model: type[Model]) -> None:
+    """Forward and backward multiply in bfloat16."""
+    graphs: list[GraphModule] = []
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm
+
+    run = torch.compile(model(loss), backend="sp", options={"tiles": 2, "compiler": compiler, "cost": {}})
+    with torch.autocast("cpu", torch.bfloat16, enabled=model is Model):
+        run(*batch(16))
+    *tiles, _ = graphs
+    products = [n for gm in tiles for n in gm.graph.find_nodes(op="call_function", target=aten.mm.default)]
+    assert {n.meta["val"].dtype for n in products} == {torch.bfloat16}
 
 
 def test_gradients_of_weights_are_added_as_products() -> None:
@@ -227,20 +272,23 @@ def test_an_embeddings_gradient_is_as_small_without_tiles() -> None:
     assert peaks["by hand"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_half_types(dtype: torch.dtype) -> None:
-    """Weights in half types, or in float32 under autocast: sums over the tiles are no worse than one of all rows."""
-    exact = Model(mean).double()
+@pytest.mark.parametrize(
+    ("dtype", "loss"),
+    [(torch.float32, mean), (torch.bfloat16, mean), (torch.bfloat16, per_sequence), (torch.float16, mean)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_half_types(dtype: torch.dtype, loss: Loss) -> None:
+    """Weights in half types, or in float32 under autocast: sums over many tiles are no worse than one of all rows."""
+    exact = Model(loss).double()
     exact(*batch(64)).backward()
     errors = []
-    for tiles in ("never", 8):
+    for tiles in ("never", 64):
         torch.compiler.reset()
-        model = Model(mean).to(dtype)
+        model = Model(loss).to(dtype)
         run = torch.compile(model, backend="sp", options={"tiles": tiles, "compiler": "aot_eager"})
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            loss = run(*batch(64))
-        loss.backward()
+            found = run(*batch(64))
+        found.backward()
         pairs = zip(exact.parameters(), model.parameters(), strict=True)
         errors.append(max(float((a.grad - b.grad.double()).norm() / a.grad.norm()) for a, b in pairs))
     assert 1e-4 < errors[1] < 1.2 * errors[0]
