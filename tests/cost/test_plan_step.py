@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.cost.plan.layers import Depth, checkpointed
-from sp_compile.cost.plan.plan import _AllLayers, _look, bytes_of_text
+from sp_compile.cost.plan.plan import StepPlan, _AllLayers, _look, bytes_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.passes.report import Report
@@ -54,6 +54,46 @@ def test_nothing_fits() -> None:
     assert set(plan.changes) == {1, 2, 8}
     with pytest.raises(SpError, match=r"8 ranks: the least is .* too much"):
         _ = plan.best
+
+
+class Wide(nn.Module):
+    """(1, S, 16) -> a number: an attention and MLPs, of which much is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.mix(x).chunk(3, -1))
+        h = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.parts(h).square().mean()
+
+
+def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
+    """No more goes than has to, the fastest of what fits is best, and for one rank it says what would have to change."""
+    with torch.device("meta"):
+        model, x = Wide().bfloat16(), torch.zeros(1, 4096, 16, dtype=torch.bfloat16)
+    roads: dict[str, Any] = {"attention": "ulysses", "tiles": "never", "cost": {"host_bandwidth": 1e15}}
+    plan = sp_compile.plan(model, x, memory=1.2e6, ranks=[1, 2], **roads)
+    fitting = [row for row in plan.rows if row.fits]
+    assert len(fitting) == 2
+    for row in fitting:
+        (device,) = [r for r in plan.rows if (r.ranks, r.state, r.offload) == (2, row.state, 0.0)]
+        a_share_less = row.memory + (device.memory - row.memory) * 0.05 / row.offload
+        assert row.memory <= plan.memory < a_share_less
+        assert row.host == pytest.approx(row.offload * row.kept, rel=0.2)
+    assert plan.best == plan.of(2) == min(fitting, key=lambda row: row.seconds)
+    assert plan.best.seconds < max(row.seconds for row in fitting)
+    assert plan.best.options["offload"] == plan.best.offload < 1
+    assert plan.of(1) is None
+    assert list(plan.changes) == [1]
+    for word in ("1 ranks: the least is", "100% of what is kept on the host", "too much", "it fits on 2", "checkpoint"):
+        assert word in plan.changes[1]
+    assert plan.changes[1] in str(plan)
+    alone = [row for row in plan.rows if row.ranks == 1]
+    with pytest.raises(SpError, match="nothing fits: 1 ranks: the least is"):
+        _ = StepPlan(plan.memory, plan.weights, alone, plan.changes).best
 
 
 def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
