@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import ranks as worker
 from support.capturing import compile_halves
+from support.cuda.borrowed import Watch, borrow
 from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
 from support.parity import sp as compiled
 from support.ranks import Ranks
@@ -153,23 +154,44 @@ def test_inputs_of_checkpointed_blocks_go() -> None:
     assert (2, 16, 16) in shapes
 
 
-def explained(**options: Any) -> sp_compile.Report:
-    return sp_compile.explain(build(layers=1), *text(32), sp=2, memory=True, compiler="aot_eager", **options)
+class Chain(nn.Module):
+    """(1, S, 8) -> a number; each layer keeps its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x.cumsum(1)).square().sum()
 
 
-@pytest.mark.slow
-def test_auto_takes_what_does_not_fit() -> None:
-    step = explained().step
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
+    "decoder": (lambda: build(layers=1), text(32), 2),
+    "chain": (lambda: build(Chain), (torch.zeros(1, 64, 8, dtype=torch.float64),), 1),
+}
+"""Models, what they are given, and on how many ranks."""
+
+
+def explained(program: str = "decoder", **options: Any) -> sp_compile.Report:
+    make, given, n = PROGRAMS[program]
+    return sp_compile.explain(make(), *given, sp=n, memory=True, compiler="aot_eager", **options)
+
+
+@pytest.mark.parametrize("program", ["chain", pytest.param("decoder", marks=pytest.mark.slow)])
+def test_auto_takes_what_does_not_fit(program: str) -> None:
+    step = explained(program).step
     assert step is not None
     assert step.offloaded is None
     least = step.weights.parameters + step.values
-    for memory, goes in ((least * 1.01 + 4096, False), (0.9 * least, True)):
-        found = explained(offload="auto", cost={"memory": memory}).step
+    for memory, goes in ((least * 1.01 + 4096, False), (0.95 * least, True), (0.8 * least, True)):
+        found = explained(program, offload="auto", cost={"memory": memory, "host_bandwidth": 1e15}).step
         assert found is not None
         assert found.offloaded is not None
         assert (found.offloaded.nbytes > 0) == goes
         assert found.weights.parameters + found.values <= memory
-    assert explained(offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+        if program == "chain":  # all values are of one size
+            assert found.offloaded.nbytes < max(0, least - memory) + 2 * 64 * 8 * 8
+    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
 
 
 def test_a_report_says_what_waits_on_the_host() -> None:
@@ -210,7 +232,10 @@ class Stream:
 
 
 def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to."""
+    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to.
+
+    The host waits for nothing, as its memory is pinned.
+    """
     log: list[str] = []
     now = [computing := Stream(log, "the computation")]
     gpu, x = torch.device("cuda", 0), torch.randn(4)
@@ -226,9 +251,13 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    host = ops._copy(torch.empty(4), x, gpu)
-    ops._wait(host, gpu)
-    ops._streams[gpu, "cpu"] = Stream(log, next(names))  # by where a copy begins: here all is on the CPU
+    with Watch() as watch:
+        host = ops.offload(borrow(x))
+        ops.offloaded(host, borrow(x))
+        assert host.is_pinned()
+    assert host.device.type == "cpu"
+    assert not watch.seen.waits
+    ops._streams[gpu, "cpu"] = Stream(log, next(names))  # its begin is on the CPU, and here its end, too
     back = ops._copy(torch.empty(4), host, gpu)
     ops._wait(back, gpu)
     assert now == [computing]

@@ -191,7 +191,7 @@ ROWS = """
 const shown = [], rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
 let typed;
 globalThis.document = {
-  getElementById: name => name === "search" ? {addEventListener: (_, heard) => typed = heard} : null,
+  getElementById: name => name === "search" ? {addEventListener: (what, heard) => what === "input" && (typed = heard)} : null,
   querySelectorAll: what => what === "[data-find]" ? rows : [],
 };
 (0, eval)(%s);
@@ -299,6 +299,7 @@ def test_a_picture_has_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     drawn = [[tuple(map(list, call.args[:2])) for call in one.plot.call_args_list if call.args[0]] for one in axes]
     assert drawn == [[([8, 16, 32], [70.0, 70.0, 70.0]), ([8], [70.0])], [([8, 16, 32], [4.0, 3.0, 2.0]), ([8], [4.0])]]
     assert axes[0].axhline.call_args.args == (80.0,)
+    figure.Figure.assert_called_once()
     canvas.FigureCanvasAgg.assert_called_once_with(figure.Figure.return_value)
     canvas.FigureCanvasAgg.return_value.print_png.assert_called_once_with(str(tmp_path / "plan.png"))
 
