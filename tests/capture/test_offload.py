@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -177,13 +177,15 @@ def explained(program: str = "decoder", **options: Any) -> sp_compile.Report:
     return sp_compile.explain(make(), *given, sp=n, memory=True, compiler="aot_eager", **options)
 
 
-@pytest.mark.parametrize("program", ["chain", pytest.param("decoder", marks=pytest.mark.slow)])
-def test_auto_takes_what_does_not_fit(program: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "shares"), [("chain", (0.95, 0.8)), pytest.param("decoder", (0.9,), marks=pytest.mark.slow)]
+)
+def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> None:
     step = explained(program).step
     assert step is not None
     assert step.offloaded is None
     least = step.weights.parameters + step.values
-    for memory, goes in ((least * 1.01 + 4096, False), (0.95 * least, True), (0.8 * least, True)):
+    for memory, goes in ((least * 1.01 + 4096, False), *((share * least, True) for share in shares)):
         found = explained(program, offload="auto", cost={"memory": memory, "host_bandwidth": 1e15}).step
         assert found is not None
         assert found.offloaded is not None
