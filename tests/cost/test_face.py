@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from sp_compile.cost.attention import Shape, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import Exchange
+from sp_compile.cost.liveness import Alive
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost
 from sp_compile.cost.plan import command, record
@@ -100,11 +101,22 @@ def test_a_report_as_json() -> None:
     assert kinds["model.py:3: attend(x)"] == "exchanged"
     assert kinds["model.py:4: sort(x)"] == "gathered"
     assert kinds["model.py:5: head(x)"] == "tiled"
+    sent = {block["where"]: block["sent_bytes"] for block in found["blocks"]}
+    assert (sent["model.py:3: attend(x)"], sent["model.py:4: sort(x)"], sent["model.py:5: head(x)"]) == (150, 10, 0)
     assert found["tiles"][0]["tile_bytes"] == 512
     memory = found["memory"]
     assert [point["values_bytes"] for point in memory["curve"]] == [2048, 4096, 4096]
     assert (memory["optimizer_bytes"], memory["peak_bytes"]) == (512, 256 + 512 + 2048 + 4096)
     assert sum(alive["bytes"] for alive in memory["peaks"][0]["alive"]) == 4096
+
+
+def test_a_line_keeps_what_is_saved_of_it() -> None:
+    whole, line = report(), "model.py:3: attend(x)"
+    assert whole.step is not None
+    held = [Alive("a", line, 7, "saved"), Alive("b", line, 5, "saved"), Alive("c", line, 9, "value")]
+    backward = MagicMock(moments=[], end=0, alive=lambda index: held)
+    whole.step.graphs[0].backward = backward
+    assert {block["where"]: block["kept_bytes"] for block in of_report(whole)["blocks"]}[line] == 7 + 5
 
 
 REPORT = {
@@ -282,6 +294,26 @@ def test_files_of_a_command(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     found = of_plan(made) if isinstance(made, StepPlan) else of_report(made)
     assert json.loads(files[0].read_text()) == json.loads(json.dumps(found))
     assert files[1].read_text() == page(found)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "fits", "status"),
+    [
+        (["verify"], 1e-2, True, 1),
+        (["verify", "--tolerance", "0.1"], 1e-2, True, 0),
+        (["verify"], float("nan"), True, 1),
+        (["plan"], 0.0, False, 1),
+    ],
+)
+def test_status_of_a_command(
+    argv: list[str], error: float, fits: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "face_model", sys.modules[__name__])
+    found = report()
+    found.errors = [("result 0", error)]
+    monkeypatch.setattr(command, "verify", lambda *given, **options: found)
+    monkeypatch.setattr(command, "plan", lambda *given, **options: plan_of(row(8, 1.0, fits)))
+    assert main([argv[0], "face_model:small", *argv[1:]]) == status
 
 
 def test_a_picture_has_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from support.models import Decoder, tokens
 from torch import Tensor, nn
 
 import sp_compile
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.plan import plan as plan_module
 from sp_compile.cost.plan.layers import Depth, checkpointed
-from sp_compile.cost.plan.plan import StepPlan, _AllLayers, _look, bytes_of_text
+from sp_compile.cost.plan.plan import TILES, StepPlan, Variant, _AllLayers, _look, _PlanLook, _rows, bytes_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.passes.report import Report
@@ -104,6 +108,77 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
     state = plan.weights.parameters * 2 + ids.nbytes  # each rank is handed the whole input
     few, many = (min(row.memory for row in plan.rows if row.ranks == n) - state for n in (8, 512))
     assert 0 < many < few / 32, (few, many)
+
+
+class Known:
+    """What all layers take, by hand: 400 bytes of values in all, of which 300 may go to the host."""
+
+    weights, per_weight, inputs = ModelBytes(parameters=1000, learned=800, buffers=30, unit=100), 2.0, 50
+    parts: ClassVar = {"peak backward": 400.0, "hosted peak backward": 100.0, "host": 300.0, "kept": 320.0}
+
+    def __call__(self, name: str, n: int) -> float:
+        return self.parts.get(name, 0.0) / n
+
+    def beside_attention(self, phase: str, n: int) -> float:
+        return 0.0
+
+    def names(self, beginning: str) -> list[str]:
+        return []
+
+
+def rows(again: bool, memory: float = 1e9) -> list[Variant]:
+    """Of 4 ranks, with two attentions of 3 s, a third of them forward."""
+    ways = [(("ring", "contiguous"), [(SimpleNamespace(seconds=3.0, forward=1.0, memory=0.0), 2.0)])]
+    machine = Machine.of("cpu", {"memory": memory})
+    with mock.patch.object(plan_module, "_ways", return_value=ways):
+        return _rows(Known(), 4, machine, _PlanLook(again, "never", 64, "auto", (0.5, 1.0)))  # type: ignore[arg-type]
+
+
+def test_memory_and_seconds_of_a_row() -> None:
+    """State in shards, beside two layers' weights and one's gradients; a checkpoint attends forwards once more."""
+    sharded, whole = rows(False)
+    state = 1000 + 800 + 2 * 800
+    assert (sharded.state, whole.state) == ("sharded", "on every rank")
+    assert sharded.memory == state / 4 + 2 * 100 + 100 + 30 + 50 + 400 / 4
+    assert whole.memory == state + 30 + 50 + 400 / 4
+    assert (sharded.kept, sharded.host, sharded.phase) == (80, 0, "backward")
+    more = [again.seconds - one.seconds for again, one in zip(rows(True), rows(False))]
+    assert more == pytest.approx([2.0, 2.0])
+    least, *others = rows(False, sharded.memory - 1)
+    assert [row.offload for row in others if row.state == "sharded"] == [0.5]
+    assert (others[0].fits, others[0].host, others[0].memory) == (True, 150 / 4, least.memory - 150 / 4)
+
+
+def ways_looked_at(fits: bool, **options: Any) -> list[tuple[bool, int | str]]:
+    """Checkpoints and tiles of each look that a plan takes where all that it finds fits, or nothing does."""
+    seen: dict[tuple[bool, int | str], None] = {}
+
+    def look(*given: Any) -> list[Any]:
+        seen[given[4], given[6]["tiles"]] = None
+        return [SimpleNamespace(tiled=["a head"])]
+
+    def found(whole: Any, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
+        memory = 1e6 if fits else 2e9
+        return [Variant(n, "ring", "zigzag", of.again, of.tiles, 0, 0, "sharded", memory, "loss", 1, 1.0, 64, fits)]
+
+    step = mock.MagicMock()
+    step.points.return_value, step.summary.return_value = [SimpleNamespace(nbytes=1)], [("value", "a line")]
+    stand_ins = {
+        "_look": look,
+        "_rows": found,
+        "_AllLayers": lambda *given: SimpleNamespace(falls={"kept": 0.5}),
+        "_step": lambda report: step,
+    }
+    with mock.patch.multiple(plan_module, **stand_ins):
+        plan = sp_compile.plan(decoder(), tokens(64), memory=1e9, ranks=[2], **options)
+    assert (len(plan.rows), list(plan.changes)) == (len(seen), [] if fits else [2])
+    return list(seen)
+
+
+def test_checkpoints_are_tried_and_tiles_where_something_does_not_fit() -> None:
+    assert ways_looked_at(fits=True) == [(False, "never"), (True, "never")]
+    assert ways_looked_at(fits=False) == [(False, "never"), (True, "never"), (True, TILES)]
+    assert ways_looked_at(fits=False, tiles=4) == [(False, 4), (True, 4)]
 
 
 RING: dict[str, Any] = {"attention": "ring", "cost": {}}
