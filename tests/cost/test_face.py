@@ -26,7 +26,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost
 from sp_compile.cost.plan import command, record
 from sp_compile.cost.plan.command import main
-from sp_compile.cost.plan.page import SCRIPT, page
+from sp_compile.cost.plan.page import HEIGHT, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
@@ -194,6 +194,10 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert REASON in found.text, "escaped once"
     assert "<b>" not in text
     assert found.met["svg"] == found.met["input"] == 1
+    (area,) = re.findall('<path d="([^"]+)" fill', text)
+    first, second, *_ = [HEIGHT - float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", area)]
+    state = 256 + 512 + 2048
+    assert first / second == pytest.approx((state + 2048) / (state + 4096), rel=1e-2), "of the curve, above what stays"
     assert found.met["div.exchanged"] >= 1
     assert found.met["div.gathered"] == found.met["div.tiled"] == 1
     assert "model.py:3: attend(x)" in found.text

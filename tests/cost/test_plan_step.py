@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,8 +18,18 @@ import sp_compile
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.plan import plan as plan_module
 from sp_compile.cost.plan.layers import Depth, checkpointed
-from sp_compile.cost.plan.plan import TILES, StepPlan, Variant, _AllLayers, _look, _PlanLook, _rows, bytes_of_text
-from sp_compile.cost.step import ModelBytes
+from sp_compile.cost.plan.plan import (
+    TILES,
+    StepPlan,
+    Variant,
+    _AllLayers,
+    _change,
+    _look,
+    _PlanLook,
+    _rows,
+    bytes_of_text,
+)
+from sp_compile.cost.step import ModelBytes, written
 from sp_compile.errors import SpError
 from sp_compile.passes.report import Report
 
@@ -147,6 +158,18 @@ def test_memory_and_seconds_of_a_row() -> None:
     least, *others = rows(False, sharded.memory - 1)
     assert [row.offload for row in others if row.state == "sharded"] == [0.5]
     assert (others[0].fits, others[0].host, others[0].memory) == (True, 150 / 4, least.memory - 150 / 4)
+
+
+def test_what_would_have_to_change() -> None:
+    """The next number of ranks on which something fits, and the line of the largest value, of the least way."""
+    large, small = rows(True, 100.0)[0], rows(False, 100.0)[0]
+    more = [replace(small, ranks=n, fits=fits) for n, fits in ((2, True), (8, False), (16, True), (64, True))]
+    largest = {(False, "never"): "a line", (True, "never"): "another"}
+    words = _change([replace(large, memory=1e6), small], StepPlan(100.0, Known.weights, more), largest)
+    assert words.startswith(f"4 ranks: the least is {written(small.memory)} (ring, as written, state sharded")
+    assert f"{written(small.memory - 100)} too much, in its backward; the largest there: a line" in words
+    assert "it fits on 16;" in words
+    assert "checkpoint its layers" not in words, "that was tried"
 
 
 def ways_looked_at(fits: bool, **options: Any) -> list[tuple[bool, int | str]]:
