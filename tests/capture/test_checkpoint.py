@@ -57,6 +57,15 @@ def recompute(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False)
 
 
+def around(inside: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint of more than a block; inside: plain, or in a checkpoint of its own."""
+
+    def wrapped(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: inside(block, x.tanh()).tanh(), x, use_reentrant=False)
+
+    return wrapped
+
+
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     save = op in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
@@ -96,6 +105,13 @@ def test_checkpoint_saves_less_and_computes_the_same() -> None:
     assert kept == kept_by_torch
     assert kept * 4 < kept_all
     assert_same(outcome, expected)
+
+
+def test_a_checkpoint_in_another_keeps_no_more() -> None:
+    model = Stack(around(recompute))
+    kept, outcome = saved_elements(around(recompute))
+    assert kept == saved_elements(around(plain))[0]
+    assert_same(outcome, step(model, model, torch.ones(2, 8, D)))
 
 
 def test_checkpoint_regions_are_tagged() -> None:

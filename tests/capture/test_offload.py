@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import ranks as worker
 from support.capturing import compile_halves
+from support.cuda.borrowed import Watch, borrow
 from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
 from support.parity import sp as compiled
 from support.ranks import Ranks
@@ -25,7 +26,29 @@ from sp_compile.lowering import offload as ops
 from sp_compile.passes.joint.halves import Halves
 
 sp = torch.ops.sp
+
+
+class Chain(nn.Module):
+    """(1, S, 8) -> a number; each layer keeps its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x.cumsum(1)).square().sum()
+
+
+class Handed(Chain):
+    """Gives its caller a value that it keeps, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.parts(x.cumsum(1))
+        return h.square().sum(), h
+
+
 MODELS = {"as written": Decoder, "checkpointed": Checkpointed}
+ROWS = torch.zeros(1, 64, 8, dtype=torch.float64)
 
 
 @cache
@@ -39,7 +62,10 @@ def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph
         found.extend([forward.graph, backward.graph, results])
 
     with mock.patch.object(Halves, "both", seen):
-        compile_halves(build(MODELS[model], layers=1), text(32), 2, attention="ring", offload=share, **options)
+        if model == "handed out":
+            compile_halves(build(Handed), (ROWS,), 1, offload=share, **options)
+        else:
+            compile_halves(build(MODELS[model], layers=1), text(32), 2, attention="ring", offload=share, **options)
     return found[0], found[1], found[2]
 
 
@@ -126,10 +152,23 @@ def test_copies_are_in_order() -> None:
         assert list(x.args[0].users) == [x]
 
 
-@pytest.mark.slow
-def test_copies_back_begin_ahead() -> None:
+def test_what_a_caller_has_stays() -> None:
+    """Of all that is kept, the result alone does not go."""
+    forward, _, results = halves(1.0, "handed out")
+    outputs = forward.output_node().args[0]
+    assert not [n for n in outputs[:results] if n.target is sp.offload.default]
+    gone = forward.find_nodes(op="call_function", target=sp.offload.default)
+    left = set(kept(forward, results))
+    theirs = {storage_of(n.meta["val"]) for n in outputs[:results]}
+    assert len(gone) > 1
+    assert len(left) == 1
+    assert left < theirs
+
+
+@pytest.mark.parametrize("model", ["handed out", pytest.param("as written", marks=pytest.mark.slow)])
+def test_copies_back_begin_ahead(model: str) -> None:
     """With a slow way to the host, all begin at once; in the order of their use."""
-    _, backward, _ = halves(0.5, cost=Slow(host_bandwidth=1e3))
+    _, backward, _ = halves(0.5, model, cost=Slow(host_bandwidth=1e3))
     order = {n: i for i, n in enumerate(backward.nodes)}
     fresh = backward.find_nodes(op="call_function", target=sp.reload.default)
     uses = [min(order[user] for user in x.users) for x in fresh]
@@ -153,32 +192,49 @@ def test_inputs_of_checkpointed_blocks_go() -> None:
     assert (2, 16, 16) in shapes
 
 
-def explained(**options: Any) -> sp_compile.Report:
-    return sp_compile.explain(build(layers=1), *text(32), sp=2, memory=True, compiler="aot_eager", **options)
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
+    "decoder": (lambda: build(layers=1), text(32), 2),
+    "chain": (lambda: build(Chain), (ROWS,), 1),
+}
+"""Models, what they are given, and on how many ranks."""
 
 
-@pytest.mark.slow
-def test_auto_takes_what_does_not_fit() -> None:
-    step = explained().step
+def explained(program: str = "decoder", **options: Any) -> sp_compile.Report:
+    make, given, n = PROGRAMS[program]
+    return sp_compile.explain(make(), *given, sp=n, memory=True, compiler="aot_eager", **options)
+
+
+@pytest.mark.parametrize(
+    ("program", "shares"), [("chain", (0.95, 0.8)), pytest.param("decoder", (0.9,), marks=pytest.mark.slow)]
+)
+def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> None:
+    step = explained(program).step
     assert step is not None
     assert step.offloaded is None
     least = step.weights.parameters + step.values
-    for memory, goes in ((least * 1.01 + 4096, False), (0.9 * least, True)):
-        found = explained(offload="auto", cost={"memory": memory}).step
+    for memory, goes in ((least * 1.01 + 4096, False), *((share * least, True) for share in shares)):
+        found = explained(program, offload="auto", cost={"memory": memory, "host_bandwidth": 1e15}).step
         assert found is not None
         assert found.offloaded is not None
         assert (found.offloaded.nbytes > 0) == goes
         assert found.weights.parameters + found.values <= memory
-    assert explained(offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+        if program == "chain":  # all values are of one size
+            assert found.offloaded.nbytes < max(0, least - memory) + 2 * 64 * 8 * 8
+    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
 
 
 def test_a_report_says_what_waits_on_the_host() -> None:
-    report = explained(offload=0.5)
+    """Where copies are slow they follow one another, and nothing hides them."""
+    report = explained("chain", offload=0.5)
     assert "wait in the host's memory" in str(report)
     assert report.step is not None
     assert report.step.offloaded is not None
     assert report.step.saved == report.step.offloaded.kept
     assert 0 < report.step.offloaded.waits <= 2 * report.step.offloaded.seconds
+    slow = explained("chain", offload=1.0, cost={"host_bandwidth": 1e3}).step
+    assert slow is not None
+    assert slow.offloaded is not None
+    assert slow.offloaded.waits == pytest.approx(2 * slow.offloaded.seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize("value", ["allways", 2, -0.5, True, None])
@@ -210,7 +266,10 @@ class Stream:
 
 
 def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to."""
+    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to.
+
+    The host waits for nothing, as its memory is pinned.
+    """
     log: list[str] = []
     now = [computing := Stream(log, "the computation")]
     gpu, x = torch.device("cuda", 0), torch.randn(4)
@@ -226,9 +285,13 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    host = ops._copy(torch.empty(4), x, gpu)
-    ops._wait(host, gpu)
-    ops._streams[gpu, "cpu"] = Stream(log, next(names))  # by where a copy begins: here all is on the CPU
+    with Watch() as watch:
+        host = ops.offload(borrow(x))
+        ops.offloaded(host, borrow(x))
+        assert host.is_pinned()
+    assert host.device.type == "cpu"
+    assert not watch.seen.waits
+    ops._streams[gpu, "cpu"] = Stream(log, next(names))  # its begin is on the CPU, and here its end, too
     back = ops._copy(torch.empty(4), host, gpu)
     ops._wait(back, gpu)
     assert now == [computing]

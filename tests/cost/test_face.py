@@ -11,6 +11,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,9 +21,15 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
+from sp_compile.cost.attention import Shape, candidates
+from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import Exchange
+from sp_compile.cost.liveness import Alive
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.offload import OnHost
+from sp_compile.cost.plan import command, record
 from sp_compile.cost.plan.command import main
-from sp_compile.cost.plan.page import page
+from sp_compile.cost.plan.page import HEIGHT, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
@@ -30,6 +37,7 @@ from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+NODE = shutil.which("node")
 VOID = {"meta", "input", "br"}
 REASON = "an op <b> without a rule & more"
 
@@ -50,6 +58,8 @@ class Page(HTMLParser):
         self.met[tag] += 1
         self.away += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action")]
         self.met.update(f"{tag}.{value}" for name, value in attrs if name == "class")
+        self.met.update(f"{tag}#{value}" for name, value in attrs if name == "id")
+        self.met.update(f"{tag}[{name}]" for name, _ in attrs if name == "data-find")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -94,11 +104,80 @@ def test_a_report_as_json() -> None:
     assert kinds["model.py:3: attend(x)"] == "exchanged"
     assert kinds["model.py:4: sort(x)"] == "gathered"
     assert kinds["model.py:5: head(x)"] == "tiled"
+    sent = {block["where"]: block["sent_bytes"] for block in found["blocks"]}
+    assert (sent["model.py:3: attend(x)"], sent["model.py:4: sort(x)"], sent["model.py:5: head(x)"]) == (150, 10, 0)
     assert found["tiles"][0]["tile_bytes"] == 512
     memory = found["memory"]
     assert [point["values_bytes"] for point in memory["curve"]] == [2048, 4096, 4096]
     assert (memory["optimizer_bytes"], memory["peak_bytes"]) == (512, 256 + 512 + 2048 + 4096)
     assert sum(alive["bytes"] for alive in memory["peaks"][0]["alive"]) == 4096
+
+
+def test_a_line_keeps_what_is_saved_of_it() -> None:
+    whole, line = report(), "model.py:3: attend(x)"
+    assert whole.step is not None
+    held = [Alive("a", line, 7, "saved"), Alive("b", line, 5, "saved"), Alive("c", line, 9, "value")]
+    backward = MagicMock(moments=[], end=0, alive=lambda index: held)
+    whole.step.graphs[0].backward = backward
+    assert {block["where"]: block["kept_bytes"] for block in of_report(whole)["blocks"]}[line] == 7 + 5
+
+
+REPORT = {
+    **dict.fromkeys(["format", "version", "ranks"]),
+    "inputs": {"x": None},
+    "constraints": None,
+    "rewrites": dict.fromkeys(["done", "node", "where", "why"]),
+    "collectives": dict.fromkeys(["op", "node", "where", "shape", "forward_bytes", "backward_bytes"]),
+    "attention": dict.fromkeys(["attention", "nodes", "chosen", "layout", "seconds", "memory_bytes"]),
+    "blocks": {**dict.fromkeys(["where", "kind", "kept_bytes", "sent_bytes"]), "done": None},
+    "tiles": dict.fromkeys(["node", "where", "tiles", "rows", "inside_bytes", "tile_bytes"]),
+    "memory": {
+        **dict.fromkeys(["parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes"]),
+        **dict.fromkeys(["kept_bytes", "peak_bytes", "peak_with_fsdp_bytes"]),
+        "offload": dict.fromkeys(["values", "nbytes", "kept", "seconds", "waits"]),
+        "peaks": {
+            **dict.fromkeys(["phase", "node", "where", "values_bytes"]),
+            "alive": dict.fromkeys(["origin", "where", "bytes"]),
+        },
+        "curve": dict.fromkeys(["phase", "node", "where", "values_bytes"]),
+    },
+    "errors": dict.fromkeys(["name", "error"]),
+}
+WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory_bytes phase kept_bytes seconds
+tokens_per_second fits options""".split()
+PLAN = {
+    **dict.fromkeys(["format", "version", "memory_bytes", "parameters_bytes", "best"]),
+    "ways": dict.fromkeys(WAY),
+    "changes": {"8": None},
+}
+"""Names that programs read, which stay while the version is 1; those that are added are added here."""
+
+
+def names(found: Any) -> Any:
+    """The names in a JSON value, and in the first of a list; not those of options, which are torch.compile's."""
+    if isinstance(found, dict):
+        return {name: None if name == "options" else names(value) for name, value in found.items()}
+    return names(found[0]) if isinstance(found, list) and found else None
+
+
+def flat(found: Any) -> set[str]:
+    return set(found).union(*map(flat, found.values())) if isinstance(found, dict) else set()
+
+
+def test_names_in_json_are_those_that_are_documented() -> None:
+    sizes = {"q_len": 64, "kv_len": 64, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8}
+    shape = Shape(n=2, batch=1, element_size=4, **sizes)
+    ways = candidates(shape, Machine.of("cpu", {}))
+    whole = report()
+    assert whole.step is not None
+    whole.step.graphs[0].offloaded = OnHost(1, 2, 3, 0.5, 0.25)
+    whole.attention = [Decision(shape, ways, ways[0])]
+    whole.errors = [("result 0", 1e-12)]
+    found = of_report(whole), of_plan(plan_of(row(8, 1.0, True)))
+    assert [names(one) for one in found] == [REPORT, PLAN]
+    assert [one["version"] for one in found] == [1, 1]
+    told = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
+    assert (flat(REPORT) | flat(PLAN)) - {"x"} <= told
 
 
 def test_a_plan_as_json() -> None:
@@ -119,9 +198,49 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert REASON in found.text, "escaped once"
     assert "<b>" not in text
     assert found.met["svg"] == found.met["input"] == 1
+    (area,) = re.findall('<path d="([^"]+)" fill', text)
+    first, second, *_ = [HEIGHT - float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", area)]
+    state = 256 + 512 + 2048
+    assert first / second == pytest.approx((state + 2048) / (state + 4096), rel=1e-2), "of the curve, above what stays"
     assert found.met["div.exchanged"] >= 1
     assert found.met["div.gathered"] == found.met["div.tiled"] == 1
     assert "model.py:3: attend(x)" in found.text
+
+
+ROWS = """
+const shown = [], rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
+let typed;
+globalThis.document = {
+  getElementById: name => name === "search" ? {addEventListener: (what, heard) => what === "input" && (typed = heard)} : null,
+  querySelectorAll: what => what === "[data-find]" ? rows : [],
+};
+(0, eval)(%s);
+for (const value of %s) {
+  typed({target: {value}});
+  shown.push(rows.map(row => row.style.display !== "none"));
+}
+console.log(JSON.stringify(shown));
+"""
+"""The page's script in a document of these rows, and what is typed; which rows are shown then."""
+
+
+def test_what_can_be_searched() -> None:
+    """Every row of every table and every line of the strip is found by the script, which is about the page's own box."""
+    found = of_report(report())
+    met = Page(page(found)).met
+    assert met["tr[data-find]"] == met["tr"] - met["thead"] > 0
+    assert met["div[data-find]"] == len(found["blocks"]) > 0
+    assert met["input#search"] == 1
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+def test_the_script_hides_rows_without_the_words() -> None:
+    rows = [["model.py:4: sort(x)", "gathered whole"], ["Sort", ""], ["matmul", "gathered"], ["nothing", None]]
+    typed = ["SORT gather", "sort", "", "a b c"]
+    script = ROWS % tuple(map(json.dumps, (rows, SCRIPT, typed)))
+    found = subprocess.run([str(NODE), "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    wanted = [[True, False, False, False], [True, True, False, False], [True] * 4, [False] * 4]
+    assert json.loads(found.stdout) == wanted
 
 
 @pytest.mark.slow
@@ -202,6 +321,59 @@ def test_a_head_in_tiles_stands_before_its_loss() -> None:
     assert head < end
     assert list(kinds.values())[head] == "tiled"
     assert head > next(i for i, line in enumerate(kinds) if "self.embed" in line)
+
+
+@pytest.mark.parametrize("name", ["explain", "verify", "plan"])
+def test_files_of_a_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON, and as the page of that; what was found is what is printed."""
+    monkeypatch.setitem(sys.modules, "face_model", sys.modules[__name__])
+    made = plan_of(row(8, 1.0, True)) if name == "plan" else report()
+    monkeypatch.setattr(command, name, lambda *given, **options: made)
+    files = [tmp_path / "out.json", tmp_path / "out.html"]
+    assert main([name, "face_model:small", "--json", str(files[0]), "--html", str(files[1])]) == 0
+    found = of_plan(made) if isinstance(made, StepPlan) else of_report(made)
+    assert json.loads(files[0].read_text()) == json.loads(json.dumps(found))
+    assert files[1].read_text() == page(found)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "fits", "status"),
+    [
+        (["verify"], 1e-2, True, 1),
+        (["verify", "--tolerance", "0.1"], 1e-2, True, 0),
+        (["verify"], float("nan"), True, 1),
+        (["plan"], 0.0, False, 1),
+    ],
+)
+def test_status_of_a_command(
+    argv: list[str], error: float, fits: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "face_model", sys.modules[__name__])
+    found = report()
+    found.errors = [("result 0", error)]
+    monkeypatch.setattr(command, "verify", lambda *given, **options: found)
+    monkeypatch.setattr(command, "plan", lambda *given, **options: plan_of(row(8, 1.0, fits)))
+    assert main([argv[0], "face_model:small", *argv[1:]]) == status
+
+
+def test_a_picture_has_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory and seconds by ranks, those that do not fit once more, and the device; with matplotlib written down."""
+    figure, canvas = MagicMock(), MagicMock()
+    axes = figure.Figure.return_value.subplots.return_value = [MagicMock(), MagicMock()]
+    for module, held in {"figure": figure, "backends.backend_agg": canvas, "ticker": MagicMock()}.items():
+        monkeypatch.setitem(sys.modules, f"matplotlib.{module}", held)
+    monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
+    monkeypatch.setitem(sys.modules, "matplotlib.backends", MagicMock())
+    monkeypatch.setitem(sys.modules, "face_model", sys.modules[__name__])
+    made = plan_of(row(8, 4.0, False), row(16, 3.0, True), row(16, 5.0, True), row(32, 2.0, True))
+    monkeypatch.setattr(command, "plan", lambda *given, **options: made)
+    assert main(["plan", "face_model:small", "--png", str(tmp_path / "plan.png")]) == 0
+    drawn = [[tuple(map(list, call.args[:2])) for call in one.plot.call_args_list if call.args[0]] for one in axes]
+    assert drawn == [[([8, 16, 32], [70.0, 70.0, 70.0]), ([8], [70.0])], [([8, 16, 32], [4.0, 3.0, 2.0]), ([8], [4.0])]]
+    assert axes[0].axhline.call_args.args == (80.0,)
+    figure.Figure.assert_called_once()
+    canvas.FigureCanvasAgg.assert_called_once_with(figure.Figure.return_value)
+    canvas.FigureCanvasAgg.return_value.print_png.assert_called_once_with(str(tmp_path / "plan.png"))
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +16,20 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.cost.layers import Depth, checkpointed
-from sp_compile.cost.plan.plan import _AllLayers, _look, bytes_of_text
-from sp_compile.cost.step import ModelBytes
+from sp_compile.cost.machine import Machine
+from sp_compile.cost.plan import plan as plan_module
+from sp_compile.cost.plan.plan import (
+    TILES,
+    StepPlan,
+    Variant,
+    _AllLayers,
+    _change,
+    _look,
+    _PlanLook,
+    _rows,
+    bytes_of_text,
+)
+from sp_compile.cost.step import ModelBytes, written
 from sp_compile.errors import SpError
 from sp_compile.passes.report import Report
 
@@ -56,6 +71,46 @@ def test_nothing_fits() -> None:
         _ = plan.best
 
 
+class Wide(nn.Module):
+    """(1, S, 16) -> a number: an attention and MLPs, of which much is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16)) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.mix(x).chunk(3, -1))
+        h = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.parts(h).square().mean()
+
+
+def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
+    """No more goes than has to, the fastest of what fits is best, and for one rank it says what would have to change."""
+    with torch.device("meta"):
+        model, x = Wide().bfloat16(), torch.zeros(1, 4096, 16, dtype=torch.bfloat16)
+    roads: dict[str, Any] = {"attention": "ulysses", "tiles": "never", "cost": {"host_bandwidth": 1e15}}
+    plan = sp_compile.plan(model, x, memory=1.2e6, ranks=[1, 2], **roads)
+    fitting = [row for row in plan.rows if row.fits]
+    assert len(fitting) == 2
+    for row in fitting:
+        (device,) = [r for r in plan.rows if (r.ranks, r.state, r.offload) == (2, row.state, 0.0)]
+        a_share_less = row.memory + (device.memory - row.memory) * 0.05 / row.offload
+        assert row.memory <= plan.memory < a_share_less
+        assert row.host == pytest.approx(row.offload * row.kept, rel=0.2)
+    assert plan.best == plan.of(2) == min(fitting, key=lambda row: row.seconds)
+    assert plan.best.seconds < max(row.seconds for row in fitting)
+    assert plan.best.options["offload"] == plan.best.offload < 1
+    assert plan.of(1) is None
+    assert list(plan.changes) == [1]
+    for word in ("1 ranks: the least is", "100% of what is kept on the host", "too much", "it fits on 2", "checkpoint"):
+        assert word in plan.changes[1]
+    assert plan.changes[1] in str(plan)
+    alone = [row for row in plan.rows if row.ranks == 1]
+    with pytest.raises(SpError, match="nothing fits: 1 ranks: the least is"):
+        _ = StepPlan(plan.memory, plan.weights, alone, plan.changes).best
+
+
 def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
     """The samples gather all keys; what a ring holds of them falls with the ranks."""
     with torch.device("meta"):
@@ -64,6 +119,89 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
     state = plan.weights.parameters * 2 + ids.nbytes  # each rank is handed the whole input
     few, many = (min(row.memory for row in plan.rows if row.ranks == n) - state for n in (8, 512))
     assert 0 < many < few / 32, (few, many)
+
+
+class Known:
+    """What all layers take, by hand: 400 bytes of values in all, of which 300 may go to the host."""
+
+    weights, per_weight, inputs = ModelBytes(parameters=1000, learned=800, buffers=30, unit=100), 2.0, 50
+    parts: ClassVar = {"peak backward": 400.0, "hosted peak backward": 100.0, "host": 300.0, "kept": 320.0}
+
+    def __call__(self, name: str, n: int) -> float:
+        return self.parts.get(name, 0.0) / n
+
+    def beside_attention(self, phase: str, n: int) -> float:
+        return 0.0
+
+    def names(self, beginning: str) -> list[str]:
+        return []
+
+
+def rows(again: bool, memory: float = 1e9) -> list[Variant]:
+    """Of 4 ranks, with two attentions of 3 s, a third of them forward."""
+    ways = [(("ring", "contiguous"), [(SimpleNamespace(seconds=3.0, forward=1.0, memory=0.0), 2.0)])]
+    machine = Machine.of("cpu", {"memory": memory})
+    with mock.patch.object(plan_module, "_ways", return_value=ways):
+        return _rows(Known(), 4, machine, _PlanLook(again, "never", 64, "auto", (0.5, 1.0)))  # type: ignore[arg-type]
+
+
+def test_memory_and_seconds_of_a_row() -> None:
+    """State in shards, beside two layers' weights and one's gradients; a checkpoint attends forwards once more."""
+    sharded, whole = rows(False)
+    state = 1000 + 800 + 2 * 800
+    assert (sharded.state, whole.state) == ("sharded", "on every rank")
+    assert sharded.memory == state / 4 + 2 * 100 + 100 + 30 + 50 + 400 / 4
+    assert whole.memory == state + 30 + 50 + 400 / 4
+    assert (sharded.kept, sharded.host, sharded.phase) == (80, 0, "backward")
+    more = [again.seconds - one.seconds for again, one in zip(rows(True), rows(False))]
+    assert more == pytest.approx([2.0, 2.0])
+    least, *others = rows(False, sharded.memory - 1)
+    assert [row.offload for row in others if row.state == "sharded"] == [0.5]
+    assert (others[0].fits, others[0].host, others[0].memory) == (True, 150 / 4, least.memory - 150 / 4)
+
+
+def test_what_would_have_to_change() -> None:
+    """The next number of ranks on which something fits, and the line of the largest value, of the least way."""
+    large, small = rows(True, 100.0)[0], rows(False, 100.0)[0]
+    more = [replace(small, ranks=n, fits=fits) for n, fits in ((2, True), (8, False), (16, True), (64, True))]
+    largest = {(False, "never"): "a line", (True, "never"): "another"}
+    words = _change([replace(large, memory=1e6), small], StepPlan(100.0, Known.weights, more), largest)
+    assert words.startswith(f"4 ranks: the least is {written(small.memory)} (ring, as written, state sharded")
+    assert f"{written(small.memory - 100)} too much, in its backward; the largest there: a line" in words
+    assert "it fits on 16;" in words
+    assert "checkpoint its layers" not in words, "that was tried"
+
+
+def ways_looked_at(fits: bool, **options: Any) -> list[tuple[bool, int | str]]:
+    """Checkpoints and tiles of each look that a plan takes where all that it finds fits, or nothing does."""
+    seen: dict[tuple[bool, int | str], None] = {}
+
+    def look(*given: Any) -> list[Any]:
+        seen[given[4], given[6]["tiles"]] = None
+        return [SimpleNamespace(tiled=["a head"])]
+
+    def found(whole: Any, n: int, machine: Machine, of: _PlanLook) -> list[Variant]:
+        memory = 1e6 if fits else 2e9
+        return [Variant(n, "ring", "zigzag", of.again, of.tiles, 0, 0, "sharded", memory, "loss", 1, 1.0, 64, fits)]
+
+    step = mock.MagicMock()
+    step.points.return_value, step.summary.return_value = [SimpleNamespace(nbytes=1)], [("value", "a line")]
+    stand_ins = {
+        "_look": look,
+        "_rows": found,
+        "_AllLayers": lambda *given: SimpleNamespace(falls={"kept": 0.5}),
+        "_step": lambda report: step,
+    }
+    with mock.patch.multiple(plan_module, **stand_ins):
+        plan = sp_compile.plan(decoder(), tokens(64), memory=1e9, ranks=[2], **options)
+    assert (len(plan.rows), list(plan.changes)) == (len(seen), [] if fits else [2])
+    return list(seen)
+
+
+def test_checkpoints_are_tried_and_tiles_where_something_does_not_fit() -> None:
+    assert ways_looked_at(fits=True) == [(False, "never"), (True, "never")]
+    assert ways_looked_at(fits=False) == [(False, "never"), (True, "never"), (True, TILES)]
+    assert ways_looked_at(fits=False, tiles=4) == [(False, 4), (True, 4)]
 
 
 RING: dict[str, Any] = {"attention": "ring", "cost": {}}

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers a grouped product)
 from support.models import Decoder, seeded, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 import sp_compile
 from sp_compile.cost.liveness import walk
-from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight
+from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight, written
 from sp_compile.errors import SpError
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.masks.spans import whole
@@ -123,6 +127,27 @@ def test_a_step_of_a_decoder() -> None:
     text = step.text(2)
     assert "kept for the backward" in text
     assert "support/models.py" in text
+
+
+def test_what_fsdp_shares() -> None:
+    """Parameters, gradients and the optimizer's state, but for two layers' weights and one layer's gradients."""
+    small = StepMemory(ModelBytes(parameters=1000, learned=800, buffers=30, unit=100))
+    assert small.fsdp(4) == (1000 + 800 + 2 * 800) // 4 + 2 * 100 + 100 + 30
+    assert f"with FSDP over 4 ranks {written(small.fsdp(4))}" in small.text(4)
+    assert small.peak == 1000 + 30 + 2 * 800 + 800
+
+
+def test_what_fsdp_has_shared() -> None:
+    """Of a model that is in shards already: a rank's own."""
+    model, whole = seeded(Decoder), ModelBytes.of(seeded(Decoder))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        found = ModelBytes.of(model)
+    finally:
+        dist.destroy_process_group()
+    assert 0.5 <= found.parameters / whole.parameters < 0.6
+    assert found.learned == found.parameters
 
 
 def test_flops_of_grouped_products() -> None:

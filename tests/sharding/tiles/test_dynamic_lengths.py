@@ -24,7 +24,7 @@ from sp_compile.backend import RankProgram
 from sp_compile.lowering.tiles.program import ANY_LENGTH, TileProgram
 from sp_compile.passes.tiles.tiles import programs_of
 
-LENGTHS = (16, 23, 9, 40, 7)
+LENGTHS = (16, 23, 9, 40, 7, 4)
 BATCHES = (2, 3, 5)
 pytestmark = pytest.mark.skipif(not SYMBOLIC_GRAPHS, reason="a number of rows that is a symbol takes torch 2.13")
 

@@ -18,6 +18,7 @@ from sharding.tiles.losses import (
     batch,
     distilled,
     divergence,
+    flat,
     mean,
     of_mixture,
     of_tokens,
@@ -34,6 +35,7 @@ from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
 from sp_compile.passes.tiles import amount
 from sp_compile.passes.tiles import tiles as tiling
 
+aten = torch.ops.aten
 EXACT = 1e-9
 AGAIN = (with_z, of_mixture, per_sequence, preferred)
 """Losses that do not end in one number of each tile."""
@@ -43,10 +45,13 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
     return sp_compile.verify(Model(loss, **how).double(), *batch(seq), sp=n, tiles=tiles)
 
 
-@pytest.mark.sampled(every=97)
-@pytest.mark.parametrize("seq", [9, 16, 23])
-@pytest.mark.parametrize("tiles", [2, 3, 8])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
+
+
+@pytest.mark.sampled(every=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("tiles", PIECES)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     found = report_of(loss, n, tiles, seq)
@@ -101,6 +106,50 @@ def test_one_body_for_all_tiles() -> None:
     )
     assert few == many
     assert sorted(program_of(local(mean, 1, 3, 64))[1].bodies) == [20, 22]
+    assert program_of(local(mean, 1, 3000, 64))[0].args[2] == 64
+
+
+@pytest.mark.parametrize(("loss", "calls"), [(mean, [8, 4]), (per_sequence, [8 + 4, 8])], ids=["at once", "again"])
+def test_a_compiled_body_is_called_for_each_tile(loss: Loss, calls: list[int]) -> None:
+    """In two steps, and in one without gradients, of 4 tiles. What it runs of tiles has been through the compiler, once for all tiles; nothing of them runs as it was traced."""
+    made, called = [], []
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        if not gm.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default):
+            made.append(gm)
+        return lambda *given: called.append(gm) or gm(*given)
+
+    run = torch.compile(Model(loss), backend="sp", options={"tiles": 4, "compiler": compiler, "cost": {}})
+    for _ in range(2):
+        run(*batch(16)).backward()
+    with torch.no_grad():
+        run(*batch(16))
+    assert [called.count(gm) for gm in made] == calls
+
+
+class Within(Model):
+    """Under autocast by itself."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, weights)
+
+
+@pytest.mark.parametrize(("loss", "model"), [(mean, Within), (per_sequence, Within), (mean, Model)])
+def test_products_of_a_tile_are_those_of_its_autocast(loss: Loss, model: type[Model]) -> None:
+    """Forward and backward multiply in bfloat16."""
+    graphs: list[GraphModule] = []
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm
+
+    run = torch.compile(model(loss), backend="sp", options={"tiles": 2, "compiler": compiler, "cost": {}})
+    with torch.autocast("cpu", torch.bfloat16, enabled=model is Model):
+        run(*batch(16))
+    *tiles, _ = graphs
+    products = [n for gm in tiles for n in gm.graph.find_nodes(op="call_function", target=aten.mm.default)]
+    assert {n.meta["val"].dtype for n in products} == {torch.bfloat16}
 
 
 def test_gradients_of_weights_are_added_as_products() -> None:
@@ -109,6 +158,57 @@ def test_gradients_of_weights_are_added_as_products() -> None:
     assert [(value.shape, value.adds) for value in program.gradients if value.dim is None] == [
         ((VOCAB, WIDTH), "product")
     ]
+
+
+def test_gradients_of_a_sum_are_kept_wider_than_float16() -> None:
+    """Of a mean over many tokens: its gradient is what float16 holds, and not that of the sum."""
+    model = torch.export.export(Model(mean).half(), batch(16))
+    _, program = program_of(sp_compile.parallelize(model, sp=1, tiles=4))
+    assert {value.dtype for value in program.gradients} == {torch.float32}
+
+
+class Watched(Model):
+    """How many tokens it is right about, too: behind the loss, and without gradients."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            z, y = flat(h, head, ids)
+            found = F.cross_entropy(z, y)
+            with torch.no_grad():
+                seen.append((z.argmax(-1) == y).sum())
+            return found
+
+        self.loss = loss
+        return super().forward(ids, weights), seen[0]
+
+
+def test_what_ends_without_gradients_has_those_of_its_beginning() -> None:
+    found = sp_compile.verify(Watched(mean).double(), *batch(13), sp=1, tiles=3)
+    assert found.worst < EXACT
+    assert any("where no gradients are recorded" in note.why for note in found.notes)
+
+
+class Halves(nn.Module):
+    """Half of an MLP under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.up(x.cumsum(1))
+        return self.down(F.gelu(h.float()))
+
+
+def test_a_tile_ends_where_autocast_does() -> None:
+    """The second product is of float32, whatever the first one is of."""
+    model, x = Halves(), torch.randn(1, 16, WIDTH)
+    run = torch.compile(model, backend="sp", options={"tiles": 4, "compiler": "aot_eager", "cost": {}})
+    torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-6)
 
 
 class Both(Model):
@@ -174,9 +274,9 @@ def peak_of(tiles: int | str, compiler: str, vocab: int, seq: int) -> int:
 
 
 def test_memory_of_a_step() -> None:
-    """Nothing is as large as the logits."""
-    vocab, seq = 2048, 512
-    assert peak_of(16, "aot_eager", vocab, seq) < vocab * seq * 4 / 2
+    """Little more than a tile's logits, their softmax, its gradient, and what is between: nothing of the tile before."""
+    vocab, seq, tiles = 2048, 512, 16
+    assert peak_of(tiles, "aot_eager", vocab, seq) < 4.2 * vocab * seq * 4 / tiles
 
 
 @pytest.mark.slow
@@ -227,20 +327,23 @@ def test_an_embeddings_gradient_is_as_small_without_tiles() -> None:
     assert peaks["by hand"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_half_types(dtype: torch.dtype) -> None:
-    """Weights in half types, or in float32 under autocast: sums over the tiles are no worse than one of all rows."""
-    exact = Model(mean).double()
+@pytest.mark.parametrize(
+    ("dtype", "loss"),
+    [(torch.float32, mean), (torch.bfloat16, mean), (torch.bfloat16, per_sequence), (torch.float16, mean)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_half_types(dtype: torch.dtype, loss: Loss) -> None:
+    """Weights in half types, or in float32 under autocast: sums over many tiles are no worse than one of all rows."""
+    exact = Model(loss).double()
     exact(*batch(64)).backward()
     errors = []
-    for tiles in ("never", 8):
+    for tiles in ("never", 64):
         torch.compiler.reset()
-        model = Model(mean).to(dtype)
+        model = Model(loss).to(dtype)
         run = torch.compile(model, backend="sp", options={"tiles": tiles, "compiler": "aot_eager"})
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            loss = run(*batch(64))
-        loss.backward()
+            found = run(*batch(64))
+        found.backward()
         pairs = zip(exact.parameters(), model.parameters(), strict=True)
         errors.append(max(float((a.grad - b.grad.double()).norm() / a.grad.norm()) for a, b in pairs))
     assert 1e-4 < errors[1] < 1.2 * errors[0]
@@ -261,13 +364,20 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.worst < EXACT
     assert (one.inside, one.tiles, one.tile) == (4096, 8, 512)
     assert math.ceil(one.rows / one.tiles) == 1
+    mlps = sp_compile.explain(Decoder(layers=1).double(), *text(16), sp=2)
+    assert not mlps.tiled
+    assert any("does no work again" in note.why for note in mlps.notes)
 
 
-def test_auto_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes."""
+@pytest.mark.parametrize("make", [Decoder, Checkpointed])
+def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes.
+
+    Of an MLP that is checkpointed nothing is kept, so tiles leave no more room there.
+    """
     monkeypatch.setattr(amount, "PIECE", 1 << 9)
     monkeypatch.setattr(tiling, "PIECE", 1 << 9)
-    model = Decoder(layers=1).double()
+    model = make(layers=1).double()
     model.head = nn.Linear(16, 64, bias=False).double()
     logits = 2 * 16 * 64 * 8  # of a rank of two
 
@@ -282,9 +392,18 @@ def test_auto_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = taken[0] - logits
     (mlp, tiles_of_mlp), (head, tiles_of_head) = tiled(beside + logits / 8)
     assert (mlp, head) == (logits // 2, logits)
-    room = (beside + logits / 8) - (beside - mlp)
-    assert tiles_of_head == max(2, math.ceil(2 * head / room))
-    assert tiles_of_mlp == max(2, math.ceil(2 * mlp / room))
+    room = (beside + logits / 8) - (beside - (mlp if make is Decoder else 0))
+    most = logits // (1 << 9)
+    assert tiles_of_head == min(max(2, math.ceil(2 * head / room)), most, 16)
+    assert tiles_of_mlp == min(max(2, math.ceil(2 * mlp / room)), most // 2, 16)
+    if make is Checkpointed:
+        monkeypatch.setattr(amount, "PIECE", 1 << 11)
+        assert tiled(beside + 64) == [(mlp, 4), (head, 8)], "no smaller pieces, however little room there is"
+    else:
+        roomy = beside + 2 * logits + 1
+        assert tiled(roomy) == [(logits, 2)], "it fits, and is a large share of the device"
+        monkeypatch.setattr(amount, "SHARE", 1.0)
+        assert tiled(roomy) == []
 
 
 def test_words_of_options() -> None:

@@ -1,4 +1,4 @@
-"""Tiles beside what else changes a program on ranks: ways and orders of attention, FSDP2 whole and by blocks."""
+"""Tiles beside what else changes a program on ranks: ways and orders of attention, AMP, FSDP2 whole and by blocks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "zigzag": {"attention": "ring", "layout": "zigzag"},
     "gathered": {"attention": "gather", "layout": "zigzag"},
     "balanced": {"attention": "ring", "layout": "balanced"},
+    "AMP": {"attention": "ring"},
     "host": {"offload": 1.0},
     "FSDP2": {"param_grads": "partial"},
     "FSDP2 by blocks": {"param_grads": "partial"},
 }
+FAST = ("ulysses", "ring", "zigzag", "balanced", "AMP")
 
 
 def step(way: str) -> bool:
     """Loss and gradients of a rank are those of one device."""
+    if way == "AMP":
+        return mixed(WAYS[way])
     torch.manual_seed(0)
-    model = Decoder(layers=2).double()
+    model = Decoder(layers=1 if way in FAST else 2).double()
     alone = copy.deepcopy(model)
     if way.startswith("FSDP2"):
         for part in (*(model.blocks if "blocks" in way else ()), model):
@@ -44,7 +48,25 @@ def step(way: str) -> bool:
     return True
 
 
-@pytest.mark.sampled(every=8)
-@pytest.mark.parametrize("way", WAYS)
+def mixed(options: dict[str, Any]) -> bool:
+    """Under autocast, no further from float64 than one device under it."""
+    torch.manual_seed(0)
+    model = Decoder(layers=1)
+    exact, alone = copy.deepcopy(model).double(), copy.deepcopy(model)
+    given = {"mesh": worker.mesh(), "tiles": TILES, "compiler": "aot_eager", "cost": {}, **options}
+    exact(*text(SEQ)).backward()
+    errors = []
+    for one, run in ((model, torch.compile(model, backend="sp", options=given)), (alone, alone)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(*text(SEQ))
+        loss.backward()
+        pairs = zip(one.parameters(), exact.parameters(), strict=True)
+        errors.append([float((a.grad.double() - b.grad).norm() / b.grad.norm()) for a, b in pairs])
+    assert all(found < 1.5 * right + 1e-3 for found, right in zip(*errors)), errors
+    assert max(errors[0]) > 1e-3, "float32"
+    return True
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in FAST else pytest.mark.slow) for way in WAYS])
 def test_one_device(ranks: Ranks, way: str) -> None:
     assert all(ranks.run(2, step, way))

@@ -82,7 +82,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if func in WAITS or (func is aten._to_copy.default and _blocks(args[0], kwargs)):
+        if func in WAITS or (func is aten._to_copy.default and _blocks(args[0], kwargs)) or _copy_blocks(func, *args):
             self.seen.waits.append(name)
         elif func in KERNELS:
             self.seen.kernels.append(name)
@@ -110,6 +110,14 @@ def _blocks(x: Tensor, kwargs: dict[str, Any]) -> bool:
     return not kwargs.get("non_blocking") or (device.type == "cuda" and x.data_ptr() not in _pinned)
 
 
+def _copy_blocks(func: Any, to: Any = None, of: Any = None, non_blocking: bool = False, *_: Any) -> bool:
+    """Whether the host waits for a copy into memory that is there: not if it may go on, and its side is pinned."""
+    if func is not aten.copy_.default or to.device == of.device:
+        return False
+    host = to if to.device.type == "cpu" else of
+    return not non_blocking or host.data_ptr() not in _pinned
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the CPU. A result is on the GPU if it was made there, or of what is there."""
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
@@ -119,8 +127,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         there = torch.device(device).type == "cuda"
         kwargs = kwargs | ({"device": "cpu"} if there else {})
     assert func not in KERNELS or all(isinstance(x, Borrowed) for x in leaves if isinstance(x, Tensor))
-    given, named = tree_map(give_back, (args, kwargs))
+    pinned = kwargs.get("pin_memory")
+    given, named = tree_map(give_back, (args, kwargs | ({"pin_memory": False} if pinned else {})))
     out = HERE.get(func, func)(*given, **named)
+    if pinned:
+        _pinned[out.data_ptr()] = out
     if not there:
         return out
     if func._schema.is_mutable:
