@@ -23,6 +23,7 @@ from sp_compile.cost.unroll import Unroll
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record
+from sp_compile.graph.sizes import typical
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
@@ -116,7 +117,7 @@ def _of_few(
         setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
     larger = repeats.weights.learned / learned if learned else 1.0  # gradients of all, in as many exchanges
     report.exchanges = [
-        replace(e, backward=round(e.backward * larger)) if e.op == "reduce_grad" and not e.layer else e
+        replace(e, backward=int(typical(e.backward) * larger)) if e.op == "reduce_grad" and not e.layer else e
         for e in report.exchanges
     ]
     kinds = max(depth.kinds) + 1

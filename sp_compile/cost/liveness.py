@@ -150,17 +150,15 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
     given = {places.key(x): Alive(one.name, at(one), nbytes_of(x), "saved") for one in saved for x in tensors_of(one)}
     found = Walk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
     for node, live in places.run(given):
-        total = sum(held.nbytes for held in live)
-        results = sum(held.nbytes for held in live if held.origin == "result")
-        idle = sum(held.nbytes for held in live if held.origin == "reuse")
-        product = is_product(node)
+        total, product = sum(held.nbytes for held in live), is_product(node)
+        results, idle = (sum(held.nbytes for held in live if held.origin == of) for of in ("result", "reuse"))
         traffic = 0 if product else places.traffic(node)
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
             traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
         flops = 0 if node.target in ATTENTIONS else flops_of(node)
-        moment = Moment(node.name, at(node), total, results, idle, product, layer_of(node), traffic, flops)
-        found.moments.append(moment)
+        memory = total, results, idle, product
+        found.moments.append(Moment(node.name, at(node), *memory, layer_of(node), traffic, flops))
     found.end = sum(held.nbytes for held in places.left.values())
     return found
 
@@ -398,7 +396,9 @@ class _Places:
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
         part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
         """
-        groups, number = list[list[Node]](), {node: i for i, node in enumerate(self.made)}
+        results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
+        number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
+        groups = list[list[Node]]()
         for node in filter(self._is_last_sum, self.made):
             for group in groups:
                 near = number[node] - number[group[0]] <= FUSED_OVER
