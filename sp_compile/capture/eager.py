@@ -100,13 +100,10 @@ def sharded_parts(model: torch.nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
 
 
-def tell_of_sharded_parts(model: torch.nn.Module | None) -> None:
-    """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole.
-
-    model: what was given to torch.compile, if it is a module.
-    """
+def tell_of_sharded_parts(model: torch.nn.Module) -> None:
+    """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if model is None or rank > 0 or named(model) in _told_of_parts:
+    if rank > 0 or named(model) in _told_of_parts:
         return
     parts = sharded_parts(model)
     if parts:
