@@ -90,7 +90,6 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     Errors are raised when the graph is first called, on every rank of the group, as SpError; here, and anew at the next
     call, where ranks of a program's own group do not come to compile it.
     """
-    tell_of_sharded_parts()
     session = Session(gm, example_inputs, options, mode=mode)
     lowered: RankProgram | None = None
     run: Callable[..., Any] | None = None
@@ -116,7 +115,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges)
 
 
-_compat.on_eager(sp, partial(tell_of_eager, stop))
+_compat.on_eager(sp, partial(tell_of_eager, stop), tell_of_sharded_parts)
 _compat.on_other_call(sp, partial(tell_of_other_call, stop))
 
 

@@ -8,7 +8,6 @@ from .checkpoints import *
 from .compilers import *
 from .dynamo import *
 from .flex import *
-from .frames import *
 from .groups import *
 from .names import *
 from .ops import *

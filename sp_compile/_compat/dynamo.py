@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule, Node
-
-from .frames import called, entered
 
 
 def keep_source(new: Node, old: Node) -> None:
@@ -117,12 +115,17 @@ def refuse_eager_fallback() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str, bool], None]) -> None:
+def on_eager(
+    backend: Callable[..., Any],
+    tell: Callable[[Any, CodeType, str, bool], None],
+    tell_of_piece: Callable[[torch.nn.Module], None] = lambda module: None,
+) -> None:
     """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
 
     tell: given the module, or the name of a function; its code; Dynamo's reason; was that code compiled before? Only of
-    what was given to torch.compile itself: what a graph break leaves out is not told. Dynamo has no hook for that, so
-    what it calls when it first meets a piece of code is wrapped.
+    what was given to torch.compile itself: what a graph break leaves out is not told. tell_of_piece: given the module
+    inside of whose call code is compiled by itself, behind a graph break. Dynamo has no hook for either, so what it
+    calls when it first meets a piece of code is wrapped.
     """
     convert, compiled = CatchErrorsWrapper.__call__, _compiled_by.setdefault(backend, {})
 
@@ -130,8 +133,13 @@ def on_eager(backend: Callable[..., Any], tell: Callable[[Any, CodeType, str, bo
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
-        what = entered(frame.f_code, sys._getframe(1)) if _backend_of(self) is backend else None
-        if what is not None and result.guarded_code is not None:
+        ours = _backend_of(self) is backend
+        what = _entered(frame.f_code, sys._getframe(1)) if ours else None
+        if ours and what is None and result.guarded_code is not None:
+            whole = _compiled_module(sys._getframe(1))
+            if whole is not None:
+                tell_of_piece(whole)
+        elif what is not None and result.guarded_code is not None:
             compiled[id(frame.f_code)] = frame.f_code
         elif what is not None:
             said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
@@ -160,7 +168,7 @@ def on_other_call(backend: Callable[..., Any], tell: Callable[[Any, str], None])
         chosen = choose(callback)
         runs, ours = _backend_of(chosen), _backend_of(callback) is backend
         if runs is not backend and chosen is not False and (ours or compiled):
-            what, code = called(sys._getframe(1).f_locals.get("fn"))
+            what, code = _called(sys._getframe(1).f_locals.get("fn"))
             if code is not None and (ours or id(code) in compiled):
                 other = f"torch.compile(backend={getattr(runs, '__name__', str(runs))!r})"
                 tell(what, STANCE if ours else DISABLE if chosen is None else other)
@@ -178,6 +186,41 @@ def _backend_of(callback: Any) -> Any:
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return getattr(callback, "compiler_fn", callback)
+
+
+def _called(fn: Any) -> tuple[Any, CodeType | None]:
+    """The module, or the name of the function, that a call of `fn` runs, and its code."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return owner, getattr(owner.forward, "__code__", None)
+    return getattr(fn, "__qualname__", ""), getattr(fn, "__code__", None)
+
+
+def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
+    """The module that was given to torch.compile and whose call has come to this frame; None: a function."""
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
+        frame = frame.f_back
+    what, _ = _called(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    return what if isinstance(what, torch.nn.Module) else None
+
+
+_COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
+
+
+def _entered(code: CodeType, caller: FrameType | None) -> Any:
+    """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
+
+    caller: the innermost frame around the one that runs the code.
+    """
+    module = None
+    while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
+        module, caller = caller.f_locals.get("self"), caller.f_back
+    if caller is None or (caller.f_code.co_filename, caller.f_code.co_name) != _COMPILED_CALL:
+        return None
+    if module is None:
+        torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
+        return None if torchs else code.co_qualname
+    return module if getattr(module.forward, "__code__", None) is code else None
 
 
 def _in_brief(words: str) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sp_compile._compat import compiled_module, on_recompile_limit
+from sp_compile._compat import on_recompile_limit
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,6 @@ RUNS_OTHERWISE = "it runs {} otherwise than compiled with backend='sp' ({})"
 _told: set[tuple[str, CodeType]] = set()
 
 _told_of_parts: set[str] = set()
-
-FSDP = "torch.distributed.fsdp"  # not imported for those who do not shard
 
 _limits: deque[str] = deque(maxlen=1)
 """What torch has said of the last piece of code that it compiles no more: what differed, too."""
@@ -96,17 +94,16 @@ def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
 
 def sharded_parts(model: torch.nn.Module) -> list[str]:
     """The names of the modules inside of a model that `fully_shard` was called on."""
-    fsdp = sys.modules.get(FSDP)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # which it is part of; not imported for those who do not shard
     if fsdp is None:
         return []
     return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
 
 
-def tell_of_sharded_parts() -> None:
+def tell_of_sharded_parts(model: torch.nn.Module) -> None:
     """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    model = compiled_module() if FSDP in sys.modules and not rank else None
-    if model is None or named(model) in _told_of_parts:
+    if rank > 0 or named(model) in _told_of_parts:
         return
     parts = sharded_parts(model)
     if parts:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -101,6 +101,10 @@ class Way:
     mixed: bool = False
     adds: int = 1
     checkpoints: bool = False
+
+    def __str__(self) -> str:
+        others = [(one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]
+        return "-".join(f"{name} {value}" for name, value in others)
 
 
 @dataclass
