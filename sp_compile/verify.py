@@ -30,7 +30,14 @@ from sp_compile.passes.report import Report
 from sp_compile.spmd.between import as_if_sharded
 from sp_compile.spmd.session import ALONE, Session
 
-from ._compat import TorchRuntimeError, flex_on_any_device, is_compiling, memory_budget, partitioned
+from ._compat import (
+    TorchRuntimeError,
+    differentiate_on_meta,
+    flex_on_any_device,
+    is_compiling,
+    memory_budget,
+    partitioned,
+)
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean, user_line
@@ -205,6 +212,7 @@ def _each_graph(
         return call
 
     torch.compiler.reset()
+    differentiate_on_meta()
     with _restored_buffers(model), _constants_on_meta(entry), flex_on_any_device():
         torch.compile(model, backend=backend)(*args, **kwargs)
     torch.compiler.reset()

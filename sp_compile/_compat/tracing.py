@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch._decomp import global_decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import CompileContext, TracingContext
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch._ops import OpOverload, _len_torch_dispatch_stack_pre_dispatch
 from torch.fx import Graph, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
@@ -138,3 +141,19 @@ def _not_reset(told: Any) -> None:
 
 
 _resets = [0]
+
+
+@cache
+def differentiate_on_meta() -> None:
+    """Let composite operators have the gradients of their parts on the meta device, too.
+
+    torch registers many decompositions for that device. Under its Python dispatcher, with which AOTAutograd traces, an
+    operator that has one there counts as one with a kernel, and autograd no longer looks into it: cross_entropy then
+    ends the backward, with a warning ("an autograd kernel was not registered") and without gradients. Seen on 2.13.
+    """
+    inside, outside = DispatchKey.CompositeImplicitAutograd, DispatchKey.AutogradMeta
+    for op in {op for table in global_decomposition_table.values() for op in table}:
+        if not isinstance(op, OpOverload) or DispatchKey.Meta not in op.py_kernels or outside in op.py_kernels:
+            continue
+        if op.has_kernel_for_dispatch_key(inside):
+            op.py_impl(outside)(op.decompose)
