@@ -17,10 +17,14 @@ ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.defa
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
+WRITES_LATE = frozenset({WAIT}) | ARRIVALS | MUTATIONS
+"""What they are given is not written before them."""
 CAT = torch.ops.aten.cat.default
 PUT_TOGETHER = frozenset({CAT, WAIT, operator.getitem, *overloads("split_with_sizes split.Tensor")})
 """They hold what they are given, or give parts of it."""
 VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
+WIDEST_ROW = 1024
+"""Of which Inductor writes kernels of a GPU that hold a row at once."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
 MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
@@ -61,6 +65,4 @@ ATTENTIONS = frozenset(
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
 ).union(FLASH_OF_CPU)
-QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
-"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
