@@ -38,7 +38,7 @@ class FusedEvents:
     """Events, in order: the places that each reads and makes. Where nothing is fused each is one operator."""
 
     def __init__(self, fused: bool) -> None:
-        self.fused = fused
+        self.fused, self.on_gpu = fused, False
         self.made: dict[Node, list[Key]] = {}
         self.taken: dict[Node, frozenset[Key]] = {}
         self.sizes: dict[Key, int] = {}
@@ -47,9 +47,11 @@ class FusedEvents:
         self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
 
     def fuse(self) -> None:
-        """Let events run together."""
+        """Let events run together: on a CPU sums alone, as was measured there."""
+        self.on_gpu = any(map(is_on_gpu, self.made))
         self._fuse_sums()
-        self._fuse_rows()
+        if self.on_gpu:
+            self._fuse_rows()
 
     def is_fused(self, node: Node) -> bool:
         """Is it a part of kernels that Inductor writes?"""
@@ -73,7 +75,7 @@ class FusedEvents:
         for node in self.made:
             if not self._is_last_sum(node) or _runs_with_rows(node):
                 continue
-            for group in groups if not _is_on_gpu(node) else [one for one in groups[-1:] if len(one) == 1]:
+            for group in groups if not is_on_gpu(node) else [one for one in groups[-1:] if len(one) == 1]:
                 if _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
                     group.append(node)
                     break
@@ -167,7 +169,8 @@ class FusedEvents:
         for group in {id(group): group for group in together.values()}.values():
             first, *others = group
             reads = Counter(key for one in group for key in self.taken[one])
-            self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
+            if self.on_gpu:
+                self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
             self.made[first] = [key for one in group for key in self.made[one]]
             self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
             for one in others:
@@ -190,14 +193,14 @@ def _alike(a: Node, b: Node) -> bool:
     return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
 
 
-def _is_on_gpu(node: Node) -> bool:
+def is_on_gpu(node: Node) -> bool:
     """A model on the meta device is on none: it is looked at for one."""
     return any(x.device.type != "cpu" for x in tensors_of(node))
 
 
 def _runs_with_rows(node: Node) -> bool:
     """Does a GPU's kernel that has a row at once make this sum over rows, too?"""
-    return _is_on_gpu(node) and size_hint(node.args[0].meta["val"].shape[-1]) <= WIDEST_ROW  # type: ignore[union-attr]
+    return is_on_gpu(node) and size_hint(node.args[0].meta["val"].shape[-1]) <= WIDEST_ROW  # type: ignore[union-attr]
 
 
 def _name(target: Any) -> str:

@@ -29,7 +29,7 @@ from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 from sp_compile.sharding.matchers import source_of
 
-from .kernels import FusedEvents, Key
+from .kernels import FusedEvents, Key, is_on_gpu
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
@@ -354,7 +354,7 @@ class _Places(FusedEvents):
         else:
             self.reads[node] = frozenset(keys)
             self.taken[node], self.made[node] = through, []
-            if self._is_inlined_but_for(node, through, _copies_operands):
+            if is_on_gpu(node) and self._is_inlined_but_for(node, through, _copies_operands):
                 self.copied[node] = through
             self.made[self._writes_first(node)] += new
 
