@@ -223,7 +223,8 @@ def _inside_backward(
 ) -> int:
     """Kernels have their workspace and what they give; then that is cast, or copied to what is sent.
 
-    A gradient of one kernel that is neither is a result as it lies.
+    A gradient of one kernel that is neither is a result as it lies. Of a zigzag shard kernels have half the queries
+    each, and add to results that are there.
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     workspace = _of_scores(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
@@ -231,6 +232,8 @@ def _inside_backward(
     given, packed = operand_bytes(q, k, v), any(others[1:])
     sent = operand_bytes(k, v) * wide if packed else 0
     moved = given if wide > 1 else operand_bytes(k, v) if packed else 0
+    if wide > 1 and args.q_span[1] > 1:
+        moved = max(moved, (workspace + operand_bytes(q)) // 2 + operand_bytes(k, v))
     return max(workspace + bytes_copied(q, k, v) + operand_bytes(lse) + sent + given - given * wide, moved)
 
 

@@ -127,7 +127,7 @@ class WrittenRows:
 
 
 class Sum:
-    """A gradient that is given in parts, along dim 2. A first part that is all of it is not copied but kept.
+    """A gradient that is given in parts, along dim 2. A first part that is all of it is kept, in this dtype.
 
     place: where it is to be written; in new memory if None.
     """
@@ -139,8 +139,8 @@ class Sum:
     def add(self, part: Tensor, rows: tuple[int, int]) -> None:
         """Add ``part`` to the rows (offset, length)."""
         parts = self._written.add(rows)
-        if self._total is None and rows == (0, self._like.shape[2]):
-            self._total = part.to(self._dtype)
+        if self._total is None and rows == (0, self._like.shape[2]) and part.dtype == self._dtype:
+            self._total = part
             return
         for start, length, new in parts:
             here, more = self._buffer().narrow(2, start, length), part.narrow(2, start - rows[0], length)

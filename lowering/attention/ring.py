@@ -55,14 +55,17 @@ class RingKeys(NamedTuple):
         return routes.shift(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        out = lse = None
+        out = lse = done = None
         for keys, values, where, coming in self._rounds(k, v, torch.cat):
-            block = args.attend(q, keys, values, where, _made(coming, out))
+            block = args.attend(q, keys, values, where, _made(coming, done))
             if out is None:
-                # The accumulator of several blocks; a single one stays as it is.
+                # The accumulator of several blocks; a single one stays as it is. The next block waits for this one and
+                # not for what is made of it: a compiler that has not written that yet would write it a second time.
                 out, lse = block if self.steps == 1 else (block[0].to(block[1].dtype), block[1])
+                done = block[0]
             else:
                 torch.ops.sp.merge_into(out, lse, *block)
+                done = out
         return out, lse
 
     def backward(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from sp_compile._compat import auto_functionalized, auto_functionalized_v2, size_hint
+from sp_compile._compat import auto_functionalized, auto_functionalized_v2
 from sp_compile.graph.call import WAIT, overloads
 from sp_compile.lowering import offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.tiles import ops  # noqa: F401
@@ -19,10 +17,14 @@ ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.defa
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
+WRITES_LATE = frozenset({WAIT}) | ARRIVALS | MUTATIONS
+"""What they are given is not written before them."""
 CAT = torch.ops.aten.cat.default
 PUT_TOGETHER = frozenset({CAT, WAIT, operator.getitem, *overloads("split_with_sizes split.Tensor")})
 """They hold what they are given, or give parts of it."""
 VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
+WIDEST_ROW = 1024
+"""Of which Inductor writes kernels of a GPU that hold a row at once."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
 MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
@@ -63,18 +65,6 @@ ATTENTIONS = frozenset(
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
 ).union(FLASH_OF_CPU)
-QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
-"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 FUSED_OVER = 64
 """Inductor fuses no kernels that are further apart in its order: `Scheduler.are_long_distant_nodes`."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())
-
-
-def workspace_of_kernels(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """What the threads of PyTorch's kernel have: blocks of scores, in half types beside a copy in these."""
-    first = FLASH_OF_CPU[target] - 1  # a backward is given the gradient in front
-    (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
-    if operands[0].device.type != "cpu":
-        return 0
-    block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
-    return FLASH_OF_CPU[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)

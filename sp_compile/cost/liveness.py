@@ -11,24 +11,15 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile._compat import (
-    FakeTensorMode,
-    OpOverload,
-    inductor_decompositions,
-    make_fx,
-    schema_of,
-    size_hint,
-    storage_of,
-)
+from sp_compile._compat import FakeTensorMode, OpOverload, inductor_decompositions, make_fx, size_hint, storage_of
 from sp_compile.errors import at
 from sp_compile.graph.call import WAIT, tensors_of
 from sp_compile.graph.closure import reached
@@ -40,29 +31,23 @@ from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 from sp_compile.sharding.matchers import source_of
 
+from .kernels import FusedEvents, Key, is_on_gpu
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
     CAT,
-    ELEMENTWISE,
-    FLASH_OF_CPU,
     FROM_HOST,
-    FUSED_OVER,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
     INLINED_ONCE,
     MATRIX_PRODUCTS,
     MUTATIONS,
-    PRIMS,
     PUT_TOGETHER,
     REDUCTIONS,
     TILE_LOOPS,
     TO_HOST,
-    VIEWS,
-    workspace_of_kernels,
 )
-
-Key = int
+from .workspace import workspace_of
 
 
 @dataclass(frozen=True)
@@ -233,10 +218,10 @@ def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    if node.target not in FLASH_OF_CPU:
+    if node.target not in ATTENTIONS:
         return 0
     given = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
-    workspace = workspace_of_kernels(node.target, [x for x in given if isinstance(x, torch.Tensor)])
+    workspace = workspace_of(node.target, [x for x in given if isinstance(x, torch.Tensor)])
     return INSIDE[node.target](workspace, *given) if node.target in INSIDE else workspace
 
 
@@ -256,38 +241,30 @@ def _passes_on(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
 
 
-def _alike(a: Node, b: Node) -> bool:
-    """Do two sums have the same rows and the same results?"""
-    (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
-    return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
+def _copies_operands(node: Node) -> bool:
+    """Does Inductor write what has no place yet once more for it? So it does where strides are asked for."""
+    return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
-def _name(target: Any) -> str:
-    """aten::mm; nothing of what is no operator."""
-    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
-
-
-class _Places:
+class _Places(FusedEvents):
     """Where each value of a graph lies, and what of it has no place."""
 
     def __init__(self, graph: Graph, fused: bool) -> None:
-        self.fused = fused
+        super().__init__(fused)
         self.same: dict[Key, Key] = {}  # what lies where another value lay
         self.maker: dict[Key, Node] = {}
         self.inlined: set[Key] = set()
         self.reads: dict[Node, frozenset[Key]] = {}  # the places that are read when the node's value is
-        self.made: dict[Node, list[Key]] = {}  # the places that each event begins
-        self.taken: dict[Node, frozenset[Key]] = {}
-        self.sizes: dict[Key, int] = {}
+        self.copied: dict[Node, frozenset[Key]] = {}  # what kernels read in place of a copy for an operator
         self.dtypes: dict[Key, torch.dtype] = {}
         self.left: dict[Key, Alive] = {}
         for node in graph.nodes:
             if node.op != "output":
                 self._place(node)
-        if fused:
-            self._fuse_sums()
-        self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
         self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in tensors_of(node)}
+        if fused:
+            self.fuse()
+        self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
         self.joining = {self.key(x) for node in _joining(graph) for x in tensors_of(node)}
 
     def key(self, value: torch.Tensor) -> Key:
@@ -313,12 +290,11 @@ class _Places:
             ending = [
                 key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
             ]
-            written = 0
+            written = self.inside.get(node, 0)
             for key in made:
                 held = self._held(key)
-                over = (
-                    next((k for k in ending if live[k].nbytes == held.nbytes), None) if self._is_fused(node) else None
-                )
+                free = [k for k in ending if k not in self.often.get(node, ())] if self.is_fused(node) else []
+                over = next((k for k in free if live[k].nbytes == held.nbytes), None)
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
                     written += live.pop(over).nbytes
@@ -331,16 +307,20 @@ class _Places:
     def _idle(self, lives: Sequence[dict[Key, Alive]], over: Sequence[int]) -> list[list[Alive]]:
         """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
 
-        The peak as Inductor has it: what a kernel writes over counts twice.
+        The peak as Inductor has it: what a kernel writes over counts twice, and what it makes for itself counts.
         """
         totals = [sum(held.nbytes for held in live.values()) + twice for live, twice in zip(lives, over, strict=True)]
+        for i, node in enumerate(self.made):  # what waits on the host is memory to Inductor
+            if node.target is FROM_HOST:
+                nbytes = sum(map(nbytes_of, tensors_of(node)))
+                totals[: i + 1] = [total + nbytes for total in totals[: i + 1]]
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
         before: dict[Key, Alive] = {}
         for i, (node, live) in enumerate(zip(self.made, lives)):
             for key in live.keys() - before.keys():
                 kind = live[key].nbytes, self.dtypes[key]
-                if not free[kind] or not (self._is_fused(node) or node.target in MATRIX_PRODUCTS):
+                if not free[kind] or not (self.is_fused(node) or node.target in MATRIX_PRODUCTS):
                     continue
                 since, held = free[kind][-1]
                 if max(totals[since:i], default=0) + held.nbytes <= most:
@@ -372,7 +352,8 @@ class _Places:
         self.maker.update(dict.fromkeys(new, node))
         self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
         self.dtypes.update((self.key(x), x.dtype) for x in tensors_of(node))
-        through = frozenset(key for one in node.all_input_nodes for key in self.reads[one])
+        instead = self.copied if self.is_fused(node) else {}
+        through = frozenset(key for one in node.all_input_nodes for key in instead.get(one, self.reads[one]))
         if node.op in ("placeholder", "get_attr"):
             self.reads[node] = frozenset(keys)
         elif node.target is WAIT:  # what is sent stays until it has arrived
@@ -382,73 +363,16 @@ class _Places:
             self.reads[node], self.made[node], self.taken[node] = frozenset(), [], through
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
+            self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
         elif self._has_no_place(node, through):
             self.inlined.update(new)
             self.reads[node] = through
         else:
             self.reads[node] = frozenset(keys)
             self.taken[node], self.made[node] = through, []
+            if is_on_gpu(node) and self._is_inlined_but_for(node, through, _copies_operands):
+                self.copied[node] = through
             self.made[self._writes_first(node)] += new
-
-    def _fuse_sums(self) -> None:
-        """Let sums near each other that read a value in common, and as many rows, run as one when all of that is there.
-
-        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
-        part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
-        """
-        results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
-        number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
-        groups = list[list[Node]]()
-        for node in filter(self._is_last_sum, self.made):
-            for group in groups:
-                near = number[node] - number[group[0]] <= FUSED_OVER
-                if near and _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
-                    group.append(node)
-                    break
-            else:
-                groups.append([node])
-        groups = [group for group in groups if len(group) > 1]
-        if groups:
-            self._sort({node: group for group in groups for node in group})
-
-    def _is_last_sum(self, node: Node) -> bool:
-        """Is it a sum that is returned, or only put together with others?"""
-        if node.target not in REDUCTIONS:
-            return False
-        views = reached([node], lambda n: [x for x in n.users if n is node or x.target in VIEWS])
-        return all(n is node or n.target in VIEWS or n.target is CAT or n.op == "output" for n in views)
-
-    def _sort(self, together: dict[Node, list[Node]]) -> None:
-        """Events in the order of the graph, each behind what it reads; those that run together are one."""
-        groups = {node: together.get(node, [node]) for node in self.made}
-        number = {node: i for i, node in enumerate(self.made)}
-        makers = defaultdict[Key, list[Node]](list)  # and what has to be waited for
-        for node, keys in self.made.items():
-            waits = self.taken[node] if node.target is WAIT or node.target in ARRIVALS else ()
-            for key in (*keys, *waits):
-                makers[key].append(groups[node][0])
-        order = dict[Node, None]()
-        waiting = [groups[node][0] for node in reversed(self.made)]
-        while waiting:
-            node = waiting[-1]
-            read = {
-                before
-                for one in groups[node]
-                for key in self.taken[one]
-                for before in makers[key]
-                if number[before] < number[one]
-            }
-            before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
-            waiting += before
-            if not before:
-                order[waiting.pop()] = None
-        for group in {id(group): group for group in together.values()}.values():
-            first, *others = group
-            self.made[first] = [key for one in group for key in self.made[one]]
-            self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
-            for one in others:
-                del self.made[one]
-        self.made = {node: self.made[node] for node in order}
 
     def _writes_first(self, node: Node) -> Node:
         """The event that begins to fill a node's place: of what is put together, the first reduction that it is of."""
@@ -469,26 +393,15 @@ class _Places:
             if new not in self.maker and new != old:
                 self.same[new] = old
 
-    def _is_fused(self, node: Node) -> bool:
-        target = node.target
-        if not self.fused or not isinstance(target, OpOverload):
-            return False
-        return (
-            _name(target) in PRIMS
-            or target in REDUCTIONS
-            or target in ELEMENTWISE
-            or torch.Tag.pointwise in target.tags
-        )
-
     def _has_no_place(self, node: Node, reads: frozenset[Key]) -> bool:
-        if not self._is_fused(node) or node.target in REDUCTIONS:
+        return self._is_inlined_but_for(node, reads, lambda user: False)
+
+    def _is_inlined_but_for(self, node: Node, reads: frozenset[Key], passes: Callable[[Node], bool]) -> bool:
+        """Is its value computed where it is read, if it is only read by kernels and by what passes?"""
+        if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
             return False
-        return not self._is_read_whole(node)
-
-    def _is_read_whole(self, node: Node) -> bool:
-        """Does anything read it, or a view of it, that is not fused?"""
         keys = {storage_of(x) for x in tensors_of(node)}
 
         def is_view(n: Node) -> bool:
@@ -497,4 +410,4 @@ class _Places:
 
         views = reached([node], lambda n: [user for user in n.users if is_view(user)])
         readers = (user for n in views for user in n.users if not is_view(user))
-        return any(not self._is_fused(user) for user in readers)
+        return all(self.is_fused(user) or passes(user) for user in readers)

@@ -26,7 +26,8 @@ from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of, tensors_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .liveness import Alive, Key, Moment, Walk, is_on_host, nbytes_of, walk
+from .kernels import Key
+from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
 from .memory import GIB
 from .offload import OnHost
 

@@ -150,6 +150,29 @@ def test_what_fsdp_has_shared() -> None:
     assert found.learned == found.parameters
 
 
+def test_a_loss_on_the_meta_device_has_its_backward() -> None:
+    """torch ends it there, at `cross_entropy`, unless composite operators are looked into."""
+
+    class Learning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+    def products(device: str) -> int:
+        model, given = Learning().to(device), [tokens(64, seed).to(device) for seed in (1, 2)]
+        options = {"seq_dims": {"ids": 1, "labels": 1}, "tiles": "never"}
+        step = sp_compile.explain(model, *given, sp=2, memory=True, **options).step
+        assert step is not None
+        (graph,) = step.graphs
+        assert graph.backward is not None
+        return sum(moment.product for moment in graph.backward.moments)
+
+    assert products("meta") == products("cpu") > 0
+
+
 def test_flops_of_grouped_products() -> None:
     """Of each row as many as of a product, whichever its group; torch's own counters stay as they are."""
     x, w = torch.randn(64, 8, dtype=torch.bfloat16), torch.randn(4, 8, 16, dtype=torch.bfloat16)

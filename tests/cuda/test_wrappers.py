@@ -40,8 +40,8 @@ kernel
 attend step 0 of 1
 wait 1
 2 = shift:1:1 bfloat16[2, 1, 4, 131072, 128]
-kernel
 attend step 1 of 1, 2
+kernel
 merge_into
 wait 2
 attend step 2 of 2

@@ -21,6 +21,16 @@ PROPERTIES = SimpleNamespace(
 GBPS, TENSOR_TFLOPS = 3350.0, 989.0
 """Of memory, and of half types. Source: NVIDIA H100 SXM5 data sheet."""
 
+
+class Draws(torch.Generator):
+    """The device's random numbers, of which nobody draws any."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def clone_state(self) -> Draws:
+        return Draws()
+
+
 ANSWERS: dict[str, Any] = {
     "torch.version.cuda": "13.0",
     "torch.cuda.is_available": lambda: True,
@@ -35,6 +45,7 @@ ANSWERS: dict[str, Any] = {
     "torch.cuda.get_device_properties": lambda device=None: PROPERTIES,
     "torch.cuda.get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
     "torch.cuda.set_rng_state": lambda state, device=None: None,
+    "torch.cuda.default_generators": (Draws(),),
     "torch.cuda._DeviceGuard": lambda index: contextlib.nullcontext(),
     "torch.cuda.device": lambda device: contextlib.nullcontext(),
     "torch._C._cuda_getDevice": lambda: 0,

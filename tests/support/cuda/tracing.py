@@ -90,8 +90,10 @@ class Tracer(TorchDispatchMode):
         self._live = {key: known for key, known in self._live.items() if not known.alive.expired()}
 
     def _remember(self, x: Tensor, label: str, exchange: int | None = None) -> None:
+        if x.device.type != "cuda":
+            return  # the host's
         storage = x.untyped_storage()
-        self._live.setdefault(_key(x), _Storage(StorageWeakRef(storage), label, storage.nbytes(), exchange))
+        self._live.setdefault(key_of(x), _Storage(StorageWeakRef(storage), label, storage.nbytes(), exchange))
 
     def _weigh(self, event: str) -> None:
         self._forget()
@@ -110,7 +112,7 @@ class Tracer(TorchDispatchMode):
         if namespace == "_c10d_functional":
             self._exchanges += 1
             event = f"{self._exchanges} = {str(args[-1]).partition('/')[2] or name.strip('_')} {_shape(made[0])}"
-            self._live.pop(_key(made[0]), None)  # what is reduced in place is that exchange's from now on
+            self._live.pop(key_of(made[0]), None)  # what is reduced in place is that exchange's from now on
             self._remember(made[0], event, self._exchanges)
             return event
         of = f" of {', '.join(map(str, self._arrived(args)))}" if self._arrived(args) else ""
@@ -127,7 +129,7 @@ class Tracer(TorchDispatchMode):
 
     def _arrived(self, args: Sequence[Any]) -> list[int]:
         """The exchanges that brought what an operator reads."""
-        known = [self._live.get(_key(x)) for x in tree_leaves(args) if isinstance(x, Tensor)]
+        known = [self._live.get(key_of(x)) for x in tree_leaves(args) if isinstance(x, Tensor)]
         return list(dict.fromkeys(one.exchange for one in known if one is not None and one.exchange is not None))
 
 
@@ -140,7 +142,8 @@ class _Storage(NamedTuple):
     exchange: int | None
 
 
-def _key(x: Tensor) -> int:
+def key_of(x: Tensor) -> int:
+    """Of the memory that a tensor lies in."""
     return int(x.untyped_storage()._cdata)
 
 

@@ -55,9 +55,9 @@ class _Kernel:
 
 
 @contextlib.contextmanager
-def group_of(n: int) -> Iterator[None]:
-    """A default group of n ranks, of which this process is the first and nobody else is there."""
-    dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+def group_of(n: int, rank: int = 0) -> Iterator[None]:
+    """A default group of n ranks, of which this process is one and nobody else is there."""
+    dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
     try:
         yield
     finally:
@@ -81,30 +81,27 @@ def compiled(
         given = [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")]
         mode = detect_fake_mode(given)
         wanted = torch.is_grad_enabled()
-        args = [_like(mode, x, x.requires_grad and wanted) if isinstance(x, Tensor) else x for x in given]
+        args = [like(mode, x, x.requires_grad and wanted) if isinstance(x, Tensor) else x for x in given]
         forward, *backward = _graphs(local, args, mode)
         back = _traced(backward[0], mode, held=False) if backward else Trace()
         return Rank(_traced(forward, mode, held=True), back, report)
 
 
-def _like(mode: FakeTensorMode, x: Tensor, requires_grad: bool = False) -> Tensor:
+def like(mode: FakeTensorMode, x: Tensor, requires_grad: bool = False) -> Tensor:
+    """A fake of its own, with the same strides."""
     with mode:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=requires_grad)
 
 
-def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> list[_Graph]:
-    """Forward and backward as Inductor compiles them."""
-    found, modules = [], []
+@contextlib.contextmanager
+def compiling(mode: FakeTensorMode) -> Iterator[list[Any]]:
+    """Inside, Inductor writes its code and compiles no kernel of it; the wrappers so far, as modules."""
+    modules: list[Any] = []
     to_module = GraphLowering.compile_to_module
 
     def lowered(graph: GraphLowering) -> Any:
         modules.append(to_module(graph))
         return modules[-1]
-
-    def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        out = compile_fx_inner(graph, inputs, **kwargs)
-        found.append(_Graph(modules[-1], inputs))
-        return out
 
     # Patterns that Inductor learns from examples, which it would run on the device.
     no_examples = [mock.patch(f"torch._inductor.fx_passes.{p}.lazy_init", return_value=None) for p in PATTERNS]
@@ -116,6 +113,19 @@ def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(mode)
         stack.enter_context(tracing(TracingContext(mode)))
+        yield modules
+
+
+def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> list[_Graph]:
+    """Forward and backward as Inductor compiles them."""
+    found: list[_Graph] = []
+    with compiling(mode) as modules:
+
+        def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            out = compile_fx_inner(graph, inputs, **kwargs)
+            found.append(_Graph(modules[-1], inputs))
+            return out
+
         _compat.joint_compiler("inductor", JointPasses(), None, None, Halves())(gm, args, inner_compile=inner)
     return found
 
@@ -123,16 +133,29 @@ def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
 PATTERNS = ("joint_graph", "post_grad")
 
 
-def _traced(graph: _Graph, mode: FakeTensorMode, held: bool) -> Trace:
-    """Run the wrapper once. held: does the caller keep the inputs? Else they are freed where the wrapper frees them."""
-    module = graph.module
+def on_fake_tensors(module: Any) -> Callable[[list[Any]], Any]:
+    """A wrapper's call, for fake tensors."""
     module.empty_strided_cuda = lambda *shape: torch.empty_strided(*shape[:2], dtype=shape[2], device="cuda")
     module.reinterpret_tensor = lambda x, size, stride, at: x.as_strided(size, stride, x.storage_offset() + at)
     module.assert_alignment = module.copy_if_misaligned = lambda x, *_: x
-    args = [_like(mode, x) if isinstance(x, Tensor) else x for x in graph.inputs]
+    call: Callable[[list[Any]], Any] = module.call
+    return call
+
+
+@contextlib.contextmanager
+def traced_by(tracer: Tracer, mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, a wrapper that is called is traced."""
+    with mode, tracer, mock.patch.object(_Kernel, "tracer", tracer):
+        yield
+
+
+def _traced(graph: _Graph, mode: FakeTensorMode, held: bool) -> Trace:
+    """Run the wrapper once. held: does the caller keep the inputs? Else they are freed where the wrapper frees them."""
+    call = on_fake_tensors(graph.module)
+    args = [like(mode, x) if isinstance(x, Tensor) else x for x in graph.inputs]
     owner = list(args) if held else []
     tracer = Tracer([] if held else [("given", x) for x in args if isinstance(x, Tensor)])
-    with mode, tracer, mock.patch.object(_Kernel, "tracer", tracer):
-        module.call(args)
+    with traced_by(tracer, mode):
+        call(args)
     owner.clear()
     return tracer.trace

@@ -1,0 +1,212 @@
+"""Which of a graph's events Inductor lets run as one kernel, of a walk over its memory (`liveness.py`).
+
+An event that runs with an earlier one comes as early; what only a kernel itself reads of what it makes lies nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile._compat import OpOverload, schema_of, size_hint
+from sp_compile.graph.call import WAIT, tensors_of
+from sp_compile.graph.closure import reached
+
+from .kinds import ARRIVALS, CAT, ELEMENTWISE, FUSED_OVER, PRIMS, REDUCTIONS, VIEWS, WIDEST_ROW, WRITES_LATE
+
+Key = int
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """Events that go through the same rows, in the order of the graph, and the places that they read and make."""
+
+    nodes: list[Node]
+    reads: set[Key]
+    makes: set[Key]
+
+    def joined(self, later: RowKernel) -> RowKernel:
+        return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.makes | later.makes)
+
+
+class FusedEvents:
+    """Events, in order: the places that each reads and makes. Where nothing is fused each is one operator."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused, self.on_gpu = fused, False
+        self.made: dict[Node, list[Key]] = {}
+        self.taken: dict[Node, frozenset[Key]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.results: set[Key] = set()
+        self.inside: dict[Node, int] = {}  # bytes of what an event makes for itself alone
+        self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
+
+    def fuse(self) -> None:
+        """Let events run together: on a CPU sums alone, as was measured there."""
+        self.on_gpu = any(map(is_on_gpu, self.made))
+        self._fuse_sums()
+        if self.on_gpu:
+            self._fuse_rows()
+
+    def is_fused(self, node: Node) -> bool:
+        """Is it a part of kernels that Inductor writes?"""
+        target = node.target
+        if not self.fused or not isinstance(target, OpOverload):
+            return False
+        return (
+            _name(target) in PRIMS
+            or target in REDUCTIONS
+            or target in ELEMENTWISE
+            or torch.Tag.pointwise in target.tags
+        )
+
+    def _fuse_sums(self) -> None:
+        """Let sums near each other that read a value in common, and as many rows, run as one when all of that is there.
+
+        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
+        part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
+        """
+        results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
+        number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
+        groups = list[list[Node]]()
+        for node in self.made:
+            if not self._is_last_sum(node) or _runs_with_rows(node):
+                continue
+            for group in groups if not is_on_gpu(node) else [one for one in groups[-1:] if len(one) == 1]:
+                near = number[node] - number[group[0]] <= FUSED_OVER
+                if near and _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
+                    group.append(node)
+                    break
+            else:
+                groups.append([node])
+        groups = [group for group in groups if len(group) > 1]
+        if groups:
+            self._sort({node: group for group in groups for node in group})
+
+    def _fuse_rows(self) -> None:
+        """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.
+
+        As a norm or a softmax with what is made of it; on a GPU with the gradient of its scale, too.
+        """
+        number = {node: i for i, node in enumerate(self.made)}
+        written: dict[Key, int] = {}  # by the last event that does
+        for node, keys in self.made.items():
+            waits = self.taken[node] if node.target in WRITES_LATE else ()
+            written.update((key, number[node]) for key in (*keys, *waits))
+        units = defaultdict[int, list[RowKernel]](list)  # by elements
+        for node in self.made:
+            count = self._elements_by_row(node)
+            if not count:
+                continue
+            last, others = RowKernel([node], {*self.taken[node]}, {*self.made[node]}), units[count]
+            while (found := self._joins(last, others, count, number, written)) is not None:
+                others.remove(found)
+                last = found.joined(last)
+            others.append(last)
+        together = [one.nodes for others in units.values() for one in others if len(one.nodes) > 1]
+        if together:
+            self._sort({node: group for group in together for node in group})
+
+    def _joins(
+        self, last: RowKernel, others: list[RowKernel], count: int, number: dict[Node, int], written: dict[Key, int]
+    ) -> RowKernel | None:
+        """An earlier one of what goes through so many elements, at which all that this one reads is there."""
+        large = {key for key in last.reads if self.sizes[key] >= count}
+        for one in others:
+            first = number[one.nodes[0]]
+            near = one.reads & large or one.makes & last.reads
+            there = (written.get(key, -1) < first for key in last.reads - one.makes - last.makes)
+            if first < number[last.nodes[0]] and near and all(there):
+                return one
+        return None
+
+    def _elements_by_row(self, node: Node) -> int:
+        """Elements that a kernel goes through row by row; 0 of any other event."""
+        if not self.is_fused(node):
+            return 0
+        if node.target not in REDUCTIONS:
+            return size_hint(node.meta["val"].numel()) if isinstance(node.meta["val"], torch.Tensor) else 0
+        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+        if not isinstance(x, Node) or not isinstance(dims, list | tuple):
+            return 0
+        shape = x.meta["val"].shape
+        of_rows = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+        return size_hint(shape.numel()) if of_rows or _runs_with_rows(node) else 0
+
+    def _is_last_sum(self, node: Node) -> bool:
+        """Is it a sum that is returned, or only put together with others?"""
+        if node.target not in REDUCTIONS:
+            return False
+        views = reached([node], lambda n: [x for x in n.users if n is node or x.target in VIEWS])
+        return all(n is node or n.target in VIEWS or n.target is CAT or n.op == "output" for n in views)
+
+    def _sort(self, together: dict[Node, list[Node]]) -> None:
+        """Events in the order of the graph, each behind what it reads; those that run together are one."""
+        groups = {node: together.get(node, [node]) for node in self.made}
+        number = {node: i for i, node in enumerate(self.made)}
+        makers = defaultdict[Key, list[Node]](list)  # and what has to be waited for
+        for node, keys in self.made.items():
+            waits = self.taken[node] if node.target is WAIT or node.target in ARRIVALS else ()
+            for key in (*keys, *waits):
+                makers[key].append(groups[node][0])
+        order = dict[Node, None]()
+        waiting = [groups[node][0] for node in reversed(self.made)]
+        while waiting:
+            node = waiting[-1]
+            read = {
+                before
+                for one in groups[node]
+                for key in self.taken[one]
+                for before in makers[key]
+                if number[before] < number[one]
+            }
+            before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
+            waiting += before
+            if not before:
+                order[waiting.pop()] = None
+        for group in {id(group): group for group in together.values()}.values():
+            first, *others = group
+            reads = Counter(key for one in group for key in self.taken[one])
+            if self.on_gpu:
+                self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
+            self.made[first] = [key for one in group for key in self.made[one]]
+            self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
+            for one in others:
+                del self.made[one], self.taken[one]
+            self._keep_inside(first)
+        self.made = {node: self.made[node] for node in order}
+
+    def _keep_inside(self, event: Node) -> None:
+        """What only the event itself reads of what it makes has no place."""
+        elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
+        inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
+        self.inside[event] = sum(self.sizes[key] for key in inside)
+        self.made[event] = [key for key in self.made[event] if key not in inside]
+        self.taken[event] -= inside
+
+
+def _alike(a: Node, b: Node) -> bool:
+    """Do two sums have the same rows and the same results?"""
+    (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
+    return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
+
+
+def is_on_gpu(node: Node) -> bool:
+    """A model on the meta device is on none: it is looked at for one."""
+    return any(x.device.type != "cpu" for x in tensors_of(node))
+
+
+def _runs_with_rows(node: Node) -> bool:
+    """Does a GPU's kernel that has a row at once make this sum over rows, too?"""
+    return is_on_gpu(node) and size_hint(node.args[0].meta["val"].shape[-1]) <= WIDEST_ROW  # type: ignore[union-attr]
+
+
+def _name(target: Any) -> str:
+    """aten::mm; nothing of what is no operator."""
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

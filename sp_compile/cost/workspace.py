@@ -1,0 +1,55 @@
+"""Memory that kernels of attention take for themselves while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sp_compile._compat import size_hint
+from sp_compile.graph.sizes import bytes_now
+from sp_compile.lowering.dtypes import HALF
+
+from .kinds import FLASH_OF_CPU
+
+BACKWARDS_OF_GPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (1, 2),
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2),
+    torch.ops.aten._flash_attention_backward.default: (2, 1),
+    torch.ops.sp.attend_backward.default: (1, 2),
+}
+"""Backwards of attention on a GPU that take memory for themselves -> the dims of heads and of rows in an operand.
+
+A sum and the gradient of queries in float32, in multiples of 128 rows, and, where query heads share those of keys, the
+gradients of these for each query head (`mha_bwd` of ATen's flash_attn/flash_api.cpp). Of cuDNN's nothing is in the
+open, and as much is assumed.
+"""
+WORKSPACE_ROWS = 128
+QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
+"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
+
+
+def workspace_of(target: Any, operands: Sequence[torch.Tensor]) -> int:
+    """Bytes, of an operator that is given these tensors."""
+    if operands[0].device.type == "cpu":
+        return _of_cpu(target, operands) if target in FLASH_OF_CPU else 0
+    return _of_gpu(target, operands) if target in BACKWARDS_OF_GPU and operands[0].dtype in HALF else 0
+
+
+def _of_cpu(target: Any, operands: Sequence[torch.Tensor]) -> int:
+    """What the threads of PyTorch's kernel have: blocks of scores, in half types beside a copy in these."""
+    first = FLASH_OF_CPU[target] - 1  # a backward is given the gradient in front
+    (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
+    block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
+    return FLASH_OF_CPU[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)
+
+
+def _of_gpu(target: Any, operands: Sequence[torch.Tensor]) -> int:
+    """What flash attention's backward has: see `BACKWARDS_OF_GPU`; a forward has nothing that counts."""
+    heads_at, rows_at = BACKWARDS_OF_GPU[target]
+    q, k, v = operands[1:4]
+    rows = -(-size_hint(q.shape[rows_at]) // WORKSPACE_ROWS) * WORKSPACE_ROWS
+    heads, of_keys = (size_hint(x.shape[heads_at]) for x in (q, k))
+    sums = 4 * size_hint(q.shape[0]) * heads * rows * (1 + size_hint(q.shape[-1]))
+    return sums if heads == of_keys else sums + (bytes_now(k) + bytes_now(v)) * heads // of_keys

@@ -1,0 +1,43 @@
+"""What `explain` predicts of a rank's training step on a GPU, beside the bytes that live along Inductor's wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.cuda.llama import LLAMA_8B, Llama, compiled_step, predicted
+from support.cuda.worker import AbsentGpu
+
+slow = pytest.mark.slow
+CLOSE = 0.1
+
+CASES = [
+    pytest.param(Llama(checkpoints=False), 2, {"attention": "ulysses"}, id="ulysses"),
+    pytest.param(Llama(), 3, {"attention": "ring", "tiles": 4}, id="ring, checkpoints, tiles"),
+    pytest.param(Llama(checkpoints=False, layers=1), 4, {"attention": "hybrid", "ulysses": 2, "tiles": 4}, id="hybrid"),
+    pytest.param(Llama(), 2, {"attention": "ulysses", "tiles": 4}, id="ulysses, checkpoints, tiles", marks=slow),
+    pytest.param(Llama(layers=1), 8, {"attention": "ring", "tiles": 4}, id="ring of 8", marks=slow),
+    pytest.param(LLAMA_8B.of(3), 8, {"attention": "ulysses", "tiles": 16, "offload": 0.3}, id="8B", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("of", "n", "options"), CASES)
+def test_a_predicted_peak_is_that_along_the_wrappers(
+    gpu: AbsentGpu, of: Llama, n: int, options: dict[str, Any]
+) -> None:
+    """Of all values and gradients, over forward and backward."""
+    live = gpu.run(compiled_step, of, n, **options)
+    found = predicted(of, n, **{name: value for name, value in options.items() if name != "ulysses"})
+    assert found.values == pytest.approx(live.peak, rel=CLOSE)
+    largest = {name: point.nbytes for name, point in found.peaks().items()}
+    assert max(largest["forward"], largest["loss"]) == pytest.approx(live.forward.peak, rel=CLOSE)
+    assert max(largest["loss"], largest["backward"]) == pytest.approx(live.backward.peak, rel=CLOSE)
+
+
+@slow
+def test_layers_add_up(gpu: AbsentGpu) -> None:
+    """Of an 8B model at a million tokens on 8 ranks: each layer more takes as much, and 32 fit into 80 GB with FSDP."""
+    live = [gpu.run(compiled_step, LLAMA_8B.of(n), 8, attention="ulysses", tiles=16) for n in (1, 2, 3)]
+    first, second, third = (step.values for step in live)
+    assert third - second == pytest.approx(second - first, rel=0.05)
+    assert third + 29 * (third - second) + LLAMA_8B.state(8) < 80e9

@@ -1,0 +1,117 @@
+"""A Llama on an absent GPU, and what `explain` predicts of it: blocks with an MLP, a head and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.cuda.steps import Step, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile.cost.step import ModelBytes, StepMemory
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes, in bfloat16. rows: of one rank. checkpoints: is each block computed again in the backward?"""
+
+    rows: int = 16384
+    dim: int = 1024
+    heads: int = 8
+    kv_heads: int = 4
+    hidden: int = 3584
+    vocab: int = 32768
+    layers: int = 2
+    checkpoints: bool = True
+
+    def of(self, layers: int) -> Llama:
+        """With so many."""
+        return replace(self, layers=layers)
+
+    def state(self, ranks: int) -> int:
+        """Bytes of a rank's shares of parameters, gradients and AdamW's state, and of what FSDP has whole."""
+        weights = ModelBytes.of(self.model("meta"))
+        return StepMemory(weights).fsdp(ranks)
+
+    def model(self, device: str = "cuda") -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast
+        try:
+            with torch.device(device):
+                return LlamaLM(self)
+        finally:
+            torch.set_default_dtype(before)
+
+    def inputs(self, n: int, device: str = "cuda") -> Sequence[Tensor]:
+        """Whole: ids and labels."""
+        return [torch.empty(1, n * self.rows, dtype=torch.int64, device=device) for _ in range(2)]
+
+
+def rotated(x: Tensor) -> Tensor:
+    """(B, H, S, D) by position."""
+    rows, half = x.shape[2], x.shape[3] // 2
+    steps = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(rows, device=x.device, dtype=torch.float32)[:, None] * steps
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Block(nn.Module):
+    def __init__(self, of: Llama) -> None:
+        super().__init__()
+        self.width = of.dim // of.heads
+        self.norm1, self.norm2 = nn.RMSNorm(of.dim), nn.RMSNorm(of.dim)
+        self.q, self.out = (nn.Linear(of.dim, of.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(of.dim, of.kv_heads * self.width, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(of.dim, of.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(of.hidden, of.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (made(y).unflatten(2, (-1, self.width)).transpose(1, 2) for made in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.out(out.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class LlamaLM(nn.Module):
+    """Of ids and labels (1, S) the mean loss."""
+
+    def __init__(self, of: Llama) -> None:
+        super().__init__()
+        self.checkpoints = of.checkpoints
+        self.embed = nn.Embedding(of.vocab, of.dim)
+        self.blocks = nn.ModuleList(Block(of) for _ in range(of.layers))
+        self.norm = nn.RMSNorm(of.dim)
+        self.head = nn.Linear(of.dim, of.vocab, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def compiled_step(of: Llama, n: int, ulysses: int | None = None, **options: Any) -> Step:
+    """Of one rank of n, along the wrappers; where the absent GPU is."""
+    return step(of.model, partial(of.inputs, n), n, ulysses, **options)
+
+
+def predicted(of: Llama, n: int, **options: Any) -> StepMemory:
+    """By `explain`, of the model on the meta device."""
+    found = sp_compile.explain(of.model("meta"), *of.inputs(n, "meta"), sp=n, memory=True, **options).step
+    assert found is not None
+    return found
+
+
+LLAMA_8B = Llama(rows=1 << 17, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, layers=32)
+"""A million tokens on 8 ranks."""
