@@ -33,10 +33,10 @@ from .blocks import (
     sized,
     split,
 )
-from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, without_padding
+from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, unbroken, without_padding
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
-from .spans import Rows, boundaries, extent, intervals, unbroken
+from .spans import Rows, boundaries, extent, intervals
 
 TILE = 128
 """Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
@@ -124,7 +124,7 @@ class _Planner:
         self._conditions = language.conjuncts(predicate)
         self._linears = {text: language.linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._between = [extent(keys) for keys in unbroken(k_rows)]  # padding
+        self._between = unbroken(k_rows)  # padding
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}

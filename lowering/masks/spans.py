@@ -83,12 +83,6 @@ def _joined(segments: list[Segment]) -> Rows:
     return tuple(segments)
 
 
-def unbroken(rows: Rows) -> list[Rows]:
-    """The rows between padding."""
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
-    return [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
-
-
 def extent(rows: Rows) -> tuple[int, int]:
     """The local offsets [low, high) from the first valid row to the last."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
