@@ -10,7 +10,7 @@ All here is arrays over cells and over pairs of cells that may meet; there are a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,13 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
     at = np.concatenate(firsts)
     lines = {index: (at, at, np.ones_like(at))} | {name: p.lines(at) for name, p in vectors.items()}
     return Cells(np.concatenate(offsets), np.concatenate(lengths), lines)
+
+
+def unbroken(rows: Rows) -> list[Range]:
+    """The local rows between padding."""
+    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
+    groups = [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
+    return [(group[0].offset, group[-1].offset + group[-1].length) for group in groups]
 
 
 class _Side(NamedTuple):

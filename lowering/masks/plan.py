@@ -33,7 +33,7 @@ from .blocks import (
     sized,
     split,
 )
-from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, without_padding
+from .cells import MOST_PARTS, Band, CellPair, MeetingCells, Range, cells_of, unbroken, without_padding
 from .pieces import Pieces
 from .predicate import Verdict, is_of_query
 from .spans import Rows, boundaries, extent, intervals
@@ -124,7 +124,7 @@ class _Planner:
         self._conditions = language.conjuncts(predicate)
         self._linears = {text: language.linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._between = [extent(keys) for keys in _unbroken(k_rows)]  # padding
+        self._between = unbroken(k_rows)  # padding
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
@@ -456,9 +456,3 @@ def _edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
         near, far = ((middle, high), (low, middle)) if last else ((low, middle), (middle, high))
         low, high = near if verdict(near) is not False else far
     return low
-
-
-def _unbroken(rows: Rows) -> list[Rows]:
-    """The rows between padding."""
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
-    return [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []

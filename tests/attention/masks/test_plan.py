@@ -17,9 +17,10 @@ from support.cuda.attention import told
 from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
+from sp_compile.lowering.masks.cells import unbroken
 from sp_compile.lowering.masks.plan import TILE, plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, extent, intervals, stretches, unbroken, valid_rows, whole
+from sp_compile.lowering.masks.spans import Segment, intervals, stretches, valid_rows, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
@@ -162,7 +163,7 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert block.kind is not Kind.BAND
         assert set(block.conditions) <= set(conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
-    for low, high in map(extent, unbroken(k_rows)):
+    for low, high in unbroken(k_rows):
         of_keys = [block for block in found.blocks if low <= block.k_off < high]
         heights = {block.q_off: block.q_len for block in of_keys}
         assert [q for q, _ in groupby(of_keys, key=lambda block: block.q_off)] == list(heights)
