@@ -207,4 +207,4 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "way"), WAYS, ids=str)
 def test_a_hundred_steps(ranks: Ranks, n: int, way: Way) -> None:
-    check(ranks.run(n, trained, way, 100), 100)
+    check(ranks.run(n, trained, way, 100, timeout=600), 100)  # Inductor compiles for minutes on a busy machine
