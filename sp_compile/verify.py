@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
-from sp_compile.cost.liveness import nbytes_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
 from sp_compile.cost.unroll import Unroll
+from sp_compile.cost.walk.liveness import nbytes_of
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.record import record

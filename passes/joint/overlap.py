@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.cost.liveness import flops_of
+from sp_compile.cost.walk.liveness import flops_of
 from sp_compile.graph.call import WAIT, Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure

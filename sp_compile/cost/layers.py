@@ -1,8 +1,9 @@
 """The layers of a model that are alike, and the model with fewer of them, or with each computed again.
 
-What a step takes grows by the same with every further layer of a kind. So a deep model is looked at with two layers of
-the kind that most are of and one of each other, in place of all (`explain`), or three or four times with one or two, to
-see how it grows (`plan`).
+What a step takes grows by the same with every further layer of a kind, from the third one on: the last one's backward
+has another peak than what comes before it. So a deep model is looked at with two layers of the kind that most are of
+and one of each other, in place of all (`explain`), or with two, with three, and with one of each other, to see how it
+grows (`plan`).
 """
 
 from __future__ import annotations
@@ -68,17 +69,24 @@ class Depth:
 
     @property
     def variants(self) -> list[tuple[int, ...]]:
-        """Positions of the layers to look at: one; two alike; and one with one of each other kind."""
+        """Positions of the layers to look at: two alike; three, if there are; and two with one of each other kind."""
         one, two, *others = self.few
-        return [(one,), (one, two), *((one, other) for other in others)]
+        third = [i for i in self._alike() if i not in (one, two)][:1]
+        fewest = (one, two) if third else (one,)
+        more = tuple(sorted((one, two, *third)))
+        return [fewest, more, *(tuple(sorted((*fewest, other))) for other in others)]
+
+    def _alike(self) -> list[int]:
+        """Positions of the kind that most are of."""
+        most = Counter(self.kinds).most_common(1)[0][0]
+        return [i for i, k in enumerate(self.kinds) if k == most]
 
     @property
     def few(self) -> tuple[int, ...]:
         """Positions of layers that are like all: two of the kind that most are of, and one of each other kind."""
         first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
-        most = Counter(self.kinds).most_common(1)[0][0]
-        base = [i for i, k in enumerate(self.kinds) if k == most]
-        return (base[0], base[1], *(first[k] for k in range(len(first)) if k != most))
+        one, two, *_ = self._alike()
+        return (one, two, *(place for k, place in enumerate(first) if k != self.kinds[one]))
 
     @property
     def times(self) -> dict[str, int]:
@@ -92,9 +100,9 @@ class Depth:
         """Of all layers, from what the variants have."""
         most, count = Counter(self.kinds).most_common(1)[0]
         others = [k for k in range(max(self.kinds) + 1) if k != most]
-        one, two, *rest = found
-        more = sum(self.kinds.count(k) * (value - one) for k, value in zip(others, rest, strict=True))
-        return one + (count - 1) * (two - one) + more
+        fewest, further, *rest = found
+        more = sum(self.kinds.count(k) * (value - fewest) for k, value in zip(others, rest, strict=True))
+        return fewest + (count - len(self.variants[0])) * (further - fewest) + more
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:

@@ -26,10 +26,10 @@ from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of, tensors_of
 from sp_compile.graph.sizes import product, same, sizes
 
-from .kernels import Key
-from .liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
 from .memory import GIB
 from .offload import OnHost
+from .walk.kernels import Key
+from .walk.liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
 
 PHASES = ("forward", "loss", "backward")
 ADAMW = 2.0

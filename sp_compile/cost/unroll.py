@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from .liveness import Alive, Walk
 from .machine import Machine
 from .offload import OnHost, copy_seconds
 from .step import GraphStep
+from .walk.liveness import Alive, Walk
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from support.capturing import compile_halves
 from support.parity import Checkpointed, Decoder, build, text
 from torch.fx import Graph, GraphModule
 
-from sp_compile.cost.liveness import WAIT, flops_of
+from sp_compile.cost.walk.liveness import WAIT, flops_of
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.localize import gradients
 

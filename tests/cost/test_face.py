@@ -24,7 +24,6 @@ import sp_compile
 from sp_compile.cost.attention import Shape, candidates
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.exchanges import Exchange
-from sp_compile.cost.liveness import Alive
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost
 from sp_compile.cost.plan import command, record
@@ -33,6 +32,7 @@ from sp_compile.cost.plan.page import HEIGHT, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
+from sp_compile.cost.walk.liveness import Alive
 from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.liveness import walk
+from sp_compile.cost.walk.liveness import walk
 from sp_compile.passes.report import Report
 
 LAYERS, LENGTH, RANKS = 11, 4096, 4

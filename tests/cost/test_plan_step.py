@@ -221,7 +221,7 @@ def layered() -> tuple[nn.Module, Depth]:
 
 @pytest.mark.slow
 def test_layers_add_up() -> None:
-    """One layer and two say what five keep and compute."""
+    """Two layers and three say what five keep and compute."""
     model, depth = layered()
     weights = ModelBytes.of(model)
     few = _AllLayers(looks(model, depth), depth, weights, 2.0)
@@ -248,8 +248,8 @@ def test_kinds_of_layers() -> None:
     depth = Depth.of(nn.Sequential(layers))
     assert depth is not None
     assert depth.kinds == (0, 0, 1, 0, 1)
-    assert depth.variants == [(0,), (0, 1), (0, 2)]
-    assert depth.combine([10 + 1, 10 + 2, 10 + 1 + 5]) == 10 + 3 * 1 + 2 * 5
+    assert depth.variants == [(0, 1), (0, 1, 3), (0, 1, 2)]
+    assert depth.combine([10 + 2, 10 + 3, 10 + 2 + 5]) == 10 + 3 * 1 + 2 * 5
     with depth.only((0, 2)):
         assert [layer.out_features for layer in layers] == [8, 4]
     assert len(layers) == 5

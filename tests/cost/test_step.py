@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 import sp_compile
-from sp_compile.cost.liveness import walk
 from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight, written
+from sp_compile.cost.walk.liveness import walk
 from sp_compile.errors import SpError
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.masks.spans import whole

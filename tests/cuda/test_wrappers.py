@@ -273,8 +273,8 @@ kernel x 2
 kernel
 attend step 0 of 2
 wait 2
-kernel
 attend step 1 of 2
+kernel
 merge_into
 kernel x 2
 3 = among:2 bfloat16[2, 4, 16777216]

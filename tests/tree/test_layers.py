@@ -24,7 +24,8 @@ lowering/triton/flex
 config                          lowering/attention          lowering/collectives      lowering/scan
 graph                           lowering/windows            lowering/scan/kernels     lowering/scan/kernels/triton
 sharding
-sharding/rules                  capture                     cost
+sharding/rules                  capture                     cost/walk
+cost
 passes
 passes/canonical/attention      passes/canonical/loops
 passes/canonical                spmd

@@ -31,7 +31,7 @@ def _attention(call: Call) -> Factors:
     masks += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
     masks += [("h",)] if call.get("sinks") is not None else []
     shapes = [shape_of(x) for x in call.get("tables") or ()]
-    masks += [tuple(f"table{i}.{d}" for d in range(len(shape))) for i, shape in enumerate(shapes)]
+    masks += [tuple(f"table{i}_{d}" for d in range(len(shape))) for i, shape in enumerate(shapes)]
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
     operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
