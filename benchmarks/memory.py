@@ -4,6 +4,7 @@ python benchmarks/memory.py           activations of the demo's model; takes the
 python benchmarks/memory.py --plan    predicted against measured tensors of a step, to results/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
                                        work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
+python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/tiles_growth.md
 """
 
 import argparse
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from compare import memory_table, run_alone, run_ranks
 from measuring.steps import CASES, RANKS, compare
 from measuring.tables import markdown, processor
-from measuring.tiled_ways import VOCAB, Run, compared
+from measuring.tiled_ways import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
@@ -74,6 +75,26 @@ def beside_peers(console: Console, given: argparse.Namespace) -> None:
         path.write_text(TILES + "\n\n".join(f"## {text}" for text in sorted(sections, key=_numbers)) + "\n")
 
 
+GROWTH = """# Peak against tokens, and compile time against tiles
+
+`python benchmarks/memory.py --growth`, {about}. The model of `tiles.md`: a vocabulary of 32,768, 4 layers of 256,
+float32, blocks checkpointed, one device, attention that only allocates. Peak of all tensors of a warm step by
+`aot_eager`, gradients included. "that fall": bytes a token without what stays whole with any number of tiles,
+attention's inputs and what is kept, found with the most tiles. CPU seconds of a first step by Inductor less those of a
+second one, without caches.
+
+"""
+
+
+def growing(console: Console) -> None:
+    text = GROWTH.format(about=f"{date.today()}, {processor()}")
+    for made in (compile_seconds, growth):
+        table = made()
+        console.print(table)
+        text += markdown(table) + "\n\n"
+        RESULTS.with_name("tiles_growth.md").write_text(text.rstrip() + "\n")
+
+
 def _numbers(section: str) -> list[int]:
     return [int(word) for word in section.splitlines()[0].split() if word.isdigit()]
 
@@ -82,6 +103,9 @@ def main() -> None:
     console = Console()
     if "--plan" in sys.argv[1:]:
         predictions(console)
+        return
+    if "--growth" in sys.argv[1:]:
+        growing(console)
         return
     if "--tiles" in sys.argv[1:]:
         parser = argparse.ArgumentParser()

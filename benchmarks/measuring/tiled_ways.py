@@ -234,7 +234,7 @@ def _rank_of_many(rank: int, run: Run, folder: str) -> None:
         torch.save(_seen(run), f"{folder}/{rank}.pt")
 
 
-def _hollow() -> torch.library.Library:
+def hollow() -> torch.library.Library:
     """PyTorch's attention on a CPU with results of the right layout and no work in them, while this is held."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ def _hollow() -> torch.library.Library:
 
 def _seen(run: Run) -> dict[str, Seen]:
     warnings.simplefilter("ignore")
-    held = _hollow() if run.hollow else None
+    held = hollow() if run.hollow else None
     try:
         return _turns(run)
     finally:
@@ -332,3 +332,68 @@ def _report(found: Sequence[dict[str, Seen]]) -> Table:
 
 def _error(true: Tensor, found: Tensor) -> float:
     return float((true - found).abs().max() / true.abs().max())
+
+
+# How the peak grows with the sequence by the number of tiles, and what compiling takes.
+
+LENGTHS = 1024, 2048, 4096
+TILES: tuple[int | str, ...] = "never", 4, 16, 64
+
+
+def step_of(tiles: int | str, tokens: int, compiler: str) -> tuple[torch.nn.Module, Any]:
+    """The model, and a step of it, forward and backward."""
+    torch.compiler.reset()
+    model = CheckpointedLM()
+    run = torch.compile(model, backend="sp", options={"tiles": tiles, "cost": {}, "compiler": compiler}, dynamic=False)
+    ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return model, lambda: run(ids, ids).backward()
+
+
+def peak(tiles: int | str, tokens: int) -> int:
+    """Bytes of all tensors of a warm step at their peak, gradients included; attention only allocates."""
+    held = hollow()
+    model, step = step_of(tiles, tokens, "aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        step()
+    found = peak_activation_bytes(step, model.parameters(), gradients=True)
+    del held
+    return found
+
+
+def growth(lengths: Sequence[int] = LENGTHS) -> Table:
+    """Bytes a token, over the whole range; and of these what falls with the tiles.
+
+    What does not (attention's inputs, and what is kept) is found with the most tiles: so much is left when 1 / tiles of
+    the rest is taken away, too.
+    """
+    table = Table("tiles", *(f"peak MB, {n:,} tokens" for n in lengths), "bytes a token", "that fall", "of one tile's")
+    peaks = {tiles: [peak(tiles, n) for n in lengths] for tiles in TILES}
+    slopes = {tiles: (found[-1] - found[0]) / (lengths[-1] - lengths[0]) for tiles, found in peaks.items()}
+    most = int(TILES[-1])
+    stays = (most * slopes[most] - slopes["never"]) / (most - 1)
+    for tiles, found in peaks.items():
+        falls = slopes[tiles] - stays
+        part = (slopes["never"] - stays) / falls
+        numbers = f"{slopes[tiles]:,.0f}", f"{falls:,.0f}", f"1 / {part:.1f}"
+        table.add_row(str(tiles), *(f"{nbytes / 1e6:.1f}" for nbytes in found), *numbers)
+    return table
+
+
+def compile_seconds(tiles: Sequence[int] = (4, 64), tokens: int = 1024, rounds: int = 2) -> Table:
+    """CPU seconds of a first step by Inductor without caches, less those of a second step: the least of some rounds."""
+    table = Table("tiles", "CPU s of compiling", "of the first")
+    least: dict[int, float] = {}
+    step_of(tiles[0], tokens, "inductor")[1]()  # what only a process's first compilation does
+    for one in list(tiles) * rounds:
+        with torch._inductor.config.patch(force_disable_caches=True):
+            _, step = step_of(one, tokens, "inductor")
+            times = []
+            for _ in range(2):
+                begin = time.process_time()
+                step()
+                times.append(time.process_time() - begin)
+        least[one] = min(least.get(one, float("inf")), times[0] - times[1])
+    for one, seconds in least.items():
+        table.add_row(str(one), f"{seconds:.1f}", f"{seconds / least[tiles[0]]:.2f}")
+    return table
