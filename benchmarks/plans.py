@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import sp_compile
-from sp_compile.cost.plan.plan import bytes_of_text
+from sp_compile.cost.plan.sizes import bytes_of_text
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import Segment
 

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of
 from sp_compile.config import Ranks
-from sp_compile.errors import at
+from sp_compile.errors import PARAMETERS_LINE, RESULTS_LINE, at
 from sp_compile.graph.call import Call
 from sp_compile.graph.layers import layer_of
 from sp_compile.graph.record import record
@@ -29,6 +29,7 @@ from .line import bytes_of
 from .scan import SCAN_OPS, bytes_to_send, message_bytes, offsets_of_steps
 
 sp = torch.ops.sp
+GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ def _exchange(call: Call, operands: list[Node], there: Size, back: Size) -> Exch
 
 
 def _where(node: Node) -> str:
-    """The user's line; what belongs to no line belongs to the model's parameters or its results."""
-    if node.meta.get("stack_trace"):
+    """The user's line; what belongs to no line belongs to the model's parameters, inputs or results."""
+    if node.meta.get("stack_trace") or node.target not in MOVES:
         return at(node)
-    return "the results" if any(user.op == "output" for user in node.users) else "the parameters"
+    if node.target in GRADIENT_MOVES:
+        return PARAMETERS_LINE
+    return "the inputs" if node.target is sp.shard.default else RESULTS_LINE
 
 
 def _bytes(operands: Iterable[Node]) -> Size:

@@ -46,7 +46,12 @@ def packet_of(node: Node) -> Any:
 
 def tangents_of(graph: Graph) -> list[Node]:
     """The gradients of results that a joint graph of AOTAutograd takes; no other graph has any."""
-    return [n for n in graph.find_nodes(op="placeholder") if str(n.target).startswith("tangents")]
+    return [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
+
+
+def is_tangent(node: Node) -> bool:
+    """Is it one of these?"""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def results_read(node: Node) -> dict[int, Node]:

@@ -208,20 +208,32 @@ def test_a_page_is_whole_and_has_all() -> None:
 
 
 ROWS = """
-const shown = [], rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
+const shown = [], more = {}, rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
 let typed;
 globalThis.document = {
   getElementById: name => name === "search" ? {addEventListener: (what, heard) => what === "input" && (typed = heard)} : null,
-  querySelectorAll: what => what === "[data-find]" ? rows : [],
+  querySelectorAll: what => ({"[data-find]": rows, details: [more]})[what],
 };
 (0, eval)(%s);
 for (const value of %s) {
   typed({target: {value}});
-  shown.push(rows.map(row => row.style.display !== "none"));
+  shown.push([more.open, ...rows.map(row => row.style.display !== "none")]);
 }
 console.log(JSON.stringify(shown));
 """
 """The page's script in a document of these rows, and what is typed; which rows are shown then."""
+
+
+def test_what_is_whole_is_marked_and_comes_first() -> None:
+    """Equal rows are one, though their operands have other names; each collective says what it moves."""
+    made = report()
+    made.notes += [Note("gather", "sort", "model.py:4: sort(x)", f"a place (operand {x}, shape [1])") for x in "ab"]
+    text = page(of_report(made))
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
+    assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
+    assert "<td>2</td>" in rows[2]
+    assert "operand" not in rows[2]
+    assert "heads for positions" in text
 
 
 def test_what_can_be_searched() -> None:
@@ -239,7 +251,8 @@ def test_the_script_hides_rows_without_the_words() -> None:
     typed = ["SORT gather", "sort", "", "a b c"]
     script = ROWS % tuple(map(json.dumps, (rows, SCRIPT, typed)))
     found = subprocess.run([str(NODE), "-e", script], capture_output=True, text=True, timeout=60, check=True)
-    wanted = [[True, False, False, False], [True, True, False, False], [True] * 4, [False] * 4]
+    wanted = [[True, True, False, False, False], [True, True, True, False, False]]
+    wanted += [[False, *[True] * 4], [True, *[False] * 4]]  # nothing is folded while something is searched for
     assert json.loads(found.stdout) == wanted
 
 
@@ -263,8 +276,11 @@ def test_a_browser_searches_the_page(tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_plan() -> None:
-    found = Page(page(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True)))))
-    assert (found.met["tr.best"], found.met["tr.misses"]) == (1, 1)
+    """The fastest of each number of ranks is marked, and what does not fit; numbers are written out."""
+    ways = row(8, 1.0, False), row(16, 3.0, True), row(16, 2.0, True), row(32, 0.001, True)
+    found = Page(page(of_plan(plan_of(*ways))))
+    assert (found.met["tr.best"], found.met["tr.misses"]) == (2, 1)
+    assert "1,000,000" in found.text
     assert "8 ranks: too little" in found.text
 
 

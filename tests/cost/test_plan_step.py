@@ -18,17 +18,8 @@ import sp_compile
 from sp_compile.cost.layers import Depth, checkpointed
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.plan import plan as plan_module
-from sp_compile.cost.plan.plan import (
-    TILES,
-    StepPlan,
-    Variant,
-    _AllLayers,
-    _change,
-    _look,
-    _PlanLook,
-    _rows,
-    bytes_of_text,
-)
+from sp_compile.cost.plan.plan import TILES, StepPlan, Variant, _AllLayers, _change, _look, _PlanLook, _rows, _telling
+from sp_compile.cost.plan.sizes import bytes_of_text
 from sp_compile.cost.step import ModelBytes, written
 from sp_compile.errors import SpError
 from sp_compile.passes.report import Report
@@ -158,6 +149,14 @@ def test_memory_and_seconds_of_a_row() -> None:
     least, *others = rows(False, sharded.memory - 1)
     assert [row.offload for row in others if row.state == "sharded"] == [0.5]
     assert (others[0].fits, others[0].host, others[0].memory) == (True, 150 / 4, least.memory - 150 / 4)
+
+
+def test_rows_that_say_nothing_are_left_out() -> None:
+    """One that holds no less than a faster one which is asked for alike; what is asked for otherwise stays."""
+    fast, whole = rows(False)
+    slow = replace(fast, seconds=fast.seconds * 2)
+    small = replace(slow, memory=fast.memory / 2)
+    assert _telling([fast, slow, small, replace(small, seconds=99.0), whole]) == [fast, small, whole]
 
 
 def test_what_would_have_to_change() -> None:

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 import sp_compile
+from sp_compile.cost.plan.record import of_report
 from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight, written
 from sp_compile.cost.walk.liveness import walk
 from sp_compile.errors import SpError
@@ -171,6 +172,34 @@ def test_a_loss_on_the_meta_device_has_its_backward() -> None:
         return sum(moment.product for moment in graph.backward.moments)
 
     assert products("meta") == products("cpu") > 0
+
+
+def test_what_no_line_makes_has_a_name() -> None:
+    """Gradients that the caller hands in, or that are sent together, and results on their way out."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Decoder()
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.decoder(ids)
+            return h.square().mean(), h.sin()
+
+    step = (report := sp_compile.explain(Two(), tokens(16), sp=2, memory=True)).step
+    assert step is not None
+    (graph,) = step.graphs
+    assert graph.backward is not None
+    alive = [
+        held for walk in (graph.forward, graph.backward) for i in range(len(walk.moments)) for held in walk.alive(i)
+    ]
+    assert {"gradients of the results", "the parameters"} <= {held.where for held in alive}
+    assert not [held for held in alive if held.where == "unknown source line"]
+    assert not [m for walk in (graph.forward, graph.backward) for m in walk.moments if m.where == "unknown source line"]
+    where = {exchange.op: exchange.where for exchange in report.exchanges}
+    assert (where["reduce_grad"], where["unshard"]) == ("the parameters", "the results")
+    kept = {block["where"]: block["kept_bytes"] for block in of_report(report)["blocks"]}
+    assert kept.get("gradients of the results", 0) == 0 < sum(kept.values()) <= step.saved
 
 
 def test_flops_of_grouped_products() -> None:

@@ -249,9 +249,9 @@ Rewrites
 
 Collectives, bytes that one rank sends
   times  exchange    local shape    sent forward    sent backward    at
--------  ----------  -------------  --------------  ---------------  --------------
-      1  shard       1 x 4 x 4      0 B             64 B             the parameters
-      1  scan        1 x 4 x 4      32 B            32 B             the parameters
+-------  ----------  -------------  --------------  ---------------  -------------------
+      1  shard       1 x 4 x 4      0 B             64 B             the inputs
+      1  scan        1 x 4 x 4      32 B            32 B             unknown source line
       1  unshard     1 x 4 x 4      64 B            0 B              the results
          total                      96 B            96 B""",
         )

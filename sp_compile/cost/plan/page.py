@@ -29,6 +29,15 @@ KINDS = {
     "exchanged": "ranks send and receive",
     "gathered": "whole on every rank",
 }
+MOVED = {
+    "reduce_grad": "gradients of parameters, added over the ranks",
+    "all_to_all": "heads for positions, and back",
+    "unshard": "what ranks have, put together on all of them",
+    "all_gather": "what ranks have, put together on all of them",
+    "all_reduce": "sums of the ranks, added",
+    "shard": "nothing: a rank takes its rows of what is whole",
+}
+"""What an exchange is for, where its name does not say it."""
 STATE = ("parameters", "optimizer", "buffers", "inputs")
 ORIGINS = (
     "saved: kept by the forward for the backward. value: made and read here. result: given to the caller, or kept for "
@@ -58,6 +67,7 @@ svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; 
 SCRIPT = """
 document.getElementById("search").addEventListener("input", event => {
   const words = event.target.value.toLowerCase().split(/\\s+/);
+  for (const more of document.querySelectorAll("details")) more.open = event.target.value.trim() !== "";
   for (const row of document.querySelectorAll("[data-find]")) {
     const text = row.textContent.toLowerCase() + " " + (row.title || "").toLowerCase();
     row.style.display = words.every(word => text.includes(word)) ? "" : "none";
@@ -99,11 +109,9 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         yield _table(("what", "of a rank"), [(names.get(name, name), written(nbytes)) for name, nbytes in state])
         yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
-            yield f"<h2>Alive at the peak of {peak['phase']}: {written(peak['values_bytes'])}</h2>"
-            yield _table(
-                ("what", "bytes", "line"),
-                [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]],
-            )
+            alive = [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]]
+            yield f"<details><summary>Peak of {peak['phase']}: {written(peak['values_bytes'])} at "
+            yield f"{_code(peak['where'])}</summary>{_table(('what', 'bytes', 'line'), alive)}</details>"
     if found["tiles"]:
         yield "<h2>Work in tiles</h2>" + _table(
             ("times", "tiles", "rows of a rank", "inside, of all rows", "of a tile", "line"),
@@ -125,11 +133,7 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         wide=True,
     )
     yield "<h2>Rewrites and refusals</h2>"
-    yield _table(
-        ("times", "pass", "line", "what and why"),
-        _counted((escape(r["done"]), _code(r["where"]), escape(r["why"])) for r in found["rewrites"]),
-        wide=True,
-    )
+    yield _table(("times", "pass", "line", "what and why"), _counted(_rewrites(found)), wide=True)
     if found["attention"]:
         yield "<h2>Attention</h2>" + _table(
             ("attention", "nodes", "chosen", "layout", "ms", "memory"),
@@ -144,19 +148,37 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         yield "<h2>Against one device</h2>" + _table(("what", "largest relative error"), rows)
 
 
+def _rewrites(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    """What is whole on every rank comes first, and is marked; without names of operands, so that equal rows are one."""
+    whole = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
+    rows = sorted(found["rewrites"], key=lambda row: row["where"] not in whole)
+    for row in rows:
+        mark = '<span class="key gathered"></span>' if row["where"] in whole else ""
+        yield mark + escape(row["done"]), _code(row["where"]), escape(re.sub(r"operand \w+, ", "", row["why"]))
+
+
 def _plan(found: Mapping[str, Any]) -> Iterable[str]:
     yield (
         f"<p>{written(found['memory_bytes'])} a rank; parameters {written(found['parameters_bytes'])}. "
-        "Rows that do not fit are grey.</p>"
+        "The fastest on each number of ranks is green; what does not fit is grey.</p>"
     )
     columns = ("ranks", "attention", "layout", "checkpoints", "tiles", "offload", "state", "memory", "peak of")
     rows, marks = [], []
+    fastest: dict[int, int] = {}
+    for i in sorted(range(len(found["ways"])), key=lambda i: found["ways"][i]["seconds"]):
+        if found["ways"][i]["fits"]:
+            fastest.setdefault(found["ways"][i]["ranks"], i)
     for i, way in enumerate(found["ways"]):
         again = "each layer" if way["checkpoint"] else "as written"
-        numbers = written(way["memory_bytes"]), way["phase"], f"{way['seconds']:.3g}", f"{way['tokens_per_second']:.3g}"
+        numbers = (
+            written(way["memory_bytes"]),
+            way["phase"],
+            f"{way['seconds']:.3g}",
+            f"{way['tokens_per_second']:,.0f}",
+        )
         host = f"{way['offload']:.0%}" if way["offload"] else "never"
         rows.append((way["ranks"], way["attention"], way["layout"], again, way["tiles"], host, way["state"], *numbers))
-        marks.append("best" if i == found["best"] else "" if way["fits"] else "misses")
+        marks.append("best" if i in fastest.values() else "" if way["fits"] else "misses")
     yield _table((*columns, "s/step", "tokens/s"), rows, marks)
     if found["best"] is not None:
         yield f"<h2>Options of the best</h2><pre>{escape(json.dumps(found['ways'][found['best']]['options']))}</pre>"
@@ -242,12 +264,13 @@ def _bars(total: Mapping[str, int]) -> str:
     rows = [
         (
             escape(op),
+            MOVED.get(op, ""),
             written(nbytes),
             f'<div class="exchanged" style="height:.8rem;width:{100 * nbytes / most:.1f}%"></div>',
         )
         for op, nbytes in sorted(total.items(), key=lambda item: -item[1])
     ]
-    return _table(("op", "bytes", ""), rows, wide=True)
+    return _table(("op", "what it moves", "bytes", ""), rows, wide=True)
 
 
 def _counted(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -26,6 +26,8 @@ def picture(plan: StepPlan, path: Path) -> None:
     ranks = sorted({row.ranks for row in plan.rows})
     for i, (again, label, style) in enumerate(WAYS):
         ways = [[row for row in plan.rows if (row.ranks, row.checkpoint) == (n, again)] for n in ranks]
+        if not any(ways):
+            continue
         least = [min(way, key=lambda row: row.memory) for way in ways if way]
         fastest = [min(way, key=lambda row: (not row.fits, row.seconds)) for way in ways if way]
         for axes, rows, values in (
@@ -40,7 +42,8 @@ def picture(plan: StepPlan, path: Path) -> None:
     left.set(ylabel="GB", title="Peak memory of a rank, the way that holds least")
     right.set(ylabel="seconds", title="A training step, the fastest way that fits")
     for axes in (left, right):
-        axes.plot([], [], "o", color="0.4", markerfacecolor="white", label="does not fit")
+        if not all(row.fits for row in plan.rows):
+            axes.plot([], [], "o", color="0.4", markerfacecolor="white", label="does not fit")
         axes.set(xlabel="ranks that share the sequence", xscale="log", yscale="log")
         axes.set_xticks(ranks, labels=ranks)
         axes.minorticks_off()

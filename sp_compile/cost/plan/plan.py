@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,8 @@ from sp_compile.lowering.frames import CONTIGUOUS
 from sp_compile.passes.report import Report
 from sp_compile.verify import explain_each
 
-UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from .sizes import bytes_of_text
+
 SAMPLES = 2, 4
 """Numbers of ranks that are looked at, with every attention split in the same way."""
 ONE = SAMPLES[:1]
@@ -144,7 +144,7 @@ COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "memory": lambda r: written(r.memory),
     "peak of": lambda r: r.phase,
     "s/step": lambda r: f"{r.seconds:.3g}",
-    "tokens/s": lambda r: f"{r.tokens_per_second:.3g}",
+    "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
 }
 """Of a plan's table."""
 
@@ -198,7 +198,7 @@ def plan(
         measured = 1 if falls else 2
         looked = [
             _look(model, inputs, depth, variant, kind.again, per_weight, given, SAMPLES if i < measured else ONE)
-            for i, variant in enumerate(_variants(depth))
+            for i, variant in enumerate(depth.variants if depth is not None else [()])
         ]
         if kind.tiles not in ("auto", "never") and not looked[0][0].tiled:
             continue
@@ -207,21 +207,11 @@ def plan(
         step = _step(looked[0][-1])
         largest[way] = step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
         found.rows += [row for n in wanted for row in _rows(whole, n, machine, kind)]
-    found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
+    found.rows = _telling(sorted(found.rows, key=lambda row: (row.ranks, not row.fits, row.seconds)))
     for n in wanted:
         if found.of(n) is None:
             found.changes[n] = _change([row for row in found.rows if row.ranks == n], found, largest)
     return found
-
-
-def bytes_of_text(memory: str | float) -> float:
-    """80e9 of "80GB". Raises SpError: of what is no size."""
-    if isinstance(memory, int | float) and memory > 0:
-        return float(memory)
-    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(memory))
-    if match is None or match[2].upper() not in UNITS or not float(match[1]):
-        raise SpError(f'memory={memory!r}: expected bytes or a size such as "80GB" or "75GiB"')
-    return float(match[1]) * UNITS[match[2].upper()]
 
 
 def _tokens(values: Iterable[Any]) -> int:
@@ -229,10 +219,6 @@ def _tokens(values: Iterable[Any]) -> int:
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
     ids = [x.numel() for x in tensors if not x.is_floating_point()]
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
-
-
-def _variants(depth: Depth | None) -> list[tuple[int, ...]]:
-    return depth.variants if depth is not None else [()]
 
 
 def _look(
@@ -478,6 +464,18 @@ def _exchanged(whole: _AllLayers, n: int, machine: Machine) -> float:
     for kind, name in lines.items():
         line = machine.line(kind, n)
         out += whole(f"calls {kind}", n) * line.latency + whole(name, n) / line.bandwidth
+    return out
+
+
+def _telling(rows: Iterable[Variant]) -> list[Variant]:
+    """Without those that hold no less than a faster one that is asked for alike. rows: faster ones first."""
+    least: dict[tuple[Any, ...], float] = {}
+    out = []
+    for row in rows:
+        way = row.ranks, row.attention, row.layout, row.checkpoint, row.tiles, row.offload, row.state
+        if row.memory < least.get(way, math.inf):
+            least[way] = row.memory
+            out.append(row)
     return out
 
 

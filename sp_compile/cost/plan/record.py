@@ -30,6 +30,7 @@ from typing import Any
 
 from sp_compile.cost.decision import described
 from sp_compile.cost.step import StepMemory
+from sp_compile.errors import TANGENTS_LINE
 from sp_compile.graph.sizes import typical
 from sp_compile.passes.report import Report
 
@@ -132,7 +133,7 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
                 lines.setdefault(begins[moment.where])
             lines.setdefault(moment.where)
         for held in graph.backward.alive(0) if graph.backward is not None else []:
-            kept[held.where] += held.nbytes if held.origin == "saved" else 0
+            kept[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
     lines.update((one.where, None) for one in [*report.exchanges, *report.notes])
     sent: Counter[str] = Counter()
     for e in report.exchanges:

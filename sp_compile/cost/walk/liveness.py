@@ -20,8 +20,8 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile._compat import FakeTensorMode, OpOverload, inductor_decompositions, make_fx, size_hint, storage_of
-from sp_compile.errors import at
-from sp_compile.graph.call import WAIT, tensors_of
+from sp_compile.errors import PARAMETERS_LINE, TANGENTS_LINE, at, trace_of
+from sp_compile.graph.call import WAIT, is_tangent, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.layers import layer_of
 from sp_compile.graph.sizes import bytes_now
@@ -48,6 +48,9 @@ from .kinds import (
     TO_HOST,
 )
 from .workspace import workspace_of
+
+MOST_STEPS = 8
+"""From a node without a line to one that has one."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,9 @@ def is_on_host(node: Node) -> bool:
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
     """Run a graph in thought. fused: as Inductor does. saved: inputs that end with their last reader."""
     places = _Places(graph, fused)
-    given = {places.key(x): Alive(one.name, at(one), nbytes_of(x), "saved") for one in saved for x in tensors_of(one)}
+    given = {
+        places.key(x): Alive(one.name, _line(one), nbytes_of(x), "saved") for one in saved for x in tensors_of(one)
+    }
     found = Walk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
     for node, live in places.run(given):
         total, product = sum(held.nbytes for held in live), is_product(node)
@@ -143,9 +148,22 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
             traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
         flops = 0 if node.target in ATTENTIONS else flops_of(node)
         memory = total, results, idle, product
-        found.moments.append(Moment(node.name, at(node), *memory, layer_of(node), traffic, flops))
+        found.moments.append(Moment(node.name, _line(node), *memory, layer_of(node), traffic, flops))
     found.end = sum(held.nbytes for held in places.left.values())
     return found
+
+
+def _line(node: Node) -> str:
+    """The user's line. What no line makes, as a result on its way to the caller, is at that of its first operand."""
+    for _ in range(MOST_STEPS):
+        if is_tangent(node):
+            return TANGENTS_LINE
+        if trace_of(node) or not node.all_input_nodes:
+            break
+        if node.target is CAT:
+            return PARAMETERS_LINE  # gradients that are added over the ranks together
+        node = node.all_input_nodes[0]
+    return at(node)
 
 
 def is_product(node: Node) -> bool:
@@ -280,7 +298,7 @@ class _Places(FusedEvents):
         idle = self._idle(*zip(*(one[1:] for one in events))) if self.fused and events else [[] for _ in events]
         for (node, live, _), waiting in zip(events, idle, strict=True):
             inside = _inside(node, self.fused)
-            work = [Alive(node.name, at(node), inside, "workspace")] if inside else []
+            work = [Alive(node.name, _line(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 
     def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive], int]]:
@@ -338,7 +356,7 @@ class _Places(FusedEvents):
     def _held(self, key: Key) -> Alive:
         node = self.maker[key]
         returned = key in self.results or key in self.joining
-        return Alive(node.name, at(node), self.sizes[key], "result" if returned else "value")
+        return Alive(node.name, _line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
         """Bytes that an event reads and writes."""
