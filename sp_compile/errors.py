@@ -18,7 +18,7 @@ from ._compat import ShortenTraceback
 UNKNOWN_LINE = "unknown source line"
 PARAMETERS_LINE, RESULTS_LINE = "the parameters", "the results"
 TANGENTS_LINE = f"gradients of {RESULTS_LINE}"
-"""In the place of a line: sums of parameters' gradients, what makes results whole, and what the caller hands in for them."""
+"""In a line's place: gradients of parameters, added up; what makes results whole; what the caller hands in for them."""
 
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
