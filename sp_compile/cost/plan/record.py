@@ -30,7 +30,7 @@ from typing import Any
 
 from sp_compile.cost.decision import described
 from sp_compile.cost.step import StepMemory
-from sp_compile.errors import TANGENTS_LINE
+from sp_compile.errors import TANGENTS_LINE, UNKNOWN_LINE
 from sp_compile.graph.sizes import typical
 from sp_compile.passes.report import Report
 
@@ -157,6 +157,7 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
             "done": list(dict.fromkeys(done[where])),
         }
         for where in lines
+        if where != UNKNOWN_LINE or kept[where]  # signs that order exchanges are of no line
     ]
 
 
