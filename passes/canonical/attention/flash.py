@@ -5,10 +5,11 @@
 
 around transposes to (B, H, S, D); its varlen functions as torch's `varlen_attn`. Kernels are known by their names,
 `_flash_attn_forward` and `_flash_attn_varlen_forward` of any namespace, as the package and its builds on hubs register
-them, and their arguments by theirs. The Function's forward is written into the graph, with attention in the place of
-its kernel: what else it does is move, pad and cut, and its backward is one kernel, the derivative. Causal masks and
-windows count from the last query and the last key. Bytes moved: none. Leaves alone, and says so: other Functions around
-these kernels (rings by hand, log-sum-exps that are read), and arguments that have no place here, as keys in pages.
+them, and their arguments by theirs: FlashAttention-3 gives the first one the ends of documents, too. The Function's
+forward is written into the graph, with attention in the place of its kernel: what else it does is move, pad and cut,
+and its backward is one kernel, the derivative. Causal masks and windows count from the last query and the last key.
+Bytes moved: none. Leaves alone, and says so: other Functions around these kernels (rings by hand, log-sum-exps that are
+read), and arguments that have no place here, as keys in pages.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from sp_compile.passes.job import Job
 from .varlen import VarlenAttention, sees
 
 aten, sp = torch.ops.aten, torch.ops.sp
-OF_DOCUMENTS = "_flash_attn_varlen_forward"
-KERNELS = {"_flash_attn_forward": "_flash_attn_backward", OF_DOCUMENTS: "_flash_attn_varlen_backward"}
+KERNELS = {"_flash_attn_forward": "_flash_attn_backward", "_flash_attn_varlen_forward": "_flash_attn_varlen_backward"}
 """Names of kernels, and of those of their gradients."""
 OPTIONS = frozenset("dropout_p softmax_scale causal window_size_left window_size_right softcap".split())
 READ = OPTIONS | frozenset("q k v alibi_slopes cu_seqlens_q cu_seqlens_k".split())
@@ -113,7 +113,7 @@ class FlashFunctions(VarlenAttention):
             score, more["heads"] = f"{score} - head0*Abs(q - k)", [placed(given["alibi_slopes"])]
         if score != "s":
             more["score"] = score
-        if _kernel(kernel) == OF_DOCUMENTS:
+        if _ends(given)[0] is not None:
             ends = placed(given["cu_seqlens_q"]), placed(given["cu_seqlens_k"])
             return self.of_documents((q, k, v), ends, window, scale, like, dropout_p, **more)
         queries, keys = shape_of(q)[1], shape_of(k)[1]
@@ -148,13 +148,20 @@ def _arguments(kernel: Node) -> Mapping[str, Any]:
     return {a.name: call.get(a.name) for a in schema_of(kernel.target).arguments}
 
 
+def _ends(given: Mapping[str, Any]) -> list[Any]:
+    """Where documents of queries and of keys end, or None. FlashAttention-3 has one kernel with and without them."""
+    return [given.get(f"cu_seqlens_{x}") for x in "qk"]
+
+
 def _why_not(kernel: Node) -> str | None:
     """Why the kernel is no attention that is known here."""
     given = _arguments(kernel)
+    if _ends(given).count(None) == 1:
+        return "documents end on one side only"
     strange = [name for name, x in given.items() if name not in READ | WITHOUT_EFFECT and x not in NOTHING]
     if strange:
         return f"its kernel is given {', '.join(strange)}"
-    slopes, ends = given.get("alibi_slopes"), [given.get(f"cu_seqlens_{x}") for x in "qk"]
+    slopes, ends = given.get("alibi_slopes"), _ends(given)
     if slopes is not None:
         q, k = (shape_of(given[name])[1] for name in "qk")
         alike = ends[0] is ends[1] if ends[0] is not None else same(q, k)

@@ -133,6 +133,23 @@ def test_without_gradients_it_is_the_kernel_alone() -> None:
     assert Call(node)["is_causal"]
 
 
+def test_one_kernel_with_documents_and_without() -> None:
+    """FlashAttention-3's."""
+
+    def attend(x: Tensor, q_ends: Tensor | None, k_ends: Tensor | None) -> Tensor:
+        return flash_package.ops_3._flash_attn_forward(*x, q_ends, k_ends, 0.3, True)[0]
+
+    x = floats(3, LENGTH, 4, 8)
+    graph, _ = canonical(attend, x, ENDS, ENDS)
+    (node,) = attention_nodes(graph)
+    assert Call(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
+    (found,) = graph(x, ENDS)
+    torch.testing.assert_close(found, attend(x, ENDS, ENDS), rtol=1e-9, atol=1e-9)
+    graph, (note,) = canonical(attend, x, ENDS, None)
+    assert not attention_nodes(graph)
+    assert "on one side only" in note.why
+
+
 def test_slopes_of_documents() -> None:
     """Where their ends are one tensor, tokens of a document are as far apart as their places."""
 

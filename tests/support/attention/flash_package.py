@@ -15,6 +15,7 @@ from torch import Tensor
 
 Window = tuple[int, int]
 LIBRARY = torch.library.Library("flash_attn", "DEF")
+LIBRARY_3 = torch.library.Library("flash_attn_3", "DEF")
 _OPTIONS = (
     "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float softcap, "
     "Tensor? alibi_slopes"
@@ -107,8 +108,26 @@ def _register() -> None:
         torch.library.register_fake(f"flash_attn::{name}", lambda *a, f=fake, **k: f(*a), lib=LIBRARY)
 
 
+def _forward_3(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return _results(q, _documents(q, k, v, q_ends, q_ends if k_ends is None else k_ends, *rest, -1, -1, 0.0, None))
+
+
+def _register_3() -> None:
+    """FlashAttention-3's, one kernel for documents and without; some of its arguments."""
+    schema = "_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    schema += "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    schema += "int attention_chunk=0, float softcap=0.0, int num_splits=1) -> (Tensor, Tensor, Tensor, Tensor)"
+    name = LIBRARY_3.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY_3.impl(name, _forward_3, "CPU")
+    fake = lambda q, *_, **__: _results(q, torch.empty_like(q))  # noqa: E731
+    torch.library.register_fake(f"flash_attn_3::{name}", fake, lib=LIBRARY_3)
+
+
 _register()
-ops = torch.ops.flash_attn
+_register_3()
+ops, ops_3 = torch.ops.flash_attn, torch.ops.flash_attn_3
 
 
 def _padded(*xs: Tensor) -> Iterator[Tensor]:
