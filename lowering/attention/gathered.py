@@ -52,17 +52,19 @@ class GatheredKeys(NamedTuple):
     def backward(
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dq, of_keys = None, []
+        dq: Tensor | None = None
+        dmask: Tensor | None = None
+        of_keys = []
         for keys, values, where in self._parts(k, v, args, after(given[0])):
             packed = "rows" if self.n > 1 and self.frame is not None else ""
-            dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
-            dq = added(dq, dq_)
+            dq_, dk, dv, dmask_ = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
+            dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
             if packed:
                 dk, dv = keys_and_values(self._scattered(dk, self._as_held(args)), k, v)
             elif self.frame is not None:
                 dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
-        assert dq is not None
+        assert dq is not None and dmask is not None
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
 

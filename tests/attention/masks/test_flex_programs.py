@@ -101,6 +101,11 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
     run(kind, 3, attention=strategy, layout=layout)
 
 
+def test_keys_in_two_parts_learn_from_both() -> None:
+    """Zigzag shards are gathered as two stretches, each of which has a gradient for all of a table."""
+    run("distances", 2, attention="gather", layout="zigzag")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
