@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, pad, trim
+from sp_compile.lowering.masks.program import has_fills
 from sp_compile.lowering.masks.spans import Span, stretches, whole
 
 from .args import SEQUENCE, LocalArgs
@@ -64,7 +65,8 @@ class GatheredKeys(NamedTuple):
             elif self.frame is not None:
                 dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
-        assert dq is not None and dmask is not None
+        assert dq is not None
+        assert dmask is not None
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
 
@@ -72,10 +74,10 @@ class GatheredKeys(NamedTuple):
         """Whether keys are attended to in the order in which ranks hold them, padding included.
 
         A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
-        merged.
+        merged, as may a program of scores.
         """
         frame, n = self.frame, self.n
-        return not (frame is None or n == 1 or self.orders or args.mask is not None)
+        return not (frame is None or n == 1 or self.orders or args.mask is not None or has_fills(args.score))
 
     def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
         """All keys and values, at once or in two."""
