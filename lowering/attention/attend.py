@@ -18,6 +18,7 @@ from sp_compile.lowering.dtypes import accumulation_dtype
 from sp_compile.lowering.library import opaque
 from sp_compile.lowering.masks import score as score_text
 from sp_compile.lowering.masks.blocks import FULL, Block, Kind, PackedCall, Window
+from sp_compile.lowering.masks.program import has_fills
 from sp_compile.lowering.triton.flex.calls import CannotCompileError
 
 from .args import LocalArgs
@@ -112,6 +113,7 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
     """The calls in groups of the same queries, cut where a kernel would make too large tensors.
 
     If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
+    Where scores may hold fills, queries have all of their keys in one.
     """
     kernels = _PlannedKernels(q, v, masking, mask_grad)
     calls, found = kernels.calls()
@@ -121,6 +123,8 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         if one.fused:
             yield [(every, one)]
             return
+    if has_fills(masking.score):
+        found = list(_with_all_keys(found, masking.predicate, kernels))
     yield from (Strip([call]) for call in calls)
     for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
         together = list(same)
@@ -134,6 +138,18 @@ def _strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterato
         first = strip[0][0]
         for low in range(0, first.q_len, rows):
             yield [(_cut(block, low, rows, kernel), kernel) for block, kernel in strip]
+
+
+def _with_all_keys(
+    found: Sequence[tuple[Block, Kernel]], predicate: str, kernels: _PlannedKernels
+) -> Iterator[tuple[Block, Kernel]]:
+    """One block for all of the same queries."""
+    for _, same in groupby(found, key=lambda pair: pair[0].query_rows):
+        blocks = [block for block, _ in same]
+        first, low = blocks[0], min(block.k_off for block in blocks)
+        keys = max(block.k_off + block.k_len for block in blocks) - low
+        whole = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
+        yield whole, kernels.of(Kind.MASKED, min(first.q_len, keys))
 
 
 def _most_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, pad, trim
+from sp_compile.lowering.masks.program import has_fills
 from sp_compile.lowering.masks.spans import Span, stretches, whole
 
 from .args import SEQUENCE, LocalArgs
@@ -52,17 +53,20 @@ class GatheredKeys(NamedTuple):
     def backward(
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dq, of_keys = None, []
+        dq: Tensor | None = None
+        dmask: Tensor | None = None
+        of_keys = []
         for keys, values, where in self._parts(k, v, args, after(given[0])):
             packed = "rows" if self.n > 1 and self.frame is not None else ""
-            dq_, dk, dv, dmask = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
-            dq = added(dq, dq_)
+            dq_, dk, dv, dmask_ = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
+            dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
             if packed:
                 dk, dv = keys_and_values(self._scattered(dk, self._as_held(args)), k, v)
             elif self.frame is not None:
                 dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
         assert dq is not None
+        assert dmask is not None
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
 
@@ -70,10 +74,10 @@ class GatheredKeys(NamedTuple):
         """Whether keys are attended to in the order in which ranks hold them, padding included.
 
         A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
-        merged.
+        merged, as may a program of scores.
         """
         frame, n = self.frame, self.n
-        return not (frame is None or n == 1 or self.orders or args.mask is not None)
+        return not (frame is None or n == 1 or self.orders or args.mask is not None or has_fills(args.score))
 
     def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
         """All keys and values, at once or in two."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.masks.program import has_fills
 from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import calls as fused
 
@@ -118,10 +119,17 @@ def _dropped(weights: Tensor, case: Case) -> Tensor:
     return torch.where(case.kept, weights / (case.keep_rate or 1.0), 0.0)
 
 
+def _weights(scores: Tensor, lse: Tensor, case: Case) -> Tensor:
+    """The softmax of all keys' scores, of which these are some: all of them where there may be fills."""
+    if case.score is not None and has_fills(case.score.text):
+        return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+    return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+
+
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     scores = _scores(_scaled(q, k, case), case)
     lse = scores.logsumexp(-1)
-    weights = _dropped(torch.exp(scores - finite_lse(lse).unsqueeze(-1)), case)
+    weights = _dropped(_weights(scores, lse, case), case)
     out = _grouped(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
@@ -129,7 +137,7 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, 
 def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
     scaled = _scaled(q, k, case)
-    weights = torch.exp(_scores(scaled, case) - finite_lse(lse).unsqueeze(-1))
+    weights = _weights(_scores(scaled, case), lse, case)
     rows = _grouped(grad, heads, dtype)
     dv = _grouped(_dropped(weights, case), heads, dtype).mT @ rows
     dweights = _dropped((rows @ v.to(dtype).mT).view(weights.shape), case)

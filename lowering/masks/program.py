@@ -7,6 +7,9 @@ Names: ``s``, the score; ``b``, ``q`` and ``k``, the indices of the batch entry,
 ``row<i>`` and ``col<i>``, a vector's value at the query head, the query and the key; ``table<i>``, a tensor that is
 looked up by any of these, or one number. Values are elements of all pairs at once, or of one pair; every operation is
 pointwise or looks up a table. It may come from a file, so nothing but these operations is ever executed.
+
+"fills; " in front says that what it gives may be large and finite in place of -inf (`sharding/attention.py`): of a row
+of nothing else no log-sum-exp tells how many keys there are, so each row is computed with all of its keys at once.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _OTHERS = {
 }  # fmt: skip
 LARGE = 1e4
 """From here on a float32 loses some of log(count)."""
+_FILLS = "fills; "
+_COMPARED = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 class ProgramLine(NamedTuple):
@@ -70,7 +75,7 @@ def is_known(op: Any) -> bool:
 def parse(text: str) -> tuple[ProgramLine, ...]:
     """The lines of a program. Raises ValueError when it is none; nothing of it is ever executed."""
     try:
-        body = ast.parse(text.replace("; ", "\n")).body
+        body = ast.parse(text.removeprefix(_FILLS).replace("; ", "\n")).body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:SHOWN_CHARACTERS]!r}: {error}") from error
     lines: list[ProgramLine] = []
@@ -163,19 +168,36 @@ def rename_program(text: str, names: Mapping[str, str]) -> str:
     for name, op, args, kwargs in parse(text):
         line = constant(*args) if op is None else call_text(op, new(args), {k: new(v) for k, v in kwargs.items()})
         lines.append(line if name == "result" else f"{name} = {line}")
-    return "; ".join(lines)
+    renamed = "; ".join(lines)
+    return with_fills(renamed) if has_fills(text) else renamed
 
 
 def has_fills(text: str) -> bool:
-    """May its numbers be fills, large ones that are finite?"""
-    return any(_is_fill(x) for line in parse(text) for x in (*line.args, *line.kwargs.values()))
+    """Is it said that numbers of its result may be fills, large ones that are finite?"""
+    return text.startswith(_FILLS)
+
+
+def with_fills(text: str) -> str:
+    """The program, of which that is said."""
+    return text if has_fills(text) else _FILLS + text
+
+
+def adds_fills(text: str) -> bool:
+    """May its constants be fills? Not those that only tell where something is looked up, or whether."""
+    wanted = {"result"}
+    for name, op, args, kwargs in reversed(parse(text)):
+        if name not in wanted or getattr(op, "overloadpacket", None) in _COMPARED:
+            continue
+        packet = getattr(op, "overloadpacket", None)
+        given = args[:1] if packet is aten.index else args[1:] if packet is aten.where else [*args, *kwargs.values()]
+        if any(_is_fill(x) for x in given):
+            return True
+        wanted |= {str(x) for x in given if isinstance(x, Name)}
+    return False
 
 
 def _is_fill(x: Any) -> bool:
-    """Whole numbers above 0 are places."""
-    if isinstance(x, float):
-        return LARGE <= abs(x) < float("inf")
-    return isinstance(x, int) and x <= -LARGE
+    return isinstance(x, int | float) and LARGE <= abs(x) < float("inf")
 
 
 def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:

@@ -189,15 +189,16 @@ class Deal(Pass):
         if "orders" in call.args and "k_frame" in frames:
             changed["orders"] = [self.order, self.inverse]
         moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
+        moved: list[tuple[Node, Node | None]]
         tables: list[Node | None] = []
         with self.graph.inserting_before(node):
             for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
                 vectors = list(call[f"{kind}s"])
                 if frame in moved_frames:
-                    moved = [self.moved[self.known[v]] for v in vectors]
+                    moved = [self._vector(v, frames[frame], node) for v in vectors]
                     if index in symbols(call["predicate"]) | score.symbols_in(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
-                        moved.append(self.positions)
+                        moved.append(self._positions(frames[frame], node))
                     vectors, known = [v for v, _ in moved], [table for _, table in moved]
                 else:
                     known = [self.tables[self.known[v]] if v in self.known else None for v in vectors]
@@ -212,6 +213,22 @@ class Deal(Pass):
             changed["score"] = score.renamed(call["score"], names)
         predicate = _renamed(call["predicate"], names)
         node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)
+
+    def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+        """Of the rows of a frame in the new order, counted from its own first, and their table, if that is made."""
+        _, _, start, length, *_ = frame
+        if same(start, 0):
+            return self.positions
+        aten = torch.ops.aten
+        rows = self.compute(aten.slice.Tensor, (self.order, 0, *self.sizes.list((start, size(start + length)))), like)
+        own = self.compute(aten.sub.Tensor, (rows, self.sizes(start)), like)
+        return self.compute(aten.unsqueeze.default, (own, 0), like), None
+
+    def _vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+        """A vector in the order of the frame's rows, and its table, if that is made."""
+        if vector in self.known:
+            return self.moved[self.known[vector]]
+        return self._reordered(vector, 1, frame, like), None
 
     def _before(self, node: Node, x: Node, dim: int, frame: tuple[Size, ...]) -> Node:
         with self.graph.inserting_before(node):

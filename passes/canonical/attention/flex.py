@@ -29,8 +29,10 @@ from sp_compile.graph.call import results_read, shape_of
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.sizes import Size, same, sizes
+from sp_compile.lowering.masks import program
 from sp_compile.passes.base import register
 from sp_compile.passes.job import Job
+from sp_compile.sharding.attention import filling_nodes
 from sp_compile.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
@@ -53,6 +55,7 @@ class FlexAttention(Masks):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.written: list[Node] = []
+        self._filling: set[Node] | None = None
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
         for body in [_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
             _write_numbers(body)
@@ -106,7 +109,16 @@ class FlexAttention(Masks):
                 return ScoreText(*score_text(body, reads))
             except NotSymbolic:
                 pass
-        return program_text(body, reads, conditions, node.args[8], self, node)
+        found = program_text(body, reads, conditions, node.args[8], self, node)
+        fills = program.adds_fills(found.text) or any(map(self._fills, found.tables))
+        # Sinks have their share of a row's weights: fills have none.
+        return replace(found, text=program.with_fills(found.text)) if fills and _sunk(node) is None else found
+
+    def _fills(self, table: Node) -> bool:
+        """May the table, which a program has made or has read, hold fills?"""
+        if self._filling is None:
+            self._filling = filling_nodes(self.graph.owning_module)
+        return table.meta["val"].is_floating_point() and table in self._filling
 
     def _attention(self, node: Node, mask: Mask, conditions: list[GraphModule]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""

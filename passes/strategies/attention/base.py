@@ -21,7 +21,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
-from sp_compile.lowering.masks.program import has_fills, is_program
+from sp_compile.lowering.masks.program import has_fills
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of
 from sp_compile.sharding.placement import Demand, Plan, Shard
@@ -192,10 +192,10 @@ def may_hold_fills(call: Call) -> bool:
     """Is there a mask of floats that may be large and finite, or does a program add such numbers to scores?"""
     mask, score = call.get("attn_mask"), call.get("score") or ""
     added = [x for x in (mask, *(call.get("tables") or ())) if x is not None and x.meta["val"].is_floating_point()]
+    if has_fills(score):
+        return True
     if keeps_no_weight(call):
         return False
-    if is_program(score) and has_fills(score):
-        return True
     return bool(added) and not filling_nodes(call.node.graph.owning_module).isdisjoint(added)
 
 

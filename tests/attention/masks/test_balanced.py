@@ -362,3 +362,34 @@ def test_any_length(ranks: Ranks, checkpointed: bool) -> None:
 @pytest.mark.parametrize(("attention", "n"), [("gather", 2), ("ring", 3), ("hybrid", 4)])
 def test_compiled(ranks: Ranks, attention: str, n: int, compiler: str) -> None:
     every_rank_is_right(ranks.run(n, step, attention, compiler))
+
+
+class Window(nn.Module):
+    """Attention, and then attention over a window of its rows, by what it is given for them."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.rows = slice(first, last)
+        self.tokens, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def attend(self, x: Tensor, document: Tensor | None) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.layer(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if document is not None:
+            mask = mask & (document[:, None, :, None] == document[:, None, None])
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    def forward(self, ids: Tensor, document: Tensor, again: Tensor | None) -> Tensor:
+        """(B, S) int64 twice, and the documents of the window, if they count there."""
+        x = self.attend(self.tokens(ids), document)
+        return self.attend(x[:, self.rows], again).square().sum()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
+def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:
+    """Positions count from the window's first row, and what is looked up has as many values as it has rows."""
+    torch.manual_seed(0)
+    model, (document, _) = Window(2, -1).double(), packed(LENGTHS)
+    ids, again = torch.randint(VOCABULARY, document.shape), document[:, 2:-1].clone() if documents else None
+    assert not check(model, ids, document, again, sp=ranks, attention=attention, layout="balanced").fallbacks

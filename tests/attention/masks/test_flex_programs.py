@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sp_compile
 from sp_compile._compat import pytree
 from sp_compile.graph.call import Call
 from sp_compile.sharding.attention import attention_nodes, predicate_of
@@ -101,6 +102,11 @@ def test_in_other_orders(kind: str, layout: str, strategy: str) -> None:
     run(kind, 3, attention=strategy, layout=layout)
 
 
+def test_keys_in_two_parts_learn_from_both() -> None:
+    """Zigzag shards are gathered as two stretches, each of which has a gradient for all of a table."""
+    run("distances", 2, attention="gather", layout="zigzag")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +136,7 @@ def test_what_it_becomes(name: str) -> None:
     (node,) = attention_nodes(graph)
     assert not notes
     assert predicate_of(Call(node)) == ("" if name == "pairs" else PREDICATES.get(name, "k <= q"))
-    assert Call(node)["score"] == TEXTS[name]
+    assert Call(node)["score"] == "fills; " + TEXTS[name]  # nobody is known to learn what it looks up
     assert len(Call(node)["tables"]) == (2 if name == "documents" else 1)
 
 
@@ -165,6 +171,54 @@ def test_fills_are_not_merged(fills: bool) -> None:
 
     report = check(seeded(make), tokens(LENGTH), _DOCUMENTS, sp=2, attention="ring")
     assert any("large finite numbers" in note.why for note in report.notes) is fills
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "zigzag"), ("gather", "zigzag")])
+def test_rows_of_fills_are_averages(strategy: str, layout: str, table: bool) -> None:
+    """Also where several blocks of keys have nothing else: no log-sum-exp tells how many there are.
+
+    Only the result is compared: torch's backward on a CPU takes such a row's weights from its log-sum-exp.
+    """
+    added = torch.where(torch.arange(LENGTH)[:, None] % 2 == 0, -1e18, torch.zeros(LENGTH, LENGTH).double())
+
+    def attend(model: Learned, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            s = s * model.weight[h]
+            return s + added[m, n] if table else torch.where(m % 2 == 0, s - 10**18, s)
+
+        mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+        return flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+
+    def make() -> Learned:
+        model = Learned("slopes")
+        model.attend = attend
+        return model
+
+    report = sp_compile.verify(
+        seeded(make),
+        tokens(LENGTH),
+        _DOCUMENTS,
+        sp=4 if strategy == "ulysses" else 3,
+        attention=strategy,
+        layout=layout,
+    )
+    assert [error for name, error in report.errors if name.startswith("result")] == pytest.approx([0], abs=1e-9)
+    assert not report.fallbacks
+
+
+def test_gradients_of_rows_of_fills() -> None:
+    q, k, v = (torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    text = "fills; t0 = aten.remainder.Scalar(q, 2); t1 = aten.eq.Scalar(t0, 0); aten.where.ScalarOther(t1, s, -1e18)"
+    given = [], [], [], "k <= q", 0.0, None, False, None, text
+    place = torch.arange(LENGTH)
+    scores = torch.where(place[:, None] % 2 == 0, q @ k.mT * 8**-0.5, -1e18)
+    wanted = scores.masked_fill(place[:, None] < place, -torch.inf).softmax(-1) @ v
+    found = torch.ops.sp.masked_attention(q, k, v, *given)
+    torch.testing.assert_close(found, wanted)
+    grad = torch.randn_like(wanted)
+    for one, other in zip(*(torch.autograd.grad(x, (q, k, v), grad) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_pairs_are_made() -> None:
