@@ -1,8 +1,10 @@
-"""The dtypes of half precision, and what their sums are kept in."""
+"""The dtypes of half precision, what their sums are kept in, and what these lose."""
 
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+LEAST_FILL = 1e4
+"""A number of so much that stands for infinity: a float32 loses some of log(count) beside it."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

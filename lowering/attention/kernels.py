@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.dtypes import HALF, accumulation_dtype
+from sp_compile.lowering.dtypes import HALF, LEAST_FILL, accumulation_dtype
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.program import has_fills
@@ -123,7 +123,12 @@ def _weights(scores: Tensor, lse: Tensor, case: Case) -> Tensor:
     """The softmax of all keys' scores, of which these are some: all of them where there may be fills."""
     if case.score is not None and has_fills(case.score.text):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
-    return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+    if case.bias is None or case.bias_grad:
+        return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
+    # A row of nothing but fills: its log-sum-exp has lost how many there are. A mask that may have one is never cut.
+    filled = (lse <= -LEAST_FILL) & (lse != -torch.inf)
+    weights = torch.exp(scores - torch.where(filled, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
+    return weights.div_(torch.where(filled, weights.sum(-1), 1.0).unsqueeze(-1))
 
 
 def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sp_compile._compat import OpOverload, differentiating, schema_of
+from sp_compile.lowering.dtypes import LEAST_FILL
 
 from .text import SHOWN_CHARACTERS
 
@@ -39,8 +40,6 @@ _OTHERS = {
     *(getattr(aten.where, kind) for kind in ("self", "Scalar", "ScalarSelf", "ScalarOther")),
     *(getattr(op, kind) for op in (aten.__and__, aten.__or__, aten.__xor__) for kind in _KINDS),
 }  # fmt: skip
-LARGE = 1e4
-"""From here on a float32 loses some of log(count)."""
 _FILLS = "fills; "
 _COMPARED = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
@@ -197,7 +196,7 @@ def adds_fills(text: str) -> bool:
 
 
 def _is_fill(x: Any) -> bool:
-    return isinstance(x, int | float) and LARGE <= abs(x) < float("inf")
+    return isinstance(x, int | float) and LEAST_FILL <= abs(x) < float("inf")
 
 
 def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:

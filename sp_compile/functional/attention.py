@@ -39,9 +39,9 @@ from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
 from sp_compile.lowering.attention.ring import WAYS_HOME, hops_of_window
+from sp_compile.lowering.dtypes import LEAST_FILL
 from sp_compile.lowering.frames import LAYOUTS, FrameArg
 from sp_compile.lowering.library import tag_programs
-from sp_compile.sharding.attention import LEAST_FILL
 
 from .call import HELD, RankCall, frame, needs_gradient, unknown, wrong_choice
 

@@ -19,6 +19,7 @@ from sp_compile._compat import flex_attention_op, pytree, varlen_attention
 from sp_compile.config import STRATEGIES
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
+from sp_compile.lowering.dtypes import LEAST_FILL
 from sp_compile.lowering.masks.predicate import symbols
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
@@ -64,7 +65,6 @@ def keeps_no_weight(call: Call) -> bool:
     return sinks is not None and sinks not in filling_nodes(sinks.graph.owning_module)
 
 
-LEAST_FILL = 1e4  # from here on a float32 loses some of log(count)
 SLICE_ENDS = 2**40
 
 

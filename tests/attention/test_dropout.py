@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import ranks as worker
+from support.models import check, floats, seeded
 from support.parity import Block, build, digest, sp, text, train_step
 from support.ranks import Ranks
 from torch import Tensor, nn
@@ -75,3 +76,26 @@ def dropout_training() -> list[Tensor]:
 def test_dropout_is_reproducible_and_its_gradient_is_right(ranks: Ranks) -> None:
     first, second = ranks.run(2, dropout_training)
     assert digest(first) == digest(second)
+
+
+class Filled(nn.Module):
+    """Attention with a mask of floats as data, and hardly any dropout: all weights are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.linear(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize(("length", "sp"), [(16, 2), (13, 3)])
+def test_rows_of_nothing_but_fills_are_averages(attention: str, length: int, sp: int) -> None:
+    """finfo.min for all keys of a query, as padding in front makes it: its log-sum-exp does not tell how many."""
+    if attention == "ulysses" and sp == 3:
+        sp = 2
+    mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
+    mask[:, :, :5] = torch.finfo(torch.float64).min
+    check(seeded(Filled), floats(2, length, 16), mask, sp=sp, attention=attention)
