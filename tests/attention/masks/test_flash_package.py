@@ -11,14 +11,13 @@ import pytest
 import torch
 from support.attention import flash_package
 from support.attention.flash_package import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from support.capturing import Backend
+from support.attention.flexible import canonical
 from support.golden import show
 from support.models import check
 from torch import Tensor, nn
 
 from sp_compile import verify
 from sp_compile.graph.call import Call
-from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import attention_nodes
 
 LENGTH, WIDTH, HEADS = 13, 16, 4
@@ -53,16 +52,6 @@ def build(attend: Attend, **sizes: int) -> Model:
 
 def floats(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape[-2]))
-
-
-def canonical(function: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
-    torch._dynamo.reset()
-    backend = Backend(lambda graph, given: graph.forward)
-    torch.compile(function, backend=backend, fullgraph=True)(*args)
-    (graph,) = backend.graphs
-    passes = Canonicalize()
-    passes(graph)
-    return graph, passes.notes
 
 
 CASES: dict[str, dict[str, Any]] = {

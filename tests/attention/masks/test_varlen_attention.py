@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-from support.capturing import Backend
+from support.attention.flexible import canonical
 from support.golden import show
 from support.models import check
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from sp_compile.graph.call import Call
-from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.sharding.attention import attention_nodes
 
 LENGTH, WIDTH = 13, 16
@@ -136,16 +135,6 @@ def test_all(window: str, strategy: str, ranks: int) -> None:
 def test_other_documents_of_keys() -> None:
     model = build(window_size=(-1, 0))
     assert not check(model, tokens(LENGTH), ENDS, tokens(11), FEWER, sp=2, attention="gather").fallbacks
-
-
-def canonical(function: Callable[..., Any], *args: Any) -> tuple[Any, list[Any]]:
-    torch._dynamo.reset()
-    backend = Backend(lambda graph, given: graph.forward)
-    torch.compile(function, backend=backend, fullgraph=True)(*args)
-    (graph,) = backend.graphs
-    passes = Canonicalize()
-    passes(graph)
-    return graph, passes.notes
 
 
 @pytest.mark.parametrize(
