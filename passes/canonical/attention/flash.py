@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import autograd_function_apply, schema_of, set_grad_enabled
 from sp_compile.graph.call import Call, packet_of, results_read, shape_of
+from sp_compile.graph.closure import closure
 from sp_compile.graph.sizes import same
 from sp_compile.passes.base import register
 from sp_compile.passes.job import Job
@@ -207,10 +208,4 @@ def _result(body: GraphModule, index: int) -> Any:
 
 def _needs(node: Node) -> set[Node]:
     """The node, and all that it is made of."""
-    found, waiting = set(), [node]
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
-    return found
+    return closure([node], lambda one: one.all_input_nodes)
