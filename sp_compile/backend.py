@@ -49,7 +49,7 @@ from sp_compile.spmd.wire import stop
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
-from .errors import SpError, did_you_mean
+from .errors import SpError, did_you_mean, source_line
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ NO_CUDA_GRAPHS = (
     "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
+GOES_ON_IN_PYTHON = "torch.compile ends the graph here and goes on in Python"
 OF_SEQUENCE = dict.fromkeys(
     (
         *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
@@ -239,6 +240,7 @@ def _split(
         why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
         plain, settings, local, report = passed(view)
     report.add(_taken_from_others(view, example_inputs, why))
+    report.add(_ends_at_break(gm))
     for note in report.notes:
         if note.why.startswith(BEHIND_EAGER_CODE) and not (dist.is_initialized() and dist.get_rank()):
             log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.why)
@@ -262,6 +264,13 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any], why: str
                 other = f"{stays}, and {why}"
             done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
             yield Note(done, name, f"input {name}", why)
+
+
+def _ends_at_break(gm: GraphModule) -> Iterator[Note]:
+    """What the report says of a graph that ends where Dynamo goes on in Python."""
+    if found := _compat.graph_break(gm):
+        trace, reason = found
+        yield Note("graph break", "graph", source_line(trace), f"{GOES_ON_IN_PYTHON}: {reason}")
 
 
 def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, Result]:

@@ -132,6 +132,11 @@ class SPConfig:
                 raise SpError(f"outputs={self.outputs!r}: expected {known}{did_you_mean(value, OUTPUTS)}")
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
             raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
+        for name, dim in self.seq_dims.items() if isinstance(self.seq_dims, Mapping) else ():
+            if type(dim) is not int:
+                raise SpError(f"seq_dims={self.seq_dims!r}: the dim of {name!r} is {dim!r}; expected an int")
+        if self.cost is not None and not isinstance(self.cost, Mapping):
+            raise SpError(f"cost={self.cost!r}: expected a mapping from constants of the cost model to numbers")
         if isinstance(self.compiler, str):
             known = torch.compiler.list_backends(exclude_tags=())
             if self.compiler not in known:
@@ -198,6 +203,10 @@ class SPConfig:
         """A config from torch.compile's `options`."""
         if isinstance(options, SPConfig):
             return options
+        if not isinstance(options, Mapping | None):
+            raise SpError(
+                f"options={options!r}: expected a mapping from the names of options to values, or an SPConfig"
+            )
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
             if name in OF_COMPILE:

@@ -210,8 +210,8 @@ def _each_graph(
     given.refuse(entry, **refused)
     asked_for = Settings.of(given, ALONE)
     for sp in ranks:
-        if sp is not None and sp < 1:
-            raise SpError(f"sp={sp}: expected a number of ranks, 1 or more")
+        if sp is not None and (type(sp) is not int or sp < 1):
+            raise SpError(f"sp={sp!r}: expected a number of ranks, 1 or more")
     if asked_for.has_place:
         options = replace(options, compiler="aot_eager")
     totals = [Report(2 if sp is None else sp, step=step) for sp, step in zip_longest(ranks, steps or [])]

@@ -80,11 +80,13 @@ def sent(x: torch.Tensor) -> Later:
 
 
 def part(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """A view of at most so many elements, spread over the tensor; at another turn of other ones."""
-    while x.numel() > most:
-        dim = max(range(x.ndim), key=x.shape.__getitem__)
-        step = min(-(-x.numel() // most), x.shape[dim])
+    """A view of at most so many elements, spread over all dims of the tensor; at another turn of other ones."""
+    dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > most else []
+    for i, dim in enumerate(dims):
+        kept = max(1, int(most ** (1 / (len(dims) - i))))  # this dim's share of what the smaller ones have left
+        step = -(-x.shape[dim] // kept)
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
+        most, turn = most // x.shape[dim], turn // step
     return x
 
 

@@ -19,12 +19,13 @@ from torch.fx import GraphModule
 from sp_compile._compat import versions
 from sp_compile.errors import SpError
 
-from .checksums import is_freed
+from .checksums import checksum, is_freed, part
 
 GONE = (
     "{} is made when it is read, of the model's weights, and these have changed since (an optimizer's step?) or are "
     "gone (FSDP has freed them): read it before that, or let the program make it: outputs='gather', tiles='never'"
 )
+FEW = 4096  # elements that are looked at: an optimizer's step changes some of so many, in half precision too
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,19 +46,20 @@ class LateGraph:
         given = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
         wanted = [i for i, ticket in enumerate(self.tickets) if ticket is not None]
         like = given[0].new_empty((), dtype=self.like.dtype)
-        return LateRows(self.graph, given, versions(given).tolist(), wanted, like, words)
+        return LateRows(self.graph, given, versions(given).tolist(), _some_of(given), wanted, like, words)
 
 
 @dataclass(eq=False)
 class LateRows:
     """The rows of one call, which are not made yet.
 
-    wanted: the operands that have a gradient. after: what is done to the rows.
+    versions, some: of the operands, at that call. wanted: those that have a gradient. after: what is done to the rows.
     """
 
     graph: GraphModule
     given: list[Tensor]
     versions: list[int]
+    some: list[Tensor]
     wanted: list[int]
     like: Tensor
     words: str
@@ -87,6 +89,19 @@ class LateRows:
         return made
 
     def _check(self) -> None:
+        """FSDP gathers a step's weights into the memory of the last one's, and `.data` changes them, and torch counts
+        neither as a new version: then a few of the elements say it."""
         freed = any(x.numel() and is_freed(x) for x in self.given)
-        if freed or versions(self.given).tolist() != self.versions:
+        if freed or versions(self.given).tolist() != self.versions or not all(map(_same, self.some, self.given)):
             raise SpError(GONE.format(self.words))
+
+
+def _some_of(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of a few elements of each, on their device: nobody waits for them."""
+    return [part(x.detach(), FEW, 0).clone() for x in xs]
+
+
+def _same(some: Tensor, x: Tensor) -> bool:
+    """Are these elements what they were, to the bit?"""
+    (now,) = _some_of([x])
+    return checksum(now) == checksum(some)

@@ -55,7 +55,7 @@ class Sequences(Pass):
         if not axes.sequences:
             self._none(gm, list(found), job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
-            self._nothing_sharded(job)
+            self._nothing_sharded(list(found), job)
         return fixed
 
     def _none(self, gm: GraphModule, inputs: list[Node], job: Job) -> None:
@@ -70,13 +70,17 @@ class Sequences(Pass):
         why = BETWEEN_BREAKS if job.fragment else f"{BEHIND_EAGER_CODE}: {name_it}"
         self.notes.append(Note("replicated", "graph", where, why))
 
-    def _nothing_sharded(self, job: Job) -> None:
+    def _nothing_sharded(self, inputs: list[Node], job: Job) -> None:
         why = (
             "nothing computed along the sequence can begin on shards of it, which is in no dim of its own; every rank "
             "runs the whole"
         )
+        if job.seq_dims:
+            named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
+            why += f". seq_dims={named}: do these name one sequence?"
         if job.fallback == "error":
-            raise SpError(f"{why}. fallback='error' forbids that; name the sequence with seq_dims")
+            ends = "" if job.seq_dims else "."
+            raise SpError(f"{why}{ends} fallback='error' forbids that; name the sequence with seq_dims")
         self.notes.append(Note("replicated", "graph", ALL, why))
 
 

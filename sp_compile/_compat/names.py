@@ -1,4 +1,4 @@
-"""What a person calls an input or a result of Dynamo's graph: as the signature, and what is returned, have it."""
+"""Dynamo's graph in a person's words: what the signature and what is returned call its values, and where it ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import StackSummary
 from types import FrameType
 from typing import Any
 
@@ -83,6 +84,16 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     except (AttributeError, KeyError, NotImplementedError):
         return {}
     return {node: name for name, node in reversed(named.items())}
+
+
+def graph_break(gm: GraphModule) -> tuple[str, str] | None:
+    """Where and why Dynamo ends this graph and goes on in Python: a stack trace, and its reason without advice."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    words, *parts = (line.strip() for line in reason.reason.splitlines())
+    explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
+    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([words, *explained]).rstrip(".")
 
 
 def _fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:

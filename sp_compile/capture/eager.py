@@ -32,7 +32,8 @@ DISABLED_REASON = "it is under torch.compiler.disable"
 CURE_OF_DISABLED = "Take that away, or do not compile it"
 CURE_OF_LIMIT = (
     "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with "
-    "dynamic=True, or raise torch._dynamo.config.recompile_limit"
+    "dynamic=True, or raise torch._dynamo.config.recompile_limit; the cache of transformers, of which each layer "
+    "sees another state, is no part of training: use_cache=False"
 )
 CURE_OF_BREAK = (
     "TORCH_LOGS=graph_breaks says where: take what it names out of loops, try and with, or out of the block; "
@@ -72,17 +73,19 @@ def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
     name, own = named(what), code
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
-    in_full = _limits.pop() if _limits and "recompile limit" in reason else reason
-    tell_of_other_call(say, what, in_full if own is code else DISABLED_REASON, goes_on=not compiled)
+    limited = "recompile limit" in reason  # be it of a decorator around the module's own code
+    disabled = own is not code and not limited
+    in_full = _limits.pop() if _limits and limited else reason
+    tell_of_other_call(say, what, DISABLED_REASON if disabled else in_full, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _told:
         return
     _told.add((name, own))
-    if own is not code:
+    if disabled:
         reason, advice = DISABLED_REASON, CURE_OF_DISABLED
     elif "skipfiles" in reason:
         reason, advice = "it is torch's own", CURE_OF_TORCHS_OWN
-    elif "recompile limit" in reason:
+    elif limited:
         advice = CURE_OF_LIMIT
     elif isinstance(what, torch.nn.Module) and sharded_parts(what):
         advice = CURE_OF_SHARDED_PARTS

@@ -285,6 +285,9 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
             continue
         if len(found) != 1:
             known = [argument_name(n) for n in tensors]
-            raise SpError(f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}")
+            raise SpError(
+                f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}; of one that is "
+                "given twice the first name counts"
+            )
         out[found[0].name] = dim
     return out or None

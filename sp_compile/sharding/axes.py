@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from sp_compile._compat import argument_name
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call, is_tensor, result_number, shape_of
 from sp_compile.graph.record import record
@@ -175,7 +176,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         for node, dim in seq_dims.items():
             shape = shape_of(node)
             if not -len(shape) <= dim < len(shape):
-                raise SpError(f"seq_dims: {node.name!r} has {len(shape)} dims, so it has no dim {dim}")
+                raise SpError(f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so it has no dim {dim}")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     for tier in (_attended, _softmax_attended, _scanned):

@@ -76,7 +76,8 @@ class Session:
         measures: bool = True,
         mode: str | None = None,
     ) -> None:
-        self.given, self.mode = vars(options) if isinstance(options, SPConfig) else options or {}, mode
+        given = vars(options) if isinstance(options, SPConfig) else options
+        self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
         mesh, mesh_dim, self.named = unchecked(self.given)
         self.has_mesh = mesh is not None
         self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})

@@ -6,7 +6,8 @@ rank has skipped, never meets words, which would be of another size and abort th
 
 A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
 that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. A group has one key for either, however many ranks it has and however long they run.
+longer than any timeout. A group has one key for either, however many ranks it has and however long they run, and one
+a rank for the last wait that was not short, so that of many ranks those that did not come are told from the others.
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ class Wire:
     replicas: all ranks over which a DDP has summed gradients of these.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
-    beats: of the last wait when it began, and how many signs of life were seen, the last of them when. warned: the
-    wait of a read that was spoken of, by when it began. gloo: None until all ranks have met. memory: of exchanges of a
-    few integers, by how many, as long as none of these is on its way.
+    beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
+    warned: the wait that was left in the store, and that of a read that was spoken of, by when it began. gloo: None
+    until all ranks have met. memory: of exchanges of a few integers, by how many, as long as none of these is on its
+    way.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Wire:
     known: int = 0
     talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
+    written: float = 0.0
     warned: float = 0.0
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
     memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
@@ -213,9 +216,14 @@ class Wire:
     def _look(self, saying: Message, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
+        if waited > PATIENCE and self.written != begun:
+            self.written, key, told = begun, f"waits/{dist.get_rank()}", json.dumps([self.talks, str(saying)])
+            answered(lambda: self.store.set(key, told), None)
         if saying.doing == READS and waited > READING and self.warned != begun:
-            self.warned = begun
-            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_of_read(saying), TOGETHER)
+            self.warned, here = begun, self._waiting_here()
+            absent = [rank for rank in self.ranks if rank not in here]
+            others = f"ranks {absent}" if here and absent else "the others"
+            log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, TOGETHER)
         if waited > PATIENCE and not self._stopped(saying).goes_on:
             raise SpError(self.lost(saying, waited))
         if waited > self.timeout.total_seconds() and not alive:
@@ -241,7 +249,14 @@ class Wire:
 
     def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
         """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
-        others = [f"  rank {rank} was last seen when it {seen}" for rank, seen in zip(self.ranks, self.seen)]
+        here = self._waiting_here()
+        others = [
+            f"  rank {rank} waits here, too: it {here[rank]}"
+            if rank in here
+            else f"  rank {rank} {'did not come, and ' if here else ''}was last seen when it {seen}"
+            for rank, seen in zip(self.ranks, self.seen)
+            if not (here and rank == dist.get_rank())
+        ]
         stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
         found = (f", in {place}" if place else "") + heard
@@ -302,6 +317,18 @@ class Wire:
         elif count != seen:
             self.beats = begun, count, now
         return now - self.beats[2] < 4 * BEAT
+
+    def _waiting_here(self) -> dict[int, str]:
+        """What each rank is about to do that has waited in this exchange for a while, as it has left in the store."""
+
+        def look() -> dict[int, Any]:
+            keys = {rank: f"waits/{rank}" for rank in self.ranks}
+            return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+
+        found: dict[int, Any] = {}
+        with suppress(RuntimeError):  # the rank that keeps the store is gone
+            found = answered(look, found)
+        return {rank: doing for rank, (talks, doing) in found.items() if talks == self.talks}
 
     def beat(self) -> None:
         """Show a sign of life: this rank compiles, or waits over another group for one that does."""

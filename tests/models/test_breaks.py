@@ -182,7 +182,7 @@ def test_what_the_report_says_of_breaks() -> None:
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
     said = {note.done: (note.node, note.where, note.why) for note in report.notes if note.done != "in shards"}
     assert {note.node for note in report.notes if note.done == "in shards"} == {"y", "out", "x"}
-    assert said.keys() == {"ulysses", "reduce", "gather", "whole", "replicated"}
+    assert said.keys() == {"ulysses", "reduce", "gather", "whole", "replicated", "graph break"}
     assert "y.sum() > 0" in said["reduce"][1]
     node, where, why = said["gather"]
     assert (node, "amax().item()" in where, "needs all of" in why) == ("amax", True, True)
@@ -190,6 +190,11 @@ def test_what_the_report_says_of_breaks() -> None:
     assert (node, "return self.norm(x)" in where, "eager code reads it" in why) == ("mul", True, True)
     _, where, why = said["replicated"]
     assert ("logits = self.head" in where, "every rank runs it whole" in why) == (True, True)
+    breaks = {note.where.split(": ", 1)[1]: note.why for note in report.notes if note.done == "graph break"}
+    assert len(breaks) == 3
+    for code, reason in (("print(", "builtin operator `print`"), ("y.sum() > 0", "jump"), ("amax().item()", "item()")):
+        (why,) = (why for where, why in breaks.items() if code in where)
+        assert reason in why
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What ranks compare before they run, and options that must not be ignored; no processes needed."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -174,6 +175,26 @@ def test_options_are_not_ignored() -> None:
         sp_compile.verify(Attention(), torch.randn(1, 8, 8), outputs="local")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"sp": 2.0}, "sp=2.0: expected a number of ranks"),
+        ({"sp": "2"}, "sp='2': expected a number of ranks"),
+        ({"cost": 3}, "cost=3: expected a mapping"),
+        ({"seq_dims": {"x": "1"}}, r"seq_dims={'x': '1'}: the dim of 'x' is '1'; expected an int"),
+        ({"seq_dims": {"x": 5}}, "seq_dims: 'x' has 3 dims, so it has no dim 5"),
+    ],
+)
+def test_values_of_another_type_are_told(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(sp_compile.SpError, match=words):
+        sp_compile.explain(Attention(), torch.randn(1, 8, 8), **config)
+
+
+def test_options_that_are_no_mapping() -> None:
+    with pytest.raises(sp_compile.SpError, match="options='ring': expected a mapping"):
+        torch.compile(Attention(), backend="sp", options="ring")(torch.randn(1, 8, 8))
+
+
 def bucket(graph: Any) -> None:
     """A pass of somebody's own."""
 
@@ -269,6 +290,19 @@ def summed(x: Tensor) -> str:
 
 def one_hot(place: int) -> Tensor:
     return torch.zeros(5000, dtype=torch.float64).index_fill(0, torch.tensor([place]), 1)
+
+
+@pytest.mark.parametrize("shape", [(5000, 64), (64, 5000), (3, 7, 9), (1, 10_000), (4097,), (2, 2), (300, 300, 2)])
+def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
+    """Of a head not one token's row: a few elements of many. At other turns other ones, in time all."""
+    x, most = torch.arange(math.prod(shape)).view(shape), 100
+    found = checksums.part(x, most, 0)
+    assert found.numel() <= most
+    assert found.numel() == x.numel() or found.numel() > most // 4
+    assert all(kept > 1 or size < 10 for kept, size in zip(found.shape, shape, strict=True))
+    if x.numel() < 1000:
+        turns = -(-x.numel() // found.numel()) * 2
+        assert len({n for turn in range(turns) for n in checksums.part(x, most, turn).flatten().tolist()}) == x.numel()
 
 
 def test_checksums_of_masks() -> None:

@@ -309,19 +309,21 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
 
 
 def waits_in_vain() -> str:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="reads")
-    if dist.get_rank() > 1:
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4), group_desc="reads")
+    if dist.get_rank() > 2:
         return ""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
     _, logits = sp(build(Two), mesh=mesh, outputs="lazy")(*text(9))
-    return error_text(lambda: logits.sum()) if dist.get_rank() == 0 else ""
+    return error_text(lambda: logits.sum()) if dist.get_rank() < 2 else ""
 
 
 @pytest.mark.slow
-def test_a_rank_that_reads_and_waits(ranks: Ranks) -> None:
+def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
+    """Who did not come is told from who waits, too."""
     message, *_ = ranks.run(4, waits_in_vain, timeout=60)
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
-    assert re.search(r"rank 1 was last seen when it calls forward", message), message
+    assert re.search(r"rank 1 waits here, too: it reads result 'logits'", message), message
+    assert re.search(r"rank 2 did not come, and was last seen when it calls forward", message), message
     assert "outputs='gather'" in message
 
 

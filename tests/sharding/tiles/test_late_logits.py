@@ -78,6 +78,10 @@ def _after_a_step(run: nn.Module, model: nn.Module) -> bool:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(SpError, match="is made when it is read"):
         logits.sum()
+    _, logits = run(*batch(SEQ))
+    model.head.weight.data.mul_(1.01)  # which torch counts as no change, as what FSDP gathers into freed weights
+    with pytest.raises(SpError, match="is made when it is read"):
+        logits.sum()
     with torch.no_grad():
         _, logits = run(*batch(SEQ))
         torch.testing.assert_close(logits.full(), model(*batch(SEQ))[1], rtol=1e-9, atol=1e-12)
