@@ -246,7 +246,15 @@ def _split(
             log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.why)
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
-    edges = Edges(view.layouts, _left_in_shards(local, view, session.ranks), rows, view.writes, symbols)
+    edges = Edges(
+        view.layouts,
+        _left_in_shards(local, view, session.ranks),
+        rows,
+        view.writes,
+        symbols,
+        shares=view.shares,
+        written=view.written,
+    )
     if edges.results:
         leave_results(session.ranks)
         written = edges.writes.values()

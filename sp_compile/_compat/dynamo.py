@@ -219,7 +219,9 @@ def _entered(code: CodeType, caller: FrameType | None) -> Any:
         return None
     if module is None:
         torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
-        return None if torchs else code.co_qualname
+        _, given = _called(caller.f_locals.get("fn"))
+        collected = given not in (code, None)  # a callback of the garbage collection, which may come at any time
+        return None if torchs or collected else code.co_qualname
     return module if getattr(module.forward, "__code__", None) is code else None
 
 

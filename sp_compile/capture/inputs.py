@@ -9,7 +9,7 @@ in the model (arange over the sequence) count over all ranks; the shards then en
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from sp_compile._compat import (
     pytree,
     refuse_eager_fallback,
     result_names,
+    storage_of,
     trace_again_with_symbols,
 )
 from sp_compile.config import Asked, Ranks
@@ -116,7 +117,8 @@ class GlobalView:
     arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
     result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
     the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
-    layouts: of the ones that are `Sharded`, by number. folds: chunks of the sequence that a rank holds of them.
+    layouts: of the ones that are `Sharded`, by number. shares, written: as `Edges` has them. folds: chunks of the
+    sequence that a rank holds of them.
     """
 
     graph: GraphModule
@@ -128,6 +130,8 @@ class GlobalView:
     inputs: dict[str, Placement]
     layouts: dict[int, Layout]
     writes: dict[int, int]
+    shares: Sequence[tuple[int, bool, int]]
+    written: Sequence[int]
 
     @property
     def folds(self) -> int:
@@ -162,10 +166,11 @@ def global_view(
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names, made = _called(gm, results), ["" if node is None else node.name for node in results]
+    shares, written = tuple(_sharing(graph)), tuple(_written(graph))
     outputs, writes = _of_results(names, made, asked.outputs, fragment), _writes_returned(graph, example_inputs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
-    return GlobalView(graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes)
+    return GlobalView(graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes, shares, written)
 
 
 def _in_shards(
@@ -190,6 +195,28 @@ def _in_shards(
         placements[node.name] = Shard(layout.dim, Frame.full(size(whole.shape[layout.dim]), layout.folds))
         layouts[i] = layout
     return placements, layouts
+
+
+def _written(graph: GraphModule) -> Iterator[int]:
+    """The numbers of the inputs that a graph changes in place."""
+    inputs = list(graph.graph.find_nodes(op="placeholder"))
+    for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if copy.args[0] in inputs:
+            yield inputs.index(copy.args[0])
+
+
+def _sharing(graph: GraphModule) -> Iterator[tuple[int, bool, int]]:
+    """Results of a graph that share memory with an earlier result, or with an input, on one device: by number, is the
+    other an input, and its number."""
+    first: dict[int, tuple[bool, int]] = {}
+    results = graph.graph.output_node().args[0]
+    inputs = [(True, i, node) for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))]
+    for is_argument, i, node in [*inputs, *((False, i, node) for i, node in enumerate(results))]:
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            other = first.setdefault(storage_of(value), (is_argument, i))
+            if not is_argument and other != (is_argument, i):
+                yield i, *other
 
 
 def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:

@@ -30,7 +30,7 @@ class ShardedBatches:
     """What `rank_batches` gives of a sampler of batches, whose random order all ranks draw alike: of `seed` + epoch.
 
     sampler: of a loader's batches, or indices; what of it is random is told by an attribute `generator`, as torch's
-    samplers have it. skip: rounds that are left out, once.
+    samplers have it.
     """
 
     sampler: Any
@@ -38,10 +38,10 @@ class ShardedBatches:
     n: int
     drop_last: bool
     seed: int
-    at: dict[str, int]  # the epoch, and how many rounds are left out
+    at: dict[str, int]  # "epoch", and "skip": how many of its rounds are left out
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, skip = self.at["epoch"], self.at.pop("skip", 0)
+        epoch, skip = self.at["epoch"], self.at.get("skip", 0)  # not once: a loader with workers begins twice
         inner: Any = getattr(self.sampler, "sampler", None)  # of a sampler of batches
         for sampler in (self.sampler, inner):
             if hasattr(sampler, "generator"):

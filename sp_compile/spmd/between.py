@@ -5,16 +5,18 @@ Reading one takes every rank, so ranks tell each other of it first: a rank that 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated
+from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated, versions
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.record import record
@@ -27,6 +29,10 @@ from sp_compile.lowering.masks.deal import undealt
 from .agree import different_work, exchanged
 from .message import READS, Message
 
+WRITTEN_VIEW = (
+    "{} is changed in place behind a graph break, and {} shares its memory, which would change with it: on ranks the "
+    "two lie apart. Clone one of them before (x = x.clone()), or make the view where it is written to"
+)
 WRITTEN_ALIAS = (
     "{} is changed in place by a program that is given it a second time, under another name (h and h.detach(), say): "
     "pass a clone of one of them"
@@ -58,6 +64,7 @@ def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequen
     """
     if not have_shards(args):
         return args
+    _refuse_changed_views(args)
     orders = orders_given(args, layouts)
     told = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
     return [*(_taken(a, layouts.get(i), orders) for i, a in enumerate(args)), *told]
@@ -111,6 +118,9 @@ class Edges:
     rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
     program writes to an input in shards, by the number of that; nobody else is given it. deal: three results more that
     are `Orders`, or none.
+
+    shares: results that share memory with another result, or with an argument (True), on one device. written: the
+    arguments that the program changes in place.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
@@ -120,6 +130,8 @@ class Edges:
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
     deal: tuple[int, ...] = ()
+    shares: Sequence[tuple[int, bool, int]] = ()
+    written: Sequence[int] = ()
 
     @property
     def given(self) -> int | None:
@@ -144,6 +156,8 @@ class ShardedProgram:
     def __call__(self, *args: Any) -> Any:
         for i in self.edges.writes:
             _refuse_written_aliases(i, args)
+        for i in self.edges.written:
+            _refuse_written_views(args[i])
         out = self.run(*args)
         self.calls += 1
         given: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
@@ -167,6 +181,8 @@ class ShardedProgram:
             values[i] = given[key]
         for i, number in self.edges.writes.items():
             write(args[i], values[number])
+        for i, is_argument, other in self.edges.shares:
+            _share(values[i], (args if is_argument else values)[other])
         own = len(values) if self.edges.own is None else self.edges.own
         return type(out)(values[: own - len(self.edges.writes) - len(self.edges.deal)])
 
@@ -223,6 +239,53 @@ def _refuse_written_aliases(i: int, args: Sequence[Any]) -> None:
     held = args[i].held if isinstance(args[i], Sharded) else None
     if any(isinstance(a, Sharded) and a.held is held and k != i for k, a in enumerate(args)):
         raise SpError(WRITTEN_ALIAS.format(args[i]))
+
+
+class Apart(NamedTuple):
+    """What lies apart from a value that it would share memory with. kept: itself, if it is no value in shards: another
+    tensor of its memory, which knows what eager code has changed when nobody has the value any more. version: of then.
+    """
+
+    value: weakref.ref[torch.Tensor]
+    kept: torch.Tensor | None
+    version: int
+
+    @property
+    def changed(self) -> bool:
+        x = self.value() if self.kept is None else self.kept
+        return x is not None and versions([x])[0] != self.version
+
+
+_sharing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Values that would share memory with others on one device, and those."""
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> None:
+    """These two lie apart, if one of them lies in shards, and a write to one would be missing in the other."""
+    if a is not b and (isinstance(a, Sharded) or isinstance(b, Sharded)):
+        for one, other in ((a, b), (b, a)):
+            kept = None if isinstance(other, Sharded) else other.detach()
+            known = [apart for apart in _sharing.get(one, ()) if apart.kept is not None or apart.value() is not None]
+            _sharing[one] = [*known, Apart(weakref.ref(other), kept, versions([other])[0])]
+
+
+def _refuse_written_views(a: torch.Tensor) -> None:
+    """Raise SpError if a value that a program writes to would share memory with one that is still there."""
+    others = [other for apart in _sharing.get(a, ()) if (other := apart.value()) is not None]
+    if others:
+        raise SpError(WRITTEN_VIEW.format(_told(a), _told(others[0])))
+
+
+def _refuse_changed_views(args: Sequence[Any]) -> None:
+    """Raise SpError if what would share memory with an argument has changed since."""
+    for a in args if _sharing else ():
+        for apart in _sharing.get(a, ()) if isinstance(a, torch.Tensor) else ():
+            if apart.changed:
+                raise SpError(WRITTEN_VIEW.format("a view of it, or what it is a view of,", _told(a)))
+
+
+def _told(a: torch.Tensor) -> str:
+    return str(a) if isinstance(a, Sharded) else f"a tensor of {tuple(a.shape)}"
 
 
 def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:

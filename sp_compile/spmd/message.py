@@ -72,9 +72,36 @@ TOGETHER = (
     "The first op on such a result makes it whole, and takes every rank: read it on all ranks (.full() does), not "
     "under `if rank == 0`, or compile with outputs='gather', or outputs={'<result>': 'gather'}, which returns it whole"
 )
+LIKELY = (
+    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
+    "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
+    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
+    "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
+    "`if rank == 0`)"
+)
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 MEASURES = Message("measures", "how fast the ranks are")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
+    there was; what is said of one does not hold for groups that are made later.
+
+    subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
+    others may have finished, and which is broken there for good; "": none.
+    """
+
+    rank: int
+    words: str
+    goes_on: bool
+    talks: dict[str, int]
+    subject: str = ""
+    within: str = ""
+
+
+NOBODY = Stop(-1, "", True, {})
 
 
 def hashed(text: str) -> int:

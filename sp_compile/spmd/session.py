@@ -347,7 +347,7 @@ class Session:
                 places=places,
             )
         assert run is not None
-        if edges.results or edges.writes:
+        if edges.results or edges.writes or edges.shares or edges.written:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
 

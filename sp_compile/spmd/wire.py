@@ -47,7 +47,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, READS, TOGETHER, Message
+from .message import CALLS, LIKELY, NOBODY, READS, TOGETHER, Message, Stop
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 READING = 10.0  # seconds of a wait in which all should have come that read one value
@@ -59,13 +59,6 @@ ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank th
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 LONG = 4  # timeouts for which a rank that waits shows signs of life over other groups
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
-LIKELY = (
-    "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
-    "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
-    "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
-    "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
-    "`if rank == 0`)"
-)
 TWO_THREADS = (
     "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
     "them from one thread, or give each thread's model a mesh with groups of its own"
@@ -224,9 +217,8 @@ class Wire:
             absent = [rank for rank in self.ranks if rank not in here]
             others = f"ranks {absent}" if here and absent else "the others"
             log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, TOGETHER)
-        if waited > PATIENCE and not self._stopped(saying).goes_on:
-            raise SpError(self.lost(saying, waited))
-        if waited > self.timeout.total_seconds() and not alive:
+        too_long = waited > self.timeout.total_seconds() and not alive
+        if too_long or (waited > PATIENCE and not self._stopped(saying).goes_on):
             raise SpError(self.lost(saying, waited))
 
     @property
@@ -250,10 +242,10 @@ class Wire:
     def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
         """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
         here = self._waiting_here()
+        absent = "did not come, and " if here else ""
         others = [
-            f"  rank {rank} waits here, too: it {here[rank]}"
-            if rank in here
-            else f"  rank {rank} {'did not come, and ' if here else ''}was last seen when it {seen}"
+            f"  rank {rank} "
+            + (f"waits here, too: it {here[rank]}" if rank in here else f"{absent}was last seen when it {seen}")
             for rank, seen in zip(self.ranks, self.seen)
             if not (here and rank == dist.get_rank())
         ]
@@ -366,24 +358,6 @@ def _came(work: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
-    there was; what is said of one does not hold for groups that are made later.
-
-    subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished, and which is broken there for good; "": none.
-    """
-
-    rank: int
-    words: str
-    goes_on: bool
-    talks: dict[str, int]
-    subject: str = ""
-    within: str = ""
-
-
-NOBODY = Stop(-1, "", True, {})
 _mine: list[Stop] = []  # what this rank said last
 
 

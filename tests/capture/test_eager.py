@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
 from sp_compile._compat import on_eager, on_other_call
+from sp_compile._compat.dynamo import _entered
 from sp_compile.capture import eager
 
 
@@ -106,6 +110,39 @@ def test_past_the_recompile_limit(told: pytest.LogCaptureFixture) -> None:
     (one,) = words(told)
     assert "Block runs eagerly" in one
     assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
+
+
+def decorated(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def around(*args: Any) -> Any:
+        return forward(*args)
+
+    return around
+
+
+class Decorated(Block):
+    """As transformers' models are."""
+
+    forward = decorated(Block.forward)
+
+
+def test_the_limit_of_a_decorated_forward(told: pytest.LogCaptureFixture) -> None:
+    """It is no torch.compiler.disable, though the code that Dynamo left is not the module's own."""
+    run = compiled(Decorated(), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        run(torch.ones(2, 3, 4))
+        run(torch.ones(2, 5, 4))
+    (one,) = words(told)
+    assert "Decorated runs eagerly" in one
+    assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
+
+
+def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:
+    """It may run between torch.compile's wrapper and what that was given, as if it were that."""
+    wrapper = torch.compile(looped, backend="eager").__code__
+    caller: Any = SimpleNamespace(f_code=wrapper, f_locals={"fn": looped}, f_back=None)
+    assert _entered(looped.__code__, caller) == "looped"
+    assert _entered(weakref.WeakKeyDictionary.__init__.__code__, caller) is None
 
 
 @pytest.mark.parametrize("module", [Block(), Broken()], ids=lambda one: type(one).__name__)

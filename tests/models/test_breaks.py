@@ -10,13 +10,14 @@ import pytest
 import torch
 from spmd.test_blocks import Packed, documents
 from support import ranks as worker
-from support.parity import Block, Decoder, Outcome, build, check, gradients, outcome, sp, text
+from support.parity import Block, Decoder, Outcome, build, check, error_text, gradients, outcome, sp, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 
 import sp_compile
 
 Seen = list[tuple[int, float]]
+DIM = 16
 
 
 class Watched(Block):
@@ -175,6 +176,45 @@ def test_views_of_results_in_shards(
     """To autograd such a view has a base in shards, whose rows torch asks for in the middle of a compilation."""
     for outcomes in zip(*ranks.run(n, cut_between_blocks, options, dynamic, cut, lengths)):
         check(outcomes)
+
+
+@torch.compiler.disable
+def changed_by_eager_code(view: Tensor) -> None:
+    view.mul_(3.0)
+
+
+class WritesView(nn.Module):
+    """Changes a view of its rows behind a break, and so these."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.inner = where, nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.where == "of an input" else self.inner(x).cumsum(1)
+        view = x[:, 1:3]
+        if self.where == "by eager code":
+            changed_by_eager_code(view)
+        else:
+            torch._dynamo.graph_break()
+            view.mul_(3.0)
+        return x * 2
+
+
+def writes_view(where: str) -> str:
+    front, block = nn.Linear(DIM, DIM), WritesView(where)
+    options = {"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy", "seq_dims": {"x": 1}}
+    first = torch.compile(lambda x: front(x).sin(), backend="sp", options=options)
+    block.compile(backend="sp", options=options)
+    with torch.no_grad():  # torch refuses some of these where there are gradients
+        return error_text(lambda: block(first(torch.randn(1, 8, DIM))).full())
+
+
+@pytest.mark.parametrize("where", ["of a result", "of an input", "by eager code"])
+def test_a_view_that_is_written_behind_a_break(ranks: Ranks, where: str) -> None:
+    """On one device what it is a view of changes with it; in shards they lie apart, and that is said."""
+    for words in ranks.run(2, writes_view, where):
+        assert "shares its memory" in words, words
 
 
 def test_what_the_report_says_of_breaks() -> None:

@@ -66,6 +66,10 @@ def listed() -> list[Any]:
     return [torch.tensor([i, i + 1]) for i in range(0, 10, 2)]
 
 
+def with_workers() -> DataLoader[Any]:
+    return DataLoader(DATASET, batch_size=3, shuffle=True, num_workers=1)
+
+
 MAKERS = [shuffled, sampled, single, streamed, listed]
 
 
@@ -109,7 +113,7 @@ def test_another_seed_is_another_order() -> None:
     assert numbers(loader(0, 1)) != numbers(loader(0, 1, seed=1))
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [*MAKERS, with_workers])
 def test_goes_on_where_a_state_was_taken(make: Any) -> None:
     whole, begun, resumed = (loader(1, 2, make) for _ in range(3))
     epochs = [numbers(whole), numbers(whole)]
