@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -268,6 +269,18 @@ def test_a_frozen_copy_is_a_leaf() -> None:
     for layout in LAYOUTS:
         for found in on_ranks(layout, rank):
             torch.testing.assert_close(found, leaf.grad)
+
+
+def test_a_stream_is_told_to_what_there_is() -> None:
+    """FSDP records on its streams what it passes on, which is no reason to gather it; a CPU has no streams."""
+
+    def rank(layout: Layout) -> bool:
+        y = made(X, layout)
+        with suppress(NotImplementedError):
+            torch.ops.aten.record_stream(y, torch.Stream(device="cpu"))
+        return not y.is_whole
+
+    assert all(all(on_ranks(layout, rank)) for layout in LAYOUTS)
 
 
 def test_the_memory_of_the_whole_is_in_its_order() -> None:
