@@ -56,7 +56,6 @@ class FusedEvents:
         self.taken: dict[Node, frozenset[Key]] = {}
         self.sizes: dict[Key, int] = {}
         self.results: set[Key] = set()
-        self.inside: dict[Node, int] = {}  # bytes of what an event makes for itself alone
         self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
 
     def fuse(self) -> None:
@@ -198,7 +197,6 @@ class FusedEvents:
         """What only the event itself reads of what it makes has no place."""
         elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
         inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
-        self.inside[event] = sum(self.sizes[key] for key in inside)
         self.made[event] = [key for key in self.made[event] if key not in inside]
         self.taken[event] -= inside
 
