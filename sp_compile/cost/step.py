@@ -154,13 +154,17 @@ def _is_row_major(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted."""
+    """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
+
+    behind: is it one of a backward?
+    """
 
     phase: str
     moment: Moment
     nbytes: int
     graph: int
     index: int
+    behind: bool = False
     gradients: int = 0
 
 
@@ -222,10 +226,9 @@ class StepMemory:
                 held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             for i, moment in enumerate(graph.backward.moments):
+                phase = "loss" if i < ends else "backward"
                 begins = graph.copied if i == 0 else 0
-                yield Point(
-                    "loss" if i < ends else "backward", moment, held + begins + moment.nbytes, g, i, moment.results
-                )
+                yield Point(phase, moment, held + begins + moment.nbytes, g, i, True, moment.results)
             ended = graph.backward.end
             held += ended
 
@@ -240,11 +243,10 @@ class StepMemory:
     def alive(self, point: Point) -> list[Alive]:
         """What is in memory then, of the graph that runs; what callers and other graphs keep is one entry."""
         graph = self.graphs[point.graph]
-        of_backward = graph.backward is not None and point.moment in graph.backward.moments
-        run = graph.backward if of_backward and graph.backward is not None else graph.forward
+        run = graph.backward if point.behind and graph.backward is not None else graph.forward
         others = point.nbytes - point.moment.nbytes
         found = run.alive(point.index)
-        if of_backward:
+        if point.behind:
             found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
         return [*found, Alive("results", OTHER_VALUES_HELD, others, "result")] if others > 0 else found
 

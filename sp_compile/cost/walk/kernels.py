@@ -18,7 +18,19 @@ from sp_compile._compat import OpOverload, schema_of, size_hint
 from sp_compile.graph.call import WAIT, tensors_of
 from sp_compile.graph.closure import reached
 
-from .kinds import ARRIVALS, CAT, ELEMENTWISE, FUSED_OVER, PRIMS, REDUCTIONS, VIEWS, WIDEST_ROW, WRITES_LATE
+from .kinds import (
+    ARRIVALS,
+    CAT,
+    ELEMENTWISE,
+    FEWEST_ELEMENTS,
+    FEWEST_ROWS,
+    FUSED_OVER,
+    PRIMS,
+    REDUCTIONS,
+    VIEWS,
+    WIDEST_ROW,
+    WRITES_LATE,
+)
 
 Key = int
 
@@ -44,7 +56,6 @@ class FusedEvents:
         self.taken: dict[Node, frozenset[Key]] = {}
         self.sizes: dict[Key, int] = {}
         self.results: set[Key] = set()
-        self.inside: dict[Node, int] = {}  # bytes of what an event makes for itself alone
         self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
 
     def fuse(self) -> None:
@@ -74,20 +85,20 @@ class FusedEvents:
         """
         results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
         number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
-        groups = list[list[Node]]()
-        for node in self.made:
-            if not self._is_last_sum(node) or _runs_with_rows(node):
-                continue
-            for group in groups if not is_on_gpu(node) else [one for one in groups[-1:] if len(one) == 1]:
-                near = number[node] - number[group[0]] <= FUSED_OVER
-                if near and _alike(node, group[0]) and any(self.taken[node] & self.taken[one] for one in group):
-                    group.append(node)
-                    break
-            else:
-                groups.append([node])
-        groups = [group for group in groups if len(group) > 1]
+        sums = [node for node in self.made if self._is_last_sum(node)]
+        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if _alike(a, b) and self.taken[a] & self.taken[b]]
+        if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
+            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.taken[pair[0]] & self.taken[pair[1]]))
+        group_of = {node: [node] for node in sums}
+        for a, b in pairs:
+            one, other = group_of[a], group_of[b]
+            both = sorted([*one, *other], key=number.__getitem__)
+            near = number[both[-1]] - number[both[0]] <= FUSED_OVER
+            if one is not other and near and (len(both) == 2 or not _runs_with_rows(a)):
+                group_of.update(dict.fromkeys(both, both))
+        groups = {id(group): group for group in group_of.values() if len(group) > 1}
         if groups:
-            self._sort({node: group for group in groups for node in group})
+            self._sort({node: group for group in groups.values() for node in group})
 
     def _fuse_rows(self) -> None:
         """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.
@@ -143,8 +154,8 @@ class FusedEvents:
         """Is it a sum that is returned, or only put together with others?"""
         if node.target not in REDUCTIONS:
             return False
-        views = reached([node], lambda n: [x for x in n.users if n is node or x.target in VIEWS])
-        return all(n is node or n.target in VIEWS or n.target is CAT or n.op == "output" for n in views)
+        passed = reached([node], lambda n: [x for x in n.users if n is node or _passes_on(x)])
+        return all(n is node or _passes_on(n) or n.target is CAT or n.op == "output" for n in passed)
 
     def _sort(self, together: dict[Node, list[Node]]) -> None:
         """Events in the order of the graph, each behind what it reads; those that run together are one."""
@@ -186,7 +197,6 @@ class FusedEvents:
         """What only the event itself reads of what it makes has no place."""
         elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
         inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
-        self.inside[event] = sum(self.sizes[key] for key in inside)
         self.made[event] = [key for key in self.made[event] if key not in inside]
         self.taken[event] -= inside
 
@@ -202,9 +212,21 @@ def is_on_gpu(node: Node) -> bool:
     return any(x.device.type != "cpu" for x in tensors_of(node))
 
 
+def _passes_on(node: Node) -> bool:
+    """Does it give what it is given, in another shape or dtype?"""
+    return node.target in VIEWS or _name(node.target) == "prims::convert_element_type"
+
+
 def _runs_with_rows(node: Node) -> bool:
-    """Does a GPU's kernel that has a row at once make this sum over rows, too?"""
-    return is_on_gpu(node) and size_hint(node.args[0].meta["val"].shape[-1]) <= WIDEST_ROW  # type: ignore[union-attr]
+    """Does a GPU's kernel that has a row at once make this sum over rows, too?
+
+    Where there is much to read, in many more rows than columns: Inductor's `MixOrderReduction`.
+    """
+    if not is_on_gpu(node):
+        return False
+    *rows, width = map(size_hint, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    count = math.prod(rows)
+    return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
 
 
 def _name(target: Any) -> str:

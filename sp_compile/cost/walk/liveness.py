@@ -294,44 +294,45 @@ class _Places(FusedEvents):
 
     def run(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, list[Alive]]]:
         """Each event, and what is in memory while it runs."""
-        events = [(node, dict(live), over) for node, live, over in self._live(given)]
-        idle = self._idle(*zip(*(one[1:] for one in events))) if self.fused and events else [[] for _ in events]
-        for (node, live, _), waiting in zip(events, idle, strict=True):
+        events = [(node, dict(live)) for node, live in self._live(given)]
+        idle = self._idle(given, [live for _, live in events]) if self.fused else [[] for _ in events]
+        for (node, live), waiting in zip(events, idle, strict=True):
             inside = _inside(node, self.fused)
             work = [Alive(node.name, _line(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 
-    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive], int]]:
-        """Each event, what is in memory while it runs, and the bytes in which it writes over what it reads."""
+    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive]]]:
+        """Each event, and what is in memory while it runs, but for what waits for a later buffer."""
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
         for i, (node, made) in enumerate(self.made.items()):
             ending = [
                 key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
             ]
-            written = self.inside.get(node, 0)
             for key in made:
                 held = self._held(key)
                 free = [k for k in ending if k not in self.often.get(node, ())] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == held.nbytes), None)
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
-                    written += live.pop(over).nbytes
+                    del live[over]
                 live[key] = held
-            yield node, live, written
+            yield node, live
             for key in [*ending, *(key for key in made if key not in self.last and key not in self.results)]:
                 del live[key]
         self.left = live
 
-    def _idle(self, lives: Sequence[dict[Key, Alive]], over: Sequence[int]) -> list[list[Alive]]:
+    def _idle(self, given: dict[Key, Alive], lives: Sequence[dict[Key, Alive]]) -> list[list[Alive]]:
         """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
 
-        The peak as Inductor has it: what a kernel writes over counts twice, and what it makes for itself counts.
+        The peak as Inductor has it: of what was saved, on the host, too. It asks for buffers' sizes where it sorts for
+        the peak, and here it runs graphs in their order (`_compat.joint_compiler`): to it, they have none.
         """
-        totals = [sum(held.nbytes for held in live.values()) + twice for live, twice in zip(lives, over, strict=True)]
-        for i, node in enumerate(self.made):  # what waits on the host is memory to Inductor
-            if node.target is FROM_HOST:
-                nbytes = sum(map(nbytes_of, tensors_of(node)))
-                totals[: i + 1] = [total + nbytes for total in totals[: i + 1]]
+        totals = [0] * len(lives)
+        reads = {key: i for i, node in enumerate(self.made) if node.target is FROM_HOST for key in self.taken[node]}
+        saved = {key: self.last[key] for key in given if key in self.last and not is_tangent(self.maker[key])} | reads
+        for key, last in saved.items():
+            for i in range(len(lives) if key in self.results else last + 1):
+                totals[i] += self.sizes[key]
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
         before: dict[Key, Alive] = {}
@@ -341,7 +342,7 @@ class _Places(FusedEvents):
                 if not free[kind] or not (self.is_fused(node) or node.target in MATRIX_PRODUCTS):
                     continue
                 since, held = free[kind][-1]
-                if max(totals[since:i], default=0) + held.nbytes <= most:
+                if since == i or max(totals[since:i]) + held.nbytes <= most:
                     free[kind].pop()
                     for k in range(since, i):
                         totals[k] += held.nbytes

@@ -41,10 +41,13 @@ def _work(library: str, pipe: Connection) -> None:
 
 
 class AbsentGpu:
-    """The process, started at the first call and again after one that did not answer. library: see ``guard.py``."""
+    """The process, started at the first call and again after one that did not answer. library: see ``guard.py``.
 
-    def __init__(self, library: str) -> None:
-        self._library = library
+    timeout: seconds for a call.
+    """
+
+    def __init__(self, library: str, timeout: float = TIMEOUT) -> None:
+        self._library, self._timeout = library, timeout
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -54,9 +57,9 @@ class AbsentGpu:
             self._start()
         assert self._pipe is not None
         self._pipe.send_bytes(pickle.dumps((partial(fn, **options), args)))
-        if not self._pipe.poll(TIMEOUT):
+        if not self._pipe.poll(self._timeout):
             self.close()
-            raise GpuError(f"{fn.__name__}: no answer in {TIMEOUT} s")
+            raise GpuError(f"{fn.__name__}: no answer in {self._timeout} s")
         try:
             ok, result = pickle.loads(self._pipe.recv_bytes())
         except EOFError:
