@@ -125,7 +125,7 @@ def cell(plan: sp_compile.StepPlan, ranks: int) -> str:
         return "-"
     words = [best.attention]
     words += ["checkpoints"] if best.checkpoint else []
-    words += [f"{best.tiles} tiles"] if isinstance(best.tiles, int) else []
+    words += [f"{best.most_tiles} tiles"] if best.most_tiles else []
     words += [f"{best.offload:.0%} on the host"] if best.offload else []
     return f"{', '.join(words)}: {best.memory / 1e9:.0f} GB, {best.seconds:.3g} s"
 

@@ -63,7 +63,8 @@ class SPConfig:
     ulysses_chunks: groups of heads that Ulysses exchanges one by one, each while another is attended to. A number: so
         many, wherever the heads on a rank are so many groups; "auto": as the cost model predicts that it pays.
     cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
-        what was measured on these ranks; see sp_compile.cost.machine.Machine.
+        what was measured on these ranks; {"memory": 8e10}, a device's bytes, alone leaves the rest as it was measured;
+        see sp_compile.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
     outputs: "auto": results of at least `LARGE_RESULT` bytes that lie in shards stay there, as tensors that know it

@@ -6,14 +6,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.cost.decision import Decision
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
 from sp_compile.cost.machine import Machine
@@ -22,6 +23,7 @@ from sp_compile.cost.unroll import Unroll
 from sp_compile.cost.walk.liveness import nbytes_of
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import copied
+from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import typical
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -51,7 +53,6 @@ from .pipeline import BEHIND
 MANY_ALIKE = 8
 """Layers from which on as many less are looked at, where the model is on the meta device."""
 READ_BY_EAGER_CODE = "eager code reads it: what stands between two graphs, or was left to Python"
-ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
 def explain(
@@ -82,10 +83,12 @@ def explain(
     per_weight = state_per_weight(optimizer) if memory else 0.0
     depth = _many_alike(model) if memory else None
     with working("explain"):
-        report = _of_few(depth, refused, model, args, sp, config, per_weight, passes) if depth is not None else None
-        if report is None:
-            steps = [StepMemory(ModelBytes.of(model), per_weight)] if memory else None
-            (report,) = _each_graph("explain", refused, model, args, [sp], config, steps=steps, behind=passes)
+        found = _of_few(depth, refused, model, args, [(sp, config)], per_weight, passes) if depth is not None else None
+        if found is None:
+            found = _each_graph(
+                "explain", refused, model, args, [(sp, config)], per_weight if memory else None, behind=passes
+            )
+    report = found[0].report
     report.show_passes = passes
     return report
 
@@ -94,48 +97,96 @@ def _many_alike(model: Callable[..., Any]) -> Depth | None:
     """The layers of a model on the meta device, if so many are alike that a few are looked at."""
     if not isinstance(model, torch.nn.Module) or not any(p.is_meta for p in model.parameters()):
         return None
+    return alike(model)
+
+
+def alike(model: torch.nn.Module) -> Depth | None:
+    """The layers of a model, if so many are alike that a few say what all do."""
     depth = Depth.of(model)
     return depth if depth is not None and len(depth.layers) - len(depth.few) >= MANY_ALIKE else None
 
 
+@dataclass
+class Look:
+    """One way to lower every graph of a model on `sp` ranks, and the report on it. given: the options, as asked.
+
+    steps: of each graph, with what layers keep on the device or on the host, where a plan asked. checkpoints: is a part
+    of the program computed again in the backward? problem: why it cannot be; without one, the report is complete.
+    """
+
+    given: SPConfig
+    sp: int | None
+    report: Report
+    steps: list[Unroll] | None = None
+    checkpoints: bool = False
+    problem: SpError | None = None
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings.of(self.given, ALONE)
+
+    @property
+    def options(self) -> SPConfig:
+        """Those that the graph is lowered with, by which nothing is compiled."""
+        return replace(self.given, compiler="aot_eager") if self.settings.has_place else self.given
+
+
+Ways: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
+"""Numbers of ranks, each with options and the model's keyword arguments; these are the same in all."""
+
+
 def _of_few(
-    depth: Depth, refused: Mapping[str, str], model: Any, args: Any, sp: int | None, config: dict[str, Any],
-    per_weight: float, passes: bool,
-) -> Report | None:  # fmt: skip
-    """The report on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
+    depth: Depth, refused: Mapping[str, str], model: Any, args: Any, ways: Ways, per_weight: float,
+    passes: bool = False, unrolled: bool = False, entry: str = "explain",
+) -> list[Look] | None:  # fmt: skip
+    """The reports on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
     repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
-    step = StepMemory(repeats.weights, per_weight)
     with depth.only(depth.few):
         learned = ModelBytes.of(model).learned
-        (report,) = _each_graph(
-            "explain", refused, model, args, [sp], config, steps=[step], behind=passes, repeats=repeats
+        looks = _each_graph(
+            entry, refused, model, args, ways, per_weight, behind=passes, repeats=repeats, unrolled=unrolled
         )
-    if not repeats.times.keys() <= {moment.layer for graph in step.graphs for moment in graph.forward.moments}:
-        return None
-    for name in ("notes", "exchanges", "tiled"):
-        found = getattr(report, name)
-        setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
     larger = repeats.weights.learned / learned if learned else 1.0  # gradients of all, in as many exchanges
-    report.exchanges = [
-        replace(e, backward=int(typical(e.backward) * larger)) if e.op == "reduce_grad" and not e.layer else e
-        for e in report.exchanges
-    ]
     kinds = max(depth.kinds) + 1
     why = f"{few} layers were looked at, and count for {len(depth.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
-    report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
-    return report
+    for report in (look.report for look in looks if look.problem is None):
+        assert report.step is not None
+        if not repeats.times.keys() <= {m.layer for graph in report.step.graphs for m in graph.forward.moments}:
+            return None
+        for name in ("notes", "exchanges", "tiled"):
+            found = getattr(report, name)
+            setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
+        report.exchanges = [
+            replace(e, backward=int(typical(e.backward) * larger)) if e.op == "reduce_grad" and not e.layer else e
+            for e in report.exchanges
+        ]
+        report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
+    return looks
 
 
 def explain_each(
-    model: Callable[..., Any], args: Sequence[Any], ranks: Sequence[int], per_weight: float, config: dict[str, Any]
-) -> list[Report]:
-    """`explain(memory=True)` for several numbers of ranks, and with all on the host; the model is traced once.
+    model: Callable[..., Any], args: Sequence[Any], ways: Ways, per_weight: float, depth: Depth | None
+) -> list[Look]:
+    """`explain(memory=True)` in several ways, for a plan; the model is traced once.
 
-    per_weight: bytes of the optimizer's state for a byte of parameters. config: as for `explain`.
+    per_weight: bytes of the optimizer's state for a byte of parameters. depth: layers of which a few count for all.
+    What cannot be is said in a look's `problem`; raises SpError where none can.
     """
-    weights = ModelBytes.of(model)
-    steps = [StepMemory(weights, per_weight) for _ in ranks]
-    return _each_graph("plan", LOOK_OPTIONS, model, args, ranks, config, steps=steps, hosted=True)
+    found = _of_few(depth, LOOK_OPTIONS, model, args, ways, per_weight, unrolled=True, entry="plan") if depth else None
+    return found or _each_graph("plan", LOOK_OPTIONS, model, args, ways, per_weight, unrolled=True)
+
+
+def attentions_of(
+    model: Callable[..., Any], args: Sequence[Any], way: tuple[int, Mapping[str, Any]], depth: Depth | None
+) -> list[Decision]:
+    """The attentions of a model, for a plan. depth: layers of which a few count for all."""
+    if depth is None:
+        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way])
+        return look.report.attention
+    repeats = FewLayers(depth.times, ModelBytes.of(model))
+    with depth.only(depth.few):
+        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], repeats=repeats)
+    return look.report.attention
 
 
 def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **config: Any) -> Report:
@@ -150,10 +201,10 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
 
     def compare(gm: GraphModule, lowered: RankProgram, inputs: Sequence[Any]) -> None:
         now("one device")
-        worst, alone = dict(lowered.report.errors), _run(gm, inputs)
+        worst, alone = dict(lowered.report.errors), outcome_of(gm, inputs)
         now(f"{lowered.ranks.n} simulated ranks")
-        for rank in run_ranks(lowered.ranks.n, lambda _: _run(lowered.graph, inputs)):
-            for name, error in _errors(gm, inputs, alone, rank):
+        for rank in run_ranks(lowered.ranks.n, lambda _: outcome_of(lowered.graph, inputs)):
+            for name, error in errors_of(gm, inputs, alone, rank):
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
 
@@ -165,7 +216,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
             "on a CPU, or look with explain, which needs none"
         )
     with working("verify"):
-        (report,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [sp], config, compare)
+        (look,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [(sp, config)], compare=compare)
+    report = look.report
     if not report.errors:
         why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
         raise SpError(f"verify: nothing was compared: {why}")
@@ -190,83 +242,83 @@ def _each_graph(
     refused: Mapping[str, str],
     model: Callable[..., Any],
     args: Any,
-    ranks: Sequence[int | None],
-    asked: Mapping[str, Any],
+    ways: Ways,
+    per_weight: float | None = None,
     compare: Callable[..., None] | None = None,
-    steps: Sequence[StepMemory] | None = None,
-    hosted: bool = False,
     behind: bool = False,
     repeats: FewLayers | None = None,
-) -> list[Report]:
-    """Lower every graph that Dynamo finds in the model, for each number of ranks, and merge the reports of each.
+    unrolled: bool = False,
+) -> list[Look]:
+    """Lower every graph that Dynamo finds in the model, in each of these ways, and merge the reports of each.
 
-    refused: options that say nothing here, and why. asked: options, and keyword arguments of the model.
-    compare: what to do with each that was split, over simulated ranks; None: the ranks of a mesh are taken as they are.
-    steps: are told of each graph's forward and backward. hosted: and of what they are with all on the host. behind:
-    run the passes on these, whoever is told of it. repeats: the model's layers stand for more.
+    refused: options that say nothing here, and why. per_weight: bytes of the optimizer's state for a byte of
+    parameters, where a report tells of memory. compare: what to do with each that was split, over simulated ranks;
+    None: the ranks of a mesh are taken as they are. behind: run the passes on forward and backward, whoever is told of
+    it. repeats: the model's layers stand for more. unrolled: keep what a step is with any share on the host.
     """
-    config, kwargs = _sorted_out(model, asked)
-    options = given = SPConfig.of(config)
-    given.refuse(entry, **refused)
-    asked_for = Settings.of(given, ALONE)
-    for sp in ranks:
+    weights = ModelBytes.of(model) if repeats is None else repeats.weights
+    looks, kwargs = list[Look](), dict[str, Any]()
+    for sp, asked in ways:
+        config, kwargs = sorted_out(model, asked)
+        given = SPConfig.of(config)
+        given.refuse(entry, **refused)
         if sp is not None and (type(sp) is not int or sp < 1):
             raise SpError(f"sp={sp!r}: expected a number of ranks, 1 or more")
-    if asked_for.has_place:
-        options = replace(options, compiler="aot_eager")
-    totals = [Report(2 if sp is None else sp, step=step) for sp, step in zip_longest(ranks, steps or [])]
-    failure: list[SpError] = []
+        step = StepMemory(weights, per_weight) if per_weight is not None else None
+        looks.append(Look(given, sp, Report(2 if sp is None else sp, step=step), [] if unrolled else None))
     seen: list[GraphModule] = []
     running: list[GraphModule] = []
 
     def looked(name: str) -> None:
         """Eager code reads a result of this name."""
         if not running and not is_compiling():
-            for total in totals:
-                total.add([Note("whole", name, user_line(), f"{name} lies in shards, and {READ_BY_EAGER_CODE}")])
+            for one in looks:
+                one.report.add([Note("whole", name, user_line(), f"{name} lies in shards, and {READ_BY_EAGER_CODE}")])
 
-    def look(
-        gm: GraphModule, example_inputs: Sequence[Any], total: Report, sp: int | None
-    ) -> tuple[Session, RankProgram]:
-        session = Session(gm, example_inputs, options, measures=False)
+    def lowered_for(gm: GraphModule, example_inputs: Sequence[Any], one: Look) -> tuple[Session, RankProgram]:
+        session, total, settings = Session(gm, example_inputs, one.options, measures=False), one.report, one.settings
         if session.splits:
-            total.n = _look(session, sp, simulate=compare is not None)
+            total.n = _look(session, one.sp, simulate=compare is not None)
         whole = session.splits and compare is not None
-        taken = replace(options, outputs="gather") if whole else options
+        taken = replace(one.options, outputs="gather") if whole else one.options
         lowered = lower(gm, example_inputs, taken, session, repeats)
         walks = behind or total.step is not None
-        if lowered.exchanges and compare is None and not asked_for.has_place:
-            why = NO_COLLECTIVE_PASSES.format(asked_for.compiler)
+        if lowered.exchanges and compare is None and not settings.has_place:
+            why = NO_COLLECTIVE_PASSES.format(settings.compiler)
             lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
         elif not lowered.exchanges and compare is None and not walks:
-            given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
-        if walks or (compare is None and lowered.exchanges and asked_for.has_place):
+            one.given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
+        if walks or (compare is None and lowered.exchanges and settings.has_place):
             lowered.return_edges()
-            all_sent = hosted or (repeats is not None and asked_for.offload != "never")
-            step = _step_of(lowered, asked_for.fused, all_sent and asked_for.has_place)
-            if repeats is not None:
-                step = _unrolled(step, lowered, repeats)
+            one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
+            sends = unrolled if settings.offload == "never" else repeats is not None
+            step = _step_of(lowered, settings.fused, sends and settings.has_place)
+            if repeats is not None or one.steps is not None:
+                step = _unrolled(step, lowered, repeats, one.steps)
             if total.step is not None:
                 total.step.graphs.append(step)
         return session, lowered
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         seen.append(gm)
-        try:
-            found = [look(gm, example_inputs, total, sp) for total, sp in zip(totals, ranks)]
-        except SpError as error:
-            failure.append(error)
+        found = list[tuple[Look, Session, RankProgram]]()
+        for one in looks:
+            try:
+                found += [(one, *lowered_for(gm, example_inputs, one))] if one.problem is None else []
+            except SpError as error:
+                one.problem = error
+        if not found:
             return gm.forward
 
         def call(*inputs: Any) -> Any:
-            for total, (session, lowered) in zip(totals, found):
+            for one, session, lowered in found:
                 if compare is not None and session.split:
                     compare(gm, lowered, inputs)
-                total.merge(lowered.report)
+                one.report.merge(lowered.report)
             running.append(gm)
             results = gm.forward(*inputs)
             running.pop()
-            return as_if_sharded(results, found[0][1].edges, looked)
+            return as_if_sharded(results, found[0][2].edges, looked)
 
         return call
 
@@ -274,14 +326,15 @@ def _each_graph(
     with _restored_buffers(model), _constants_on_meta(entry), flex_on_any_device(), losses_on_meta():
         torch.compile(model, backend=backend)(*args, **kwargs)
     torch.compiler.reset()
-    if failure:
-        raise failure[0]
+    problems = [one.problem for one in looks if one.problem is not None]
+    if len(problems) == len(looks):
+        raise problems[0]
     if not seen:
         raise SpError(
             f"{entry}: torch.compile finds nothing to compile in the model: it calls no operator, or is under "
             "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
         )
-    return totals
+    return looks
 
 
 @contextmanager
@@ -301,7 +354,7 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
         ) from error
 
 
-def _sorted_out(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def sorted_out(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of SPConfig, keyword arguments of the model).
 
     What is neither a field nor in the model's signature goes to a model that takes any, unless it looks like a field
@@ -359,19 +412,27 @@ def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
     return step
 
 
-def _unrolled(step: GraphStep, lowered: RankProgram, repeats: FewLayers) -> GraphStep:
-    """One graph's step with all layers, as many of which wait on the host as the options ask for."""
-    settings, weights, n = lowered.settings, repeats.weights, lowered.ranks.n
+def _unrolled(
+    step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
+) -> GraphStep:
+    """One graph's step with all layers, as many of which wait on the host as the options ask for.
+
+    steps: are told of it with any other number.
+    """
+    settings, n = lowered.settings, lowered.ranks.n
     nodes = lowered.graph.graph.find_nodes(op="placeholder")
     machine = next((settings.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", settings.cost))
-    whole = Unroll.of(step, repeats.times, machine)
+    whole = Unroll.of(step, {} if repeats is None else repeats.times, machine)
+    if steps is not None:
+        steps.append(whole)
+    if repeats is None or settings.offload == "never" or step.hosted is None:
+        return whole.step() if repeats is not None else replace(step, hosted=None)
+    weights = repeats.weights
 
     def fits(one: GraphStep) -> bool:
         held = StepMemory(weights, ADAMW if settings.state == "sharded" else 0.0, [one])
         return (held.fsdp(n) if settings.state == "sharded" else held.peak) <= machine.memory
 
-    if settings.offload == "never" or step.hosted is None:
-        return whole.step()
     return whole.step(whole.fewest(fits) if settings.offload == "auto" else whole.share(float(settings.offload)))
 
 
@@ -396,73 +457,3 @@ def _restored_buffers(model: Callable[..., Any]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in zip(buffers, kept):
                 buffer.copy_(value)
-
-
-class Outcome(NamedTuple):
-    """What a graph computes: its results, the gradients of the inputs that require one, and its inputs afterwards."""
-
-    results: list[Any]
-    gradients: list[Tensor]
-    inputs: list[Any]
-
-
-def _run(gm: GraphModule, inputs: Sequence[Any]) -> Outcome:
-    """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared."""
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
-    with torch.enable_grad():
-        results = gm.forward(*leaves)
-    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
-    gradients = [torch.zeros_like(x) for x in wanted]
-    if outs and wanted:
-        gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    results, leaves = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, leaves))
-    return Outcome(results, gradients, leaves)
-
-
-def _cotangent(y: Tensor) -> Tensor:
-    """Ones for a scalar (a loss), else fixed pseudo-random numbers."""
-    if y.numel() == 1:
-        return torch.ones_like(y)
-    index = torch.arange(y.numel(), device=y.device, dtype=torch.float64)
-    return torch.sin(index * 12.9898).view(y.shape).to(y.dtype)
-
-
-def _errors(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcome) -> Iterator[tuple[str, float]]:
-    """What is compared, and its error. before: the inputs of the graph as they were."""
-    for i, (a, b) in enumerate(zip_longest(alone.results, rank.results)):
-        yield _row(f"result {i}", a, b)
-    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    for name, x, a, b in zip(names, before, alone.inputs, rank.inputs):
-        if _error(x, a) or _error(x, b):
-            yield _row(f"mutated input {name}", a, b)
-    # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
-    known = [g for g in alone.gradients if g.numel()]
-    floor = max((g.abs().max().item() * max(ROUNDING, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0)
-    wanted = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
-    for name, a, b in zip(wanted, alone.gradients, rank.gradients):
-        yield _row(f"gradient of {name}", a, b, floor)
-
-
-def _row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tuple[str, float]:
-    """The error under a name, which says what is not alike besides values."""
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
-        if facts[0] != facts[1]:
-            return f"{name}: {facts[1]}, on one device {facts[0]}", float("inf")
-    return name, _error(expected, found, floor)
-
-
-def _error(expected: Any, found: Any, floor: float = 0.0) -> float:
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        return 0.0 if expected is found or expected == found else float("inf")
-    if expected.shape != found.shape:
-        return float("inf")
-    if not expected.is_floating_point() and not expected.is_complex():
-        return 0.0 if torch.equal(expected, found) else float("inf")
-    alike = (expected == found) | (expected.isnan() & found.isnan())  # NaN and inf where one device has them
-    if alike.all():
-        return 0.0
-    worst = (expected - found)[~alike].abs().max().item()
-    scale = max(expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0, floor, 1e-30)
-    return worst / scale if worst == worst else float("inf")

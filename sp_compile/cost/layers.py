@@ -2,8 +2,7 @@
 
 What a step takes grows by the same with every further layer of a kind, from the third one on: the last one's backward
 has another peak than what comes before it. So a deep model is looked at with two layers of the kind that most are of
-and one of each other, in place of all (`explain`), or with two, with three, and with one of each other, to see how it
-grows (`plan`).
+and one of each other, in place of all.
 """
 
 from __future__ import annotations
@@ -67,15 +66,6 @@ class Depth:
         settings = tuple(_by_layer(model, len(layers)))
         return Depth(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
 
-    @property
-    def variants(self) -> list[tuple[int, ...]]:
-        """Positions of the layers to look at: two alike; three, if there are; and two with one of each other kind."""
-        one, two, *others = self.few
-        third = [i for i in self._alike() if i not in (one, two)][:1]
-        fewest = (one, two) if third else (one,)
-        more = tuple(sorted((one, two, *third)))
-        return [fewest, more, *(tuple(sorted((*fewest, other))) for other in others)]
-
     def _alike(self) -> list[int]:
         """Positions of the kind that most are of."""
         most = Counter(self.kinds).most_common(1)[0][0]
@@ -95,14 +85,6 @@ class Depth:
         counts = [self.kinds.count(self.kinds[i]) for i in others]
         path = f"{self.name}." if self.name else ""
         return {f"{path}{i}": count - (i == 1) for i, count in enumerate(counts, 1)}
-
-    def combine(self, found: Sequence[float]) -> float:
-        """Of all layers, from what the variants have."""
-        most, count = Counter(self.kinds).most_common(1)[0]
-        others = [k for k in range(max(self.kinds) + 1) if k != most]
-        fewest, further, *rest = found
-        more = sum(self.kinds.count(k) * (value - fewest) for k, value in zip(others, rest, strict=True))
-        return fewest + (count - len(self.variants[0])) * (further - fewest) + more
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
@@ -145,6 +127,20 @@ def _kind(layer: nn.Module) -> Any:
         )
         for name, module in layer.named_modules()
     )
+
+
+def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
+    """What is checkpointed block by block: entries of the model's lists of modules, the outermost that are called."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # those outside come first
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        blocks = [one for one in module if not isinstance(one, nn.ModuleList) and any(True for _ in one.parameters())]
+        if len(blocks) > 1:
+            found += [one for one in blocks if one not in inside]
+            inside.update(part for one in blocks for part in one.modules())
+    return found
 
 
 @contextmanager

@@ -74,11 +74,12 @@ class Machine:
     def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
         """The constants as they were measured; or the defaults of a device type ("cpu", else a GPU), some replaced.
 
-        override: what the option `cost` replaces, beside which nothing that was measured counts.
+        override: what the option `cost` replaces, beside which nothing that was measured counts, but for the size of a
+        device, which nobody measures: that leaves the rest as it is.
         Raises SpError: an unknown constant, a value out of range.
         """
-        if override is None and measured is not None:
-            return measured
+        if measured is not None and set(override or {}) <= {"memory"}:
+            return replace(measured, **(override or {}))
         known = [f.name for f in fields(Machine)]
         for name in override or {}:
             if name not in known:

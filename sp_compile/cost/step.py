@@ -198,11 +198,6 @@ class StepMemory:
         return OnHost(*map(sum, zip(*map(astuple, found)))) if found else None
 
     @property
-    def hosted(self) -> StepMemory:
-        """The step with all on the host that may wait there, where that is known."""
-        return StepMemory(self.weights, self.per_weight, [graph.hosted or graph for graph in self.graphs])
-
-    @property
     def state(self) -> int:
         """Bytes that are there all the time, gradients apart."""
         return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
@@ -262,8 +257,11 @@ class StepMemory:
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
-        values = max((point.nbytes - point.gradients for point in self.points()), default=0)
-        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers + self.inputs + values
+        return self.in_shards(n) + max((point.nbytes - point.gradients for point in self.points()), default=0)
+
+    def in_shards(self, n: int) -> int:
+        """All but values, where n ranks share parameters, gradients and state by layers."""
+        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
         """For people. n: the ranks that FSDP would share the state over."""

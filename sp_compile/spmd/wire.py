@@ -242,22 +242,20 @@ class Wire:
     def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
         """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
         here, me = self._waiting_here(), dist.get_rank()
-        absent = "did not come, and " if here else ""
+        missed = "did not come, and " if here else ""
         others = [
             f"  rank {rank} "
-            + (f"waits here, too: it {here[rank]}" if rank in here else f"{absent}was last seen when it {seen}")
+            + (f"waits here, too: it {here[rank]}" if rank in here else f"{missed}was last seen when it {seen}")
             for rank, seen in zip(self.ranks, self.seen)
             if not here or rank != me
         ]
         stopped = self._stopped(saying)
-        heard = f"\n{str(error).splitlines()[0][:200]}" if error is not None and str(error) else ""
+        heard = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         found = (f", in {place}" if place else "") + heard
         what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
         why = [f"rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else []
-        self.broken = "\n".join(
-            [f"rank {me} {what}", *others, *([f"  {why[0]}"] if why else [LIKELY])]
-            + ([TOGETHER] if saying.doing == READS else [])
-        )
+        ends = [f"  {why[0]}" if why else LIKELY, *([TOGETHER] if saying.doing == READS else [])]
+        self.broken = "\n".join([f"rank {me} {what}", *others, *ends])
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
         stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
         return self.broken

@@ -144,9 +144,9 @@ REPORT = {
     "errors": dict.fromkeys(["name", "error"]),
 }
 WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory_bytes phase kept_bytes seconds
-tokens_per_second fits options""".split()
+tokens_per_second fits looked most_tiles options""".split()
 PLAN = {
-    **dict.fromkeys(["format", "version", "memory_bytes", "parameters_bytes", "best"]),
+    **dict.fromkeys(["format", "version", "memory_bytes", "unit", "parameters_bytes", "best", "notes"]),
     "ways": dict.fromkeys(WAY),
     "changes": {"8": None},
 }

@@ -16,6 +16,8 @@ from typing import Any
 
 from sp_compile.cost.step import written
 
+from .sizes import SizeUnit
+
 WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
 LABEL = 80
 """Characters that have room beside the peak, which is at least half of the width away from one side."""
@@ -158,9 +160,10 @@ def _rewrites(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
 
 
 def _plan(found: Mapping[str, Any]) -> Iterable[str]:
+    unit = SizeUnit(found["unit"])
     yield (
-        f"<p>{written(found['memory_bytes'])} a rank; parameters {written(found['parameters_bytes'])}. "
-        "The fastest on each number of ranks is green; what does not fit is grey.</p>"
+        f"<p>{unit(found['memory_bytes'])} a rank; parameters {unit(found['parameters_bytes'])}. "
+        "The fastest on each number of ranks is green; what does not fit is grey; ~ is estimated from a way beside.</p>"
     )
     columns = ("ranks", "attention", "layout", "checkpoints", "tiles", "offload", "state", "memory", "peak of")
     rows, marks = [], []
@@ -171,19 +174,20 @@ def _plan(found: Mapping[str, Any]) -> Iterable[str]:
     for i, way in enumerate(found["ways"]):
         again = "each layer" if way["checkpoint"] else "as written"
         numbers = (
-            written(way["memory_bytes"]),
+            f"{'' if way['looked'] else '~'}{unit(way['memory_bytes'])}",
             way["phase"],
             f"{way['seconds']:.3g}",
             f"{way['tokens_per_second']:,.0f}",
         )
         host = f"{way['offload']:.0%}" if way["offload"] else "never"
-        rows.append((way["ranks"], way["attention"], way["layout"], again, way["tiles"], host, way["state"], *numbers))
+        tiles = f"auto: {way['most_tiles'] or 'none'}" if way["tiles"] == "auto" else way["tiles"]
+        rows.append((way["ranks"], way["attention"], way["layout"], again, tiles, host, way["state"], *numbers))
         marks.append("best" if i in fastest.values() else "" if way["fits"] else "misses")
     yield _table((*columns, "s/step", "tokens/s"), rows, marks)
     if found["best"] is not None:
         yield f"<h2>Options of the best</h2><pre>{escape(json.dumps(found['ways'][found['best']]['options']))}</pre>"
-    if found["changes"]:
-        yield "<h2>What would have to change</h2>" + "".join(f"<p>{escape(w)}</p>" for w in found["changes"].values())
+    if words := [*found["changes"].values(), *found["notes"]]:
+        yield "<h2>What would have to change</h2>" + "".join(f"<p>{escape(w)}</p>" for w in words)
 
 
 def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from sp_compile.errors import SpError
 
 from .plan import StepPlan
+from .sizes import UNITS
 
 WAYS = ((False, "as written", "o-"), (True, "each layer checkpointed", "s-"))
 
@@ -23,7 +24,7 @@ def picture(plan: StepPlan, path: Path) -> None:
         ) from None
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ranks = sorted({row.ranks for row in plan.rows})
+    ranks, unit = sorted({row.ranks for row in plan.rows}), UNITS[plan.unit.name]
     for i, (again, label, style) in enumerate(WAYS):
         ways = [[row for row in plan.rows if (row.ranks, row.checkpoint) == (n, again)] for n in ranks]
         if not any(ways):
@@ -31,15 +32,16 @@ def picture(plan: StepPlan, path: Path) -> None:
         least = [min(way, key=lambda row: row.memory) for way in ways if way]
         fastest = [min(way, key=lambda row: (not row.fits, row.seconds)) for way in ways if way]
         for axes, rows, values in (
-            (left, least, [row.memory / 1e9 for row in least]),
+            (left, least, [row.memory / unit for row in least]),
             (right, fastest, [row.seconds for row in fastest]),
         ):
             axes.plot([row.ranks for row in rows], values, style, color=f"C{i}", label=label)
             misses = [(row.ranks, value) for row, value in zip(rows, values, strict=True) if not row.fits]
             if misses:
                 axes.plot(*zip(*misses, strict=True), style[0], color=f"C{i}", markerfacecolor="white")
-    left.axhline(plan.memory / 1e9, color="0.4", linestyle="--", label=f"a device: {plan.memory / 1e9:.3g} GB")
-    left.set(ylabel="GB", title="Peak memory of a rank, the way that holds least")
+    device = plan.memory / unit
+    left.axhline(device, color="0.4", linestyle="--", label=f"a device: {device:.3g} {plan.unit.name}")
+    left.set(ylabel=plan.unit.name, title="Peak memory of a rank, the way that holds least")
     right.set(ylabel="seconds", title="A training step, the fastest way that fits")
     for axes in (left, right):
         if not all(row.fits for row in plan.rows):

@@ -15,16 +15,21 @@
                     "curve": [{"phase", "node", "where", "values_bytes"}]},
      "errors":      [{"name", "error"}]}
 
-    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "parameters_bytes": 1, "best": 0 | null,
-     "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "offload", "host_bytes", "state", "memory_bytes",
-               "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "options"}], "changes": {"8": "..."}}
+    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "unit": "GB", "parameters_bytes": 1,
+     "best": 0 | null,
+     "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
+               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
+     "changes": {"8": "..."}, "notes": ["..."]}
 
-A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20.
+A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. unit: that of
+the memory which was asked for. looked: is the way predicted with these very options, or estimated from others? What
+options hold that is no JSON is there as its text.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -90,12 +95,12 @@ def of_report(report: Report) -> dict[str, Any]:
 
 def of_plan(plan: StepPlan) -> dict[str, Any]:
     """What `plan` found."""
-    fitting = [row for row in plan.rows if row.fits]
-    best = min(fitting, key=lambda row: row.seconds, default=None)
+    best = plan.best if any(row.fits for row in plan.rows) else None
     return {
         "format": "sp_compile.plan",
         "version": VERSION,
         "memory_bytes": plan.memory,
+        "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),
         "ways": [
@@ -105,6 +110,7 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
                 "layout": row.layout,
                 "checkpoint": row.checkpoint,
                 "tiles": row.tiles,
+                "most_tiles": row.most_tiles,
                 "offload": row.offload,
                 "host_bytes": row.host,
                 "state": row.state,
@@ -114,12 +120,21 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
                 "fits": row.fits,
-                "options": row.options,
+                "looked": row.looked,
+                "options": {name: _as_json(value) for name, value in row.options.items()},
             }
             for row in plan.rows
         ],
         "changes": {str(ranks): words for ranks, words in plan.changes.items()},
+        "notes": plan.notes,
     }
+
+
+def _as_json(value: Any) -> Any:
+    """An option: mappings with names as keys, and what is no JSON as its text."""
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _blocks(report: Report) -> list[dict[str, Any]]:
