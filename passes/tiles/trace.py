@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
 from sp_compile.graph.fakes import traced
 from sp_compile.graph.modes import autocast_at
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import product, same, sizes
+from sp_compile.graph.sizes import product, read_off_inputs, same, sizes
 from sp_compile.graph.strides import is_identity, order_of_strides
 from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import (
@@ -228,16 +228,23 @@ def _body(
             )
         return [*([x.detach() for x in made] if at_once else ()), *found]
 
-    plain = TilePart(traced(forward, inputs), inputs)
+    plain = TilePart(_graph(forward, inputs), inputs)
     if not wanted:
         return TileBody(plain), []
     through = [tile.view.rows(tile.region.results[i]) for i in differentiable]
     results = [plain.graph.graph.output_node().args[0][i].meta["val"] for i in differentiable]
     given = [*inputs, *([] if at_once else [torch.empty_like(x) for x in results])]
     assert len(through) == len(results)
-    graph = traced(gradients, given)
+    graph = _graph(gradients, given)
     ways = give_parts(graph, sums)
     return TileBody(plain, TilePart(graph, given)), ways
+
+
+def _graph(run: Callable[..., Any], given: Sequence[Tensor]) -> GraphModule:
+    gm = traced(run, given)
+    read_off_inputs(gm.graph)
+    gm.recompile()
+    return gm
 
 
 def _digest(bodies: dict[int, TileBody], known: Any) -> str:

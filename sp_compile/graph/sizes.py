@@ -193,3 +193,14 @@ class Sizes:
         node.meta["val"] = target(*values)
         self.last = node
         return node
+
+
+def read_off_inputs(graph: Graph) -> None:
+    """Let each size be read off an input: a value that is read for its size alone would stay in memory until then."""
+    of, given = Sizes(graph), graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        extent = size(node.meta["val"])
+        known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
+        if known and node.args[0] not in given:
+            node.replace_all_uses_with(of(extent))
+            graph.erase_node(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -189,3 +190,15 @@ def batch(seq: int, rows: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seq)
     ids = torch.randint(0, VOCAB, (rows, seq), generator=generator)
     return ids, torch.rand(rows, seq, generator=generator, dtype=torch.float64)
+
+
+def alive(run: Callable[[], Any]) -> int:
+    """Bytes of tensors alive at the peak of a run."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from models.test_experts import WIDTH, inverted
-from sharding.tiles.losses import Model, batch, mean, per_sequence
+from sharding.tiles.losses import Model, alive, batch, mean, per_sequence
 from sharding.tiles.mixtures import MixtureLayer
 from support.models import floats, seeded
 from support.parity import Decoder, text
@@ -69,6 +69,24 @@ def test_lengths(compiler: str) -> None:
     assert all(fits.values())
     rows = {extents[1] for extents in fits}
     assert {2, 3, 5, 6, 7, 8, 13, 14} <= rows  # a process has one program, whoever compiles it
+
+
+def test_a_length_that_is_a_symbol_holds_no_more() -> None:
+    """Nothing of a tile's inside stays because its size is read later."""
+    peaks, vocab, seq = [], 2048, 512
+    for is_symbol in (False, True):
+        torch.compiler.reset()
+        run = torch.compile(Model(mean, vocab=vocab), backend="sp", options={"tiles": 16, "compiler": "aot_eager"})
+
+        def step(run: Callable[..., Tensor] = run, is_symbol: bool = is_symbol) -> None:
+            given = batch(seq, rows=1)
+            for x in given if is_symbol else ():
+                torch._dynamo.mark_dynamic(x, 1)
+            run(*given).backward()
+
+        step()
+        peaks.append(alive(step))
+    assert peaks[1] < peaks[0] + vocab * seq * 4 / 16 / 2, "less than half a tile's logits more"
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -9,8 +9,8 @@ import torch
 import transformers
 import transformers.integrations.moe as grouping
 from models.test_experts import EXPERTS, WIDTH, Experts, inverted, not_put_back, without_products
+from sharding.tiles.losses import alive
 from sharding.tiles.mixtures import MIXTURES, each_its_matrices, layer, one_by_one, rows
-from sharding.tiles.test_tiled_losses import alive
 from torch import nn
 from torch.fx import GraphModule
 

@@ -15,6 +15,7 @@ from sharding.tiles.losses import (
     WIDTH,
     Loss,
     Model,
+    alive,
     batch,
     distilled,
     divergence,
@@ -252,18 +253,6 @@ def test_checkpoints_compiled() -> None:
         run(*text(15)).backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
-
-
-def alive(run: Callable[[], Any]) -> int:
-    """Bytes of tensors alive at the peak of a run."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def peak_of(tiles: int | str, compiler: str, vocab: int, seq: int) -> int:
