@@ -128,6 +128,12 @@ class ChooseAttention(Pass):
         self.notes.append(Note("not balanced", "layout", "the whole graph", why))
 
 
+OTHER_LAYOUT = (
+    "attention at {}: attention={!r} keeps rows in the order in which an earlier graph left them, and layout={!r} is "
+    "another; use layout='auto', or one layout for all of them"
+)
+
+
 def _decisions(
     shapes: dict[Node, Shape], machines: dict[Node, Machine], order: RowOrder, plan: Plan, job: Settings
 ) -> list[NodeDecision]:
@@ -175,6 +181,8 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
         return min(large, key=lambda c: (c.memory, c.seconds))
     if asked is None or asked.rewrite.explains:
         return None
+    if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
+        raise SpError(OTHER_LAYOUT.format(at(node), job.attention, job.layout))
     raise SpError(_unfit(node, job, allowed, {c.kind for c in found if c.legal is None}))
 
 
