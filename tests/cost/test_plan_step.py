@@ -54,14 +54,12 @@ def test_a_plan() -> None:
     assert "best" in str(plan)
 
 
-@pytest.mark.slow
-def test_nothing_fits() -> None:
-    plan = planned("1KB")
-    assert not any(row.fits for row in plan.rows)
+def test_a_state_that_does_not_fit_is_said_without_a_look() -> None:
+    with mock.patch.object(StepPlanner, "look", side_effect=AssertionError), torch.device("meta"):
+        plan = sp_compile.plan(nn.Linear(64, 64), torch.zeros(1, 8, 64), memory="1KB", ranks=[1, 2, 8])
+    assert not plan.rows
     assert set(plan.changes) == {1, 2, 8}
-    again = {row.checkpoint: row.kept for row in plan.rows if row.ranks == 2 and row.tiles == "auto"}
-    assert again[True] < again[False] / 2
-    with pytest.raises(SpError, match=r"8 ranks: the least is .* too much"):
+    with pytest.raises(SpError, match=r"8 ranks: parameters, gradients and the optimizer's state alone are .* KB in"):
         _ = plan.best
 
 
@@ -81,7 +79,7 @@ class Wide(nn.Module):
 
 @pytest.mark.slow
 def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
-    """No more goes than has to, the fastest of what fits is best, and for one rank it says what would have to change."""
+    """Not much more goes than has to, the fastest of what fits is best, and for one rank it says what would have to change."""
     with torch.device("meta"):
         model, x = Wide().bfloat16(), torch.zeros(1, 4096, 16, dtype=torch.bfloat16)
     roads: dict[str, Any] = {"attention": "ulysses", "tiles": "never", "cost": {"host_bandwidth": 1e15}}
@@ -89,9 +87,9 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
     fitting = [row for row in plan.rows if row.fits]
     assert {row.state for row in fitting} == {SHARDED, WHOLE}
     for row in [plan.best]:
-        (device,) = [r for r in plan.rows if (r.ranks, r.state, r.offload) == (2, row.state, 0.0)]
-        a_share_less = row.memory + (device.memory - row.memory) * 0.05 / row.offload
-        assert row.memory <= plan.memory < a_share_less
+        (device,) = [r for r in plan.rows if r.way == replace(row.way, offload=0.0)]
+        less = row.memory + (device.memory - row.memory) * 0.15 / row.offload  # few values, that go whole or not
+        assert row.memory <= plan.memory < less
         assert row.host == pytest.approx(row.offload * row.kept, rel=0.2)
     assert plan.best == plan.of(2) == min(fitting, key=lambda row: row.seconds)
     assert plan.best.seconds < max(row.seconds for row in fitting)
@@ -108,13 +106,13 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
 
 @pytest.mark.slow
 def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
-    """What a ring holds of keys falls with the ranks."""
+    """A ring whose gradients of all keys do not fit hands them on."""
     with torch.device("meta"):
         model, ids = Decoder(plain).bfloat16(), torch.zeros(1, 1 << 16, dtype=torch.int64)
-    plan = sp_compile.plan(model, ids, ranks=[8, 512], attention="ring", tiles="never", offload="never")
+    plan = sp_compile.plan(model, ids, memory="20MB", ranks=[8, 512], attention="ring", tiles="never", offload="never")
     state = plan.weights.parameters * 2 + ids.nbytes  # each rank is handed the whole input
     few, many = (min(row.memory for row in plan.rows if row.ranks == n) - state for n in (8, 512))
-    assert 0 < many < few / 32, (few, many)
+    assert 0 < many < few / 8, (few, many)
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:
@@ -130,10 +128,10 @@ def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:
     ("layers", "memory", "options"),
     [
         (2, "1.9MB", {}),
-        (2, "2MB", {"state": "replicated", "attention": "gather"}),
+        (2, "5MB", {"state": "replicated", "attention": "gather"}),
         (11, "1.9MB", {}),
-        (11, "1MB", {"attention": "ring", "layout": "contiguous"}),
-        (11, "1.5MB", {"offload": 0.3, "tiles": 4}),
+        (11, "6MB", {"attention": "ring", "layout": "contiguous"}),
+        (11, "6MB", {"offload": 0.3, "tiles": 4}),
     ],
 )
 def test_explain_says_the_same_of_the_best(layers: int, memory: str, options: dict[str, Any]) -> None:
@@ -255,7 +253,7 @@ def test_what_would_have_to_change() -> None:
     assert words.startswith("2 ranks: the least is 300.0 MB (ring, as written, state sharded, tiles auto, 0% of what")
     assert "200.0 MB too much, in its loss; the largest there: a line; it fits on 16; take more ranks or" in words
     planner.constant.return_value = 101e6
-    assert "optimizer's state alone are 101.0 MB in shards" in plan_module._change(planner, plan, 2)
+    assert "state alone are 101.0 MB in shards; it fits on 16" in plan_module._change(planner, plan, 2)
 
 
 def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: Any) -> tuple[list[Any], StepPlan]:
@@ -321,6 +319,10 @@ def test_a_models_own_checkpoints_and_lists_that_are_not_called() -> None:
             model, x = Parts(called, own), torch.zeros(1, 512, 16)
         plan = sp_compile.plan(model, x, memory="150KB", ranks=2)
         assert {row.checkpoint for row in plan.rows} == ({False, True} if not note else {False})
+        kept = [
+            min(row.kept for row in plan.rows if row.checkpoint == again) for again in (False, True)[: 2 - bool(note)]
+        ]
+        assert kept == sorted(kept, reverse=True)
         assert note in " ".join(plan.notes)
         assert bool(plan.notes) == bool(note)
 

@@ -200,10 +200,15 @@ class LookedStep:
 
     def seconds(self, attend: Attend, machine: Machine) -> float:
         """Of a step, but for exchanges of weights and gradients, the optimizer and copies to the host."""
-        walks = [walk for graph in self.step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
-        flops, traffic = sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
+        flops, traffic = self._work
         found = attend.seconds + (attend.forward if self.attends_again else 0.0)
         return found + flops / machine.flops + machine.copy(traffic) + self._exchanged(machine)
+
+    @cached_property
+    def _work(self) -> tuple[int, int]:
+        """FLOPs of products, and bytes that other kernels read and write."""
+        walks = [walk for graph in self.step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
+        return sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
 
     def _exchanged(self, machine: Machine) -> float:
         """Seconds of the exchanges besides attention's and gradients'."""
@@ -218,8 +223,9 @@ class LookedStep:
 
 @dataclass
 class StepPlanner:
-    """A model, and what is tried with it. shares: of what is kept that may go to the host. blocks: to be checkpointed.
+    """A model, and what is tried with it. blocks: to be checkpointed.
 
+    shares: of what is kept that may go to the host, from nothing on; or offload: the one that does.
     options: that all ways have. per_weight: bytes of the optimizer's state for a byte of parameters. tokens: of a step.
     """
 
@@ -232,6 +238,7 @@ class StepPlanner:
     per_weight: float
     tokens: int
     blocks: Sequence[nn.Module]
+    offload: float = 0.0
     _steps: dict[PlanWay, LookedStep] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
 
@@ -319,7 +326,7 @@ class StepPlanner:
         """What is known of an attention on these ranks: with nothing on the host, and with the least that fits."""
         n = looked.way.ranks
         for state in self.states(n):
-            here = self.row(looked, attend, state, 0.0)
+            here = self.row(looked, attend, state, self.offload)
             yield here
             if not here["fits"] and self.shares and looked.look.steps:
                 first = bisect_left(

@@ -205,10 +205,11 @@ def plan(
         found_kwargs,
         Machine.of(where, limits),
         {**options, "cost": limits},
-        {"auto": SHARES, "never": ()}[sent] if sent in OFFLOAD else (float(sent),),
+        SHARES if sent == "auto" else (),
         state_per_weight(optimizer),
         _tokens([*args, *found_kwargs.values()]),
         checkpoint_blocks(model),
+        0.0 if sent in OFFLOAD else float(sent),
     )
     found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory))
     _first_looks(planner, found, wanted, options.get("tiles"))
@@ -233,16 +234,21 @@ def _tokens(values: Iterable[Any]) -> int:
 def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
     """At each number of ranks with the fastest attention, until it fits with nothing on the host."""
     tiles = "auto" if asked_tiles is None else asked_tiles
-    attends = {n: planner.attends(n) for n in wanted}
+    attends = {n: planner.attends(n) for n in wanted if planner.constant(n) < found.memory}
+    tiled: dict[int, int] = {}
     ways: list[tuple[bool, int | str]] = [(False, tiles)]
     while ways:
         again, tiles = ways.pop(0)
-        left = [n for n in wanted if attends[n] and not found.fits_on_device(n)]
+        left = [n for n, known in attends.items() if known and not found.fits_on_device(n)]
+        if tiles == TILES and asked_tiles is None:
+            left = [n for n in left if tiled.get(n, 0) < TILES]
         state = {n: planner.states(n)[0] for n in left}
-        looked = planner.look([PlanWay(n, *attends[n][0].key, again, tiles, state[n]) for n in left])
+        ways_of = [PlanWay(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
+        looked = planner.look(ways_of) if left else []
         for step in looked:
             if tiles == TILES and asked_tiles is None and not step.most_tiles:
                 continue
+            tiled[step.way.ranks] = step.most_tiles
             for attend in attends[step.way.ranks]:
                 found.rows += [_variant(planner, **row) for row in planner.rows(step, attend)]
         if not again and tiles != TILES and not found.rows:
@@ -328,6 +334,9 @@ def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     rows = [row for row in found.rows if row.ranks == n]
     more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more)}" if more else ""
+    if (state := planner.constant(n)) >= found.memory:
+        words = [f"{n} ranks: parameters, gradients and the optimizer's state alone are {found.unit(state)} in shards"]
+        return "; ".join(filter(None, [*words, elsewhere, "take more ranks, or an optimizer with less state"]))
     if not rows:
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal(n), elsewhere]))}"
     least = min(rows, key=lambda row: row.memory)
@@ -337,10 +346,5 @@ def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way}), {excess} too much, in its {least.phase}"]
     words.append(f"the largest there: {planner.largest(least.way)}")
     words.append(elsewhere)
-    state = planner.constant(n)
-    if state > found.memory:
-        words.append(f"parameters, gradients and the optimizer's state alone are {found.unit(state)} in shards")
-        words.append("take more ranks, or an optimizer with less state")
-    else:
-        words.append("take more ranks or smaller batches, and let the model return its loss alone")
+    words.append("take more ranks or smaller batches, and let the model return its loss alone")
     return "; ".join(filter(None, words))
