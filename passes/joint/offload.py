@@ -17,6 +17,7 @@ that is copied stays on the device.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,62 +62,86 @@ class Offload(Pass):
         self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
-        wanted, peak = self._wanted(kept, forward.graph, backward.graph)
-        chosen = self._choose(
-            kept, at, wanted, max((at[1][n] for n in backward.graph.nodes if n.name == peak), default=0)
-        )
+        way = _Way(kept, *at, self.machine)
+        if self.asked == "auto":
+            chosen = self._fitting(way, self._too_many(forward.graph, backward.graph))
+        else:
+            chosen = self._share(way, float(self.asked) * kept.nbytes)
         total = sum(chosen.values())
         waits = 0.0
         if chosen:
-            waits = self._send(forward.graph, kept, chosen, at[0])
-            waits += self._bring(backward.graph, kept, chosen, at[1])
+            waits = self._send(forward.graph, way, chosen)
+            waits += self._bring(backward.graph, way, chosen)
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
         job.hosted.append(OnHost(len(chosen), total, kept.nbytes - total, seconds, waits))
         return len(chosen)
 
-    def _wanted(self, kept: _Kept, forward: Graph, backward: Graph) -> tuple[float, str]:
-        """Bytes to take off the device, and the node of the backward at which they are too many, if it has one."""
-        if self.asked != "auto":
-            return float(self.asked) * kept.nbytes, ""
+    def _too_many(self, forward: Graph, backward: Graph) -> dict[Node, float]:
+        """The nodes of both halves at which more is in memory than the device has, and how many bytes more."""
         if math.isinf(self.machine.memory):
-            return 0.0, ""
+            return {}
         step = StepMemory(ModelBytes(0, 0, 0, 0), 0.0, [GraphStep.of(forward, backward, self.fused, 0)])
         stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
-        behind = step.graphs[0].backward
-        peak = (
-            max(behind.moments, key=lambda moment: moment.nbytes).name if behind is not None and behind.moments else ""
-        )
-        most = sum(stays.values()) + step.values
+        always = sum(stays.values())
         if self.shards is not None:  # inputs are hardly anything beside them
-            values = max((point.nbytes - point.gradients for point in step.points()), default=0)
-            most = self.shards.weights + self.shards.gradients + values
-        return min(float(kept.nbytes), most - self.machine.memory), peak
+            always = self.shards.weights + self.shards.gradients
+        behind = step.graphs[0].backward
+        halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
+        found = dict[Node, float]()
+        for point in step.points():
+            of_backward = behind is not None and point.moment in behind.moments
+            theirs = point.gradients if self.shards is not None else 0
+            more = always + point.nbytes - theirs - self.machine.memory
+            if more > 0:
+                found[halves[of_backward][point.moment.name]] = more
+        return found
 
-    def _choose(self, kept: _Kept, at: Sequence[Mapping[Node, float]], wanted: float, peak: float) -> dict[Node, int]:
-        """What goes, with its bytes: at least as many as wanted, where a device has to fit; at most that of a share.
-
-        peak: when the backward holds most. What it reads by then lies on the device again, and goes last.
-        """
-        end = max(at[0].values(), default=0.0)
-        first = {x: min((at[1][user] for user in kept.readers(x)), default=0.0) for x in kept.free}
-        away = {x for x in kept.free if self.asked != "auto" or first[x] > peak}
-
-        def frees(x: Node) -> tuple[bool, float]:
-            return x in away, kept.free[x].nbytes * (end - at[0][x] + first[x])
-
-        chosen: dict[Node, int] = {}
-        for x in sorted(kept.free, key=frees, reverse=True):
-            taken, nbytes = sum(n for one, n in chosen.items() if one in away), kept.free[x].nbytes
-            if taken < wanted if self.asked == "auto" else taken + nbytes <= wanted:
-                chosen[x] = nbytes
+    def _share(self, way: _Way, wanted: float) -> dict[Node, int]:
+        """What goes, with its bytes, at most so many; first what frees most."""
+        chosen = dict[Node, int]()
+        for x in sorted(way.kept.free, key=way.frees, reverse=True):
+            if sum(chosen.values()) + way.kept.free[x].nbytes <= wanted:
+                chosen[x] = way.kept.free[x].nbytes
         return chosen
 
-    def _send(self, graph: Graph, kept: _Kept, chosen: Mapping[Node, int], at: Mapping[Node, float]) -> float:
+    def _fitting(self, way: _Way, too_many: Mapping[Node, float]) -> dict[Node, int]:
+        """What goes, with its bytes: as little as takes these bytes off the device where they are too many.
+
+        Where it is most, the smallest value that is enough goes, or else what frees most, again and again; and behind
+        that what another one has made needless stays. Where all that is away then is not enough, all of that goes.
+        """
+        bytes_of = {x: piece.nbytes for x, piece in way.kept.free.items()}
+        most = sorted((way.order[n], more) for n, more in too_many.items())
+        alone = {x: way.copies([x]).away[x] for x in bytes_of}
+        chosen, left, in_vain, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
+        while (
+            worst := max((i for i in left if left[i] > 0 and i not in hopeless), key=left.__getitem__, default=None)
+        ) is not None:
+            away = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in in_vain]
+            enough = [x for x in away if bytes_of[x] >= left[worst]]
+            if not away:
+                hopeless.add(worst)
+                continue
+            x = min(enough, key=lambda x: (bytes_of[x], -way.frees(x))) if enough else max(away, key=way.frees)
+            after = way.left(most, {**chosen, x: bytes_of[x]})
+            if after[worst] < left[worst]:
+                chosen[x], left = bytes_of[x], after
+            else:  # in a queue with others it is back by then
+                in_vain.add((worst, x))
+        for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
+            others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
+            without = way.left(most, others)
+            if all(without[i] <= max(0.0, more) for i, more in left.items()):
+                chosen, left = others, without
+        return chosen
+
+    def _send(self, graph: Graph, way: _Way, chosen: Mapping[Node, int]) -> float:
         """Copies to the host; the seconds that the last ones are waited for."""
         self.edit(graph)
-        free, under_way, hosts = 0.0, deque[tuple[float, Node, Node]](), dict[Node, Node]()
+        at, ends = way.forward, way.copies(chosen).ends
+        under_way, hosts = deque[tuple[float, Node, Node]](), dict[Node, Node]()
         output = graph.output_node()
         for node in [n for n in graph.nodes if n.op != "placeholder"]:
             while under_way and (node is output or under_way[0][0] <= at[node]):
@@ -126,25 +151,19 @@ class Offload(Pass):
             if node in chosen:
                 with graph.inserting_after(node):
                     hosts[node] = self.compute(sp.offload.default, (node,), node)
-                free = max(at[node], free) + copy_seconds(chosen[node], self.machine)
-                under_way.append((free, hosts[node], node))
-        gone = {x: host for piece, host in hosts.items() for x in kept.free[piece].values}
+                under_way.append((ends[node], hosts[node], node))
+        gone = {x: host for piece, host in hosts.items() for x in way.kept.free[piece].values}
         output.args = (tuple(gone.get(x, x) for x in output.args[0]),)
-        return max(0.0, free - max(at.values(), default=0.0))
+        return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
-    def _bring(self, graph: Graph, kept: _Kept, chosen: Iterable[Node], at: Mapping[Node, float]) -> float:
-        """Copies back; the seconds that the first ones are waited for.
-
-        Backwards from the last first use: each copy ends when the next one has to begin, or when it is read.
-        """
+    def _bring(self, graph: Graph, way: _Way, chosen: Iterable[Node]) -> float:
+        """Copies back; the seconds that the first ones are waited for."""
         self.edit(graph)
-        order = {node: i for i, node in enumerate(graph.nodes)}
+        kept, at, order, begins = way.kept, way.backward, way.order, way.copies(chosen).begins
         nodes = [n for n in graph.nodes if n.op != "placeholder"]
-        first = {x: min(users, key=order.__getitem__) for x in chosen if (users := kept.readers(x))}
-        begin, begun, waits = math.inf, dict[Node, Node](), dict[Node, Node]()  # the first ones before a node
-        for x, user in sorted(first.items(), key=lambda one: -order[one[1]]):
-            given = kept.inputs[kept.free[x].values[0]]
-            begin = min(begin, at[user]) - copy_seconds(kept.free[x].nbytes, self.machine)
+        begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first ones before a node
+        for x, begin in begins.items():
+            given, user = kept.inputs[kept.free[x].values[0]], way.first[x]
             place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
             with graph.inserting_before(begun.get(place) or waits.get(place) or place):
                 args = (given, x.meta["val"].device)
@@ -158,7 +177,7 @@ class Offload(Pass):
             for given in (kept.inputs[value] for value in kept.free[x].values):
                 given.meta = {**given.meta, "val": host.meta["val"]}
                 given.meta.pop("tensor_meta", None)
-        return max(0.0, -begin) if first else 0.0
+        return max(0.0, -min(begins.values(), default=0.0))
 
     def _view(self, kept: _Kept, x: Node, fresh: Node) -> None:
         """Let readers of all that lies in a piece of memory read it where that is again."""
@@ -212,6 +231,74 @@ class _Kept:
     def readers(self, x: Node) -> list[Node]:
         """Who reads in the backward what lies in a piece of memory."""
         return [user for value in self.free[x].values for user in self.inputs[value].users]
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Of what goes to the host: the seconds of each half's work at which copies there end, and those back begin.
+
+    away: the nodes by number, those of the backward behind the forward's, while which it lies on the host alone.
+    """
+
+    ends: dict[Node, float]
+    begins: dict[Node, float]
+    away: dict[Node, range]
+
+
+class _Way:
+    """To the host and back: when each node of a forward and of a backward runs, and what a copy takes."""
+
+    def __init__(
+        self, kept: _Kept, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
+    ) -> None:
+        self.kept, self.forward, self.backward, self.machine = kept, forward, backward, machine
+        self.times = list(forward.values()), list(backward.values())
+        self.order = {n: i for i, n in enumerate([*forward, *backward])}
+        self.first = {x: min(users, key=self.order.__getitem__) for x in kept.free if (users := kept.readers(x))}
+        read = {storage_of(x): self.order[n] for n in forward if n.op != "output" for x in _read_by(n)}
+        self.last = {x: read[storage_of(x.meta["val"])] for x in kept.free}
+
+    def frees(self, x: Node) -> float:
+        """Bytes, times the seconds for which nobody reads them."""
+        end = max(self.times[0], default=0.0)
+        begin = self.backward[self.first[x]] if x in self.first else 0.0
+        return self.kept.free[x].nbytes * (end - self.forward[x] + begin)
+
+    def copies(self, chosen: Iterable[Node]) -> _Copies:
+        """There, one behind the other. Back, from the last first use: each ends when the next begins, or it is read."""
+        ends, begins, away, free, begin = dict[Node, float](), dict[Node, float](), dict[Node, range](), 0.0, math.inf
+        for x in sorted(chosen, key=self.order.__getitem__):
+            free = ends[x] = max(self.forward[x], free) + self._seconds(x)
+        for x in sorted((x for x in ends if x in self.first), key=lambda x: -self.order[self.first[x]]):
+            begin = begins[x] = min(begin, self.backward[self.first[x]]) - self._seconds(x)
+        there, back = self.times
+        for x, end in ends.items():
+            gone, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
+            if x in self.first:
+                stop = min(self.order[self.first[x]], len(there) + bisect_left(back, begins[x]))
+            away[x] = range(gone, stop)
+        return _Copies(ends, begins, away)
+
+    def left(self, too_many: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
+        """Bytes at nodes by number, in order, less those that are away then."""
+        change = defaultdict[int, int](int)
+        for x, nodes in self.copies(chosen).away.items():
+            change[nodes.start] += chosen[x] if nodes else 0
+            change[nodes.stop] -= chosen[x] if nodes else 0
+        found, steps, gone = dict[int, float](), deque(sorted(change.items())), 0
+        for i, more in too_many:
+            while steps and steps[0][0] <= i:
+                gone += steps.popleft()[1]
+            found[i] = more - gone
+        return found
+
+    def _seconds(self, x: Node) -> float:
+        return copy_seconds(self.kept.free[x].nbytes, self.machine)
+
+
+def _read_by(node: Node) -> list[Tensor]:
+    """What it reads, and what it makes, which may lie where something else did."""
+    return [x for n in (node, *node.all_input_nodes) for x in tensors_of(n)]
 
 
 def _lie_alike(x: Tensor, y: Tensor) -> bool:
