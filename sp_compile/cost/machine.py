@@ -78,7 +78,7 @@ class Machine:
         device, which nobody measures: that leaves the rest as it is.
         Raises SpError: an unknown constant, a value out of range.
         """
-        if measured is not None and set(override or {}) <= {"memory"}:
+        if measured is not None and (override is None or set(override) == {"memory"}):
             return replace(measured, **(override or {}))
         known = [f.name for f in fields(Machine)]
         for name in override or {}:
