@@ -28,6 +28,7 @@ from .kinds import (
     PRIMS,
     REDUCTIONS,
     VIEWS,
+    WIDE_ROW,
     WIDEST_ROW,
     WRITES_LATE,
 )
@@ -86,7 +87,7 @@ class FusedEvents:
         results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
         number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
         sums = [node for node in self.made if self._is_last_sum(node)]
-        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if _alike(a, b) and self.taken[a] & self.taken[b]]
+        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
         if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
             pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.taken[pair[0]] & self.taken[pair[1]]))
         group_of = {node: [node] for node in sums}
@@ -99,6 +100,11 @@ class FusedEvents:
         groups = {id(group): group for group in group_of.values() if len(group) > 1}
         if groups:
             self._sort({node: group for group in groups.values() for node in group})
+
+    def _read_in_common(self, a: Node, b: Node) -> bool:
+        """May two sums run as one for what they read? Wide rows of a GPU: more than one value, as was seen."""
+        wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
+        return _alike(a, b) and len(self.taken[a] & self.taken[b]) > wide
 
     def _fuse_rows(self) -> None:
         """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.

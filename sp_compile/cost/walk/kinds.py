@@ -23,8 +23,8 @@ CAT = torch.ops.aten.cat.default
 PUT_TOGETHER = frozenset({CAT, WAIT, operator.getitem, *overloads("split_with_sizes split.Tensor")})
 """They hold what they are given, or give parts of it."""
 VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
-WIDEST_ROW = 16384
-"""Of which Inductor writes kernels of a GPU that hold a row at once."""
+WIDE_ROW, WIDEST_ROW = 1024, 16384
+"""Of rows, from where on there is more than one step to each, and up to where a GPU's kernel holds one at once."""
 FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
 """Of what such a kernel sums over its rows, too."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
