@@ -5,8 +5,10 @@
 A small decoder with a large vocabulary trains on ranks of this machine. Once it is compiled, each process may take so
 many MiB more and no byte beyond (RLIMIT_DATA, of Linux); sequences grow step by step until a rank dies of it, which
 lifts its limit to say so, and the others are ended. A step that takes longer than five minutes ends its rank, too, with
-a traceback of every thread. What `explain` predicts is drawn beside it. What waits on the host (`offload`) is not
-tried: on a CPU the host's memory is the same.
+a traceback of every thread. What `explain` predicts is drawn beside it.
+
+On a CPU the host's memory is the device's. To draw what `offload` gives where it is another, what waits there is in
+mapped files here, which the limit does not count: all else is under it, as it would be on a device.
 """
 
 import argparse
@@ -43,10 +45,11 @@ OF_MEMORY = "memory", "alloc", "MemoryError"
 
 @dataclass(frozen=True)
 class Way:
-    """again: are blocks computed again in the backward? tiles: of the head and the MLPs."""
+    """again: are blocks computed again in the backward? tiles: of the head and the MLPs. offload: waits on the host."""
 
     again: bool
     tiles: int | str
+    offload: float | str = "never"
 
 
 WAYS = {
@@ -54,6 +57,7 @@ WAYS = {
     "checkpoints": Way(True, "never"),
     "tiles": Way(False, 32),
     "both": Way(True, 32),
+    "both and offload": Way(True, 32, 1.0),
 }
 
 
@@ -77,7 +81,22 @@ def model_of(way: Way) -> nn.Module:
 
 
 def options(way: Way) -> dict:
-    return {"tiles": way.tiles, "compiler": "aot_eager", "cost": {}}
+    return {"tiles": way.tiles, "offload": way.offload, "compiler": "aot_eager", "cost": {}}
+
+
+def host_apart(folder: str) -> torch.library.Library:
+    """While this is held, copies that wait on the host are mapped files, memory that no limit on data counts."""
+    from sp_compile.lowering import offload  # noqa: F401  (registers the operator)
+
+    def to_host(x: Tensor) -> Tensor:
+        path = Path(folder) / f"host{os.getpid()}"
+        host = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype)
+        path.unlink()  # it lives until nobody maps it
+        return host.as_strided(x.shape, x.stride()).copy_(x)
+
+    library = torch.library.Library("sp", "IMPL")
+    library.impl("offload", to_host, "CPU")
+    return library
 
 
 def text(tokens: int) -> Tensor:
@@ -126,7 +145,7 @@ def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) 
         world_size=ranks,
         timeout=timedelta(minutes=2),
     )
-    model = model_of(way)
+    model, _held = model_of(way), host_apart(folder)
     run = torch.compile(model, backend="sp", options=options(way))
     optimizer = torch.optim.AdamW(model.parameters())
 
