@@ -62,7 +62,7 @@ class Offload(Pass):
         self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
-        way = _Way(kept, *at, self.machine)
+        way = _HostTrip(kept, *at, self.machine)
         if self.asked == "auto":
             chosen = self._fitting(way, self._too_many(forward.graph, backward.graph))
         else:
@@ -98,7 +98,7 @@ class Offload(Pass):
                 found[halves[of_backward][point.moment.name]] = more
         return found
 
-    def _share(self, way: _Way, wanted: float) -> dict[Node, int]:
+    def _share(self, way: _HostTrip, wanted: float) -> dict[Node, int]:
         """What goes, with its bytes, at most so many; first what frees most."""
         chosen = dict[Node, int]()
         for x in sorted(way.kept.free, key=way.frees, reverse=True):
@@ -106,7 +106,7 @@ class Offload(Pass):
                 chosen[x] = way.kept.free[x].nbytes
         return chosen
 
-    def _fitting(self, way: _Way, too_many: Mapping[Node, float]) -> dict[Node, int]:
+    def _fitting(self, way: _HostTrip, too_many: Mapping[Node, float]) -> dict[Node, int]:
         """What goes, with its bytes: as little as takes these bytes off the device where they are too many.
 
         Where it is most, the smallest value that is enough goes, or else what frees most, again and again; and behind
@@ -137,7 +137,7 @@ class Offload(Pass):
                 chosen, left = others, without
         return chosen
 
-    def _send(self, graph: Graph, way: _Way, chosen: Mapping[Node, int]) -> float:
+    def _send(self, graph: Graph, way: _HostTrip, chosen: Mapping[Node, int]) -> float:
         """Copies to the host; the seconds that the last ones are waited for."""
         self.edit(graph)
         at, ends = way.forward, way.copies(chosen).ends
@@ -156,7 +156,7 @@ class Offload(Pass):
         output.args = (tuple(gone.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
-    def _bring(self, graph: Graph, way: _Way, chosen: Iterable[Node]) -> float:
+    def _bring(self, graph: Graph, way: _HostTrip, chosen: Iterable[Node]) -> float:
         """Copies back; the seconds that the first ones are waited for."""
         self.edit(graph)
         kept, at, order, begins = way.kept, way.backward, way.order, way.copies(chosen).begins
@@ -245,7 +245,7 @@ class _Copies:
     away: dict[Node, range]
 
 
-class _Way:
+class _HostTrip:
     """To the host and back: when each node of a forward and of a backward runs, and what a copy takes."""
 
     def __init__(
