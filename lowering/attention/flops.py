@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, pairs_of
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan, settled, tiles_by_position
 from sp_compile.lowering.masks.predicate import of_positions
-from sp_compile.lowering.masks.spans import Rows, rows_of, valid_rows
+from sp_compile.lowering.masks.spans import Rows, by_index, rows_of, valid_rows
 
 from .args import LocalArgs
 from .masking import CallMask
@@ -144,7 +145,11 @@ def _asked(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int)
 def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
-    """Over the ranks, as far as positions alone tell."""
-    known, places = of_positions(predicate), max(q_span[0], k_span[0])
-    rows = [(rows_of(q_span, queries, place), rows_of(k_span, keys, place)) for place in range(places)]
-    return sum(_known_pairs(known, q_rows, k_rows, sizes) for q_rows, k_rows in rows) // places
+    """Over the ranks, as far as positions alone tell, to which it is all one where a rank has its rows."""
+    known, places = of_positions(predicate), range(max(q_span[0], k_span[0]))
+    of_queries = [rows_of(q_span, queries, place) for place in places]
+    if k_span[0] == 1:  # all ranks attend to the same keys, each with its own queries
+        sides = [(tuple(chain(*of_queries)), rows_of(k_span, keys, 0))]
+    else:
+        sides = [(rows, rows_of(k_span, keys, place)) for place, rows in zip(places, of_queries)]
+    return sum(_known_pairs(known, by_index(q), by_index(k), sizes) for q, k in sides) // len(places)
