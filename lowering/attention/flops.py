@@ -15,6 +15,7 @@ that lie at an edge of what attends. Where they are too many, some stand for the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -29,8 +30,8 @@ from sp_compile._compat import FakeTensor, real_tensors, size_hint
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, pairs_of
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan, settled, tiles_by_position
-from sp_compile.lowering.masks.predicate import of_positions
-from sp_compile.lowering.masks.spans import Rows, by_index, rows_of, valid_rows
+from sp_compile.lowering.masks.predicate import is_of_distance, of_positions
+from sp_compile.lowering.masks.spans import Rows, Segment, by_index, rows_of, valid_rows
 
 from .args import LocalArgs
 from .masking import CallMask
@@ -152,4 +153,15 @@ def _mean_pairs(
         sides = [(tuple(chain(*of_queries)), rows_of(k_span, keys, 0))]
     else:
         sides = [(rows, rows_of(k_span, keys, place)) for place, rows in zip(places, of_queries)]
-    return sum(_known_pairs(known, by_index(q), by_index(k), sizes) for q, k in sides) // len(places)
+    sides = [(by_index(q), by_index(k)) for q, k in sides]
+    if not is_of_distance(known, sizes):
+        return sum(_known_pairs(known, q, k, sizes) for q, k in sides) // len(places)
+    apart = Counter((q.length, k.length, k.first - q.first) for rows, others in sides for q in rows for k in others)
+    return sum(times * _pairs_apart(known, *one, sizes) for one, times in apart.items()) // len(places)
+
+
+@lru_cache(maxsize=1 << 14)
+def _pairs_apart(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
+    """Of so many neighbouring queries and keys, of which the first key is so far behind the first query."""
+    rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
+    return _known_pairs(predicate, (rows,), (of_keys,), sizes)
