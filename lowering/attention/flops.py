@@ -15,8 +15,10 @@ that lie at an edge of what attends. Where they are too many, some stand for the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,8 @@ from sp_compile._compat import FakeTensor, real_tensors, size_hint
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, pairs_of
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.plan import plan, settled, tiles_by_position
-from sp_compile.lowering.masks.predicate import of_positions
-from sp_compile.lowering.masks.spans import Rows, rows_of, valid_rows
+from sp_compile.lowering.masks.predicate import is_of_distance, of_positions
+from sp_compile.lowering.masks.spans import Rows, Segment, by_index, rows_of, valid_rows
 
 from .args import LocalArgs
 from .masking import CallMask
@@ -144,7 +146,22 @@ def _asked(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int)
 def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
-    """Over the ranks, as far as positions alone tell."""
-    known, places = of_positions(predicate), max(q_span[0], k_span[0])
-    rows = [(rows_of(q_span, queries, place), rows_of(k_span, keys, place)) for place in range(places)]
-    return sum(_known_pairs(known, q_rows, k_rows, sizes) for q_rows, k_rows in rows) // places
+    """Over the ranks, as far as positions alone tell, to which it is all one where a rank has its rows."""
+    known, places = of_positions(predicate), range(max(q_span[0], k_span[0]))
+    of_queries = [rows_of(q_span, queries, place) for place in places]
+    if k_span[0] == 1:  # all ranks attend to the same keys, each with its own queries
+        sides = [(tuple(chain(*of_queries)), rows_of(k_span, keys, 0))]
+    else:
+        sides = [(rows, rows_of(k_span, keys, place)) for place, rows in zip(places, of_queries)]
+    sides = [(by_index(q), by_index(k)) for q, k in sides]
+    if not is_of_distance(known, sizes):
+        return sum(_known_pairs(known, q, k, sizes) for q, k in sides) // len(places)
+    apart = Counter((q.length, k.length, k.first - q.first) for rows, others in sides for q in rows for k in others)
+    return sum(times * _pairs_apart(known, *one, sizes) for one, times in apart.items()) // len(places)
+
+
+@lru_cache(maxsize=1 << 14)
+def _pairs_apart(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
+    """Of so many neighbouring queries and keys, of which the first key is so far behind the first query."""
+    rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
+    return _known_pairs(predicate, (rows,), (of_keys,), sizes)

@@ -358,6 +358,18 @@ def linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     return Linear(relation, tuple(terms_of[0]), tuple(terms_of[1]), constant)
 
 
+@lru_cache(maxsize=1024)
+def is_of_distance(text: str, sizes: tuple[int, ...]) -> bool:
+    """Do all its conditions ask how far a key is from its query, and not where both are?"""
+    found = [linear(c, sizes) for c in conjuncts(text)]
+    return all(
+        one is not None
+        and [*dict(one.of_query), *dict(one.of_key)] == ["q", "k"]
+        and one.of_query[0][1] == -one.of_key[0][1]
+        for one in found
+    )
+
+
 def over(text: str, box: Mapping[str, Bounds]) -> Verdict:
     """Three-valued: True when all pairs of the box may attend, False when none may, None when unsure.
 

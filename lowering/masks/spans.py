@@ -83,6 +83,17 @@ def _joined(segments: list[Segment]) -> Rows:
     return tuple(segments)
 
 
+def by_index(rows: Rows) -> Rows:
+    """As many rows of the same indices, in the order of these and without padding: in as few segments as can be."""
+    found: list[Segment] = []
+    for first, _, length in sorted(rows):
+        if found and found[-1].first + found[-1].length == first:
+            found[-1] = found[-1]._replace(length=found[-1].length + length)
+        else:
+            found.append(Segment(first, sum(one.length for one in found), length))
+    return tuple(found)
+
+
 def extent(rows: Rows) -> tuple[int, int]:
     """The local offsets [low, high) from the first valid row to the last."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)

@@ -6,6 +6,7 @@ Gradients of keys and values move in float32 (float64 for float64). Backward com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from sp_compile.graph.sizes import Size
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder
 
 from .machine import Machine
+from .walk.workspace import flash_workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,17 @@ class Shape:
         """Read and written to add one block's gradient of q to that of all of one rank's rows."""
         return self.heads * self.q_bytes * 3 * self.widening
 
+    def workspace(self, ulysses: int, keys: int) -> float:
+        """Bytes that a kernel's backward takes for itself, on a rank with the rows and a share of the heads of so many.
+
+        keys: of one call.
+        """
+        if not self.training or self.kernel not in FLASH:
+            return 0.0
+        heads, of_keys = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
+        nbytes = self.batch * of_keys * keys * (self.head_dim + self.v_head_dim) * self.element_size
+        return flash_workspace(self.batch, heads, of_keys, self.q_rows * ulysses, self.head_dim, nbytes)
+
     @property
     def flops(self) -> float:
         """Forward FLOPs of one rank if all ranks do the same."""
@@ -154,6 +167,8 @@ def _below(x: float, keys: int) -> float:
 
 
 BACKWARD_FLOPS = 2.5
+FLASH = frozenset({"cudnn", "flash", "flash3", "flash4"})
+"""Kernels whose backward takes memory for itself, as `cost/walk/workspace.py` has it."""
 TIE = 1.05
 MOST_DOCUMENTS = 8  # that a sequence is thought to hold
 
@@ -250,6 +265,17 @@ def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
     machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
     return [_finished(c, shape, machine) for c in found]
+
+
+def candidates_in_order(shape: Shape, machine: Machine) -> list[Candidate]:
+    """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
+    if shape.order.dealt:
+        return candidates(replace(shape, window=None), machine)
+    found = candidates(shape, machine)
+    if shape.order.in_order or not shape.causal or shape.q_len != shape.kv_len:
+        return found
+    others = candidates(replace(shape, window=None), machine)
+    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == shape.order.name]
 
 
 def fastest(found: Iterable[Candidate]) -> Candidate:

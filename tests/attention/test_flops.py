@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import sp_compile
 from sp_compile import _compat
 from sp_compile.lowering.attention import flops
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import stretches, whole
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
@@ -80,6 +80,25 @@ def test_a_mask_of_a_long_sequence(name: str) -> None:
     arguments = (None, [], [], [], [3], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     begin = time.process_time()
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * pairs(length) * 16}
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_mean_of_many_ranks_that_gather_keys(window: int | None) -> None:
+    """In zigzag order keys are gathered in two stretches, of which the second one's chunks come last to first.
+
+    In a time that grows neither with the ranks nor with their chunks: all ranks together attend as one device does.
+    """
+    n, length = 512, 1 << 22
+    q_span, (first, second) = [n, 2, 1, 0, 0, length], stretches([1, length // n, 0, length, 2], n)
+    predicate, sizes = ("k <= q", []) if window is None else ("(k <= q) & (q - k < n0)", [window])
+    pairs = length * (length + 1) // 2 if window is None else length * window - window * (window - 1) // 2
+    q, k = (torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, rows, 8) for rows in (length // n, length // 2))
+    found, begin = 0, time.process_time()
+    for k_span in (first, second):
+        arguments = (None, [], [], [], sizes, predicate, None, 0.0, 0.3, "", [], [], q_span, k_span, 1, GROUP)
+        found += counted(lambda a=arguments: sp.attend(q, k, k, *a))[sp.attend]  # type: ignore[misc]
+    assert abs(n * found - 2 * 16 * pairs) <= 2 * n * 2 * 16  # each is rounded down
     assert time.process_time() - begin < 5
 
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import size_hint
 from sp_compile.config import STRATEGIES
-from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, choose
+from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates_in_order, choose
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
@@ -140,22 +140,11 @@ def _decisions(
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
-        found = _found(replace(shape, order=order), machines[node])
+        found = candidates_in_order(replace(shape, order=order), machines[node])
         choice = _choice(found, node, plan, job)
         if choice is not None:
             out.append(NodeDecision(shape, found, choice, job.times(node), _asked(job) != "auto", node=node))
     return out
-
-
-def _found(shape: Shape, machine: Machine) -> list[Candidate]:
-    """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
-    if shape.order.dealt:
-        return candidates(replace(shape, window=None), machine)
-    found = candidates(shape, machine)
-    if shape.order.in_order or not shape.causal or shape.q_len != shape.kv_len:
-        return found
-    others = candidates(replace(shape, window=None), machine)
-    return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == shape.order.name]
 
 
 def _shardable(node: Node, plan: Plan) -> bool:

@@ -57,7 +57,8 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
         backward += machine.copy(shape.accumulate_bytes)
     memory: float = n * kv
     if shape.training:  # with the gradients of all keys; then these alone, and packed
-        memory = max(memory * (1 + shape.widening), 2 * n * kv * shape.widening) + shape.gradient_bytes
+        inside = shape.workspace(1, shape.kv_len // runs)
+        memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv * shape.widening) + shape.gradient_bytes
     yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
 
 

@@ -96,7 +96,8 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     # Keys that are here and coming, and the accumulators with what is added to them.
     memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
-        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads)
+        inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
     last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
     travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)

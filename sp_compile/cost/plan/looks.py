@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from sp_compile.config import STRATEGIES
-from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates
+from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, candidates_in_order, choose
 from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.layers import checkpointed
 from sp_compile.cost.machine import Machine
@@ -27,7 +28,7 @@ from sp_compile.cost.offload import copy_seconds
 from sp_compile.cost.step import ModelBytes, StepMemory
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
-from sp_compile.lowering.frames import CONTIGUOUS
+from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
 from sp_compile.verify import Look, alike, attentions_of, explain_each
 
 SHARDED, WHOLE = STATES = ("sharded", "on every rank")
@@ -297,16 +298,24 @@ class StepPlanner:
     def attends(self, n: int) -> list[Attend]:
         """Strategies and layouts that all attentions can have on so many ranks and the options allow, fastest first."""
         if not self._shapes or n == 1:
-            return [Attend(AUTO, [(_alone(shape, self.machine), count) for shape, count in self._shapes])]
-        offered = [(_fastest(replace(shape, n=n), self.machine), count) for shape, count in self._shapes]
-        found = []
-        for key in dict.fromkeys(key for best, _ in offered for key in best):
-            if not all(self.options.get(name, "auto") in ("auto", asked) for name, asked in zip(OPTIONS, key)):
-                continue
-            each = [(best.get(key) or best.get((key[0], CONTIGUOUS.name)), count) for best, count in offered]
-            whole = [(c, count) for c, count in each if c is not None]  # a window is never in zigzag order
-            found += [Attend(key, whole)] if len(whole) == len(each) else []
+            return [self._attend(n, AUTO, CONTIGUOUS.name)]
+        kind, layout = (self.options.get(name, "auto") for name in OPTIONS)
+        dealt = any(shape.order.dealt for shape, _ in self._shapes)
+        layouts = [order.name for order in LAYOUTS.values() if order.dealt == dealt and layout in ("auto", order.name)]
+        kinds = [one.name for one in attention_strategies() if kind in ("auto", one.name)]
+        alike = [self._attend(n, key, key[1]) for key in product(kinds, layouts)]
+        found = [one for one in alike if any(c.layout == one.key[1] for c, _ in one.found)]
+        for key in product(dict.fromkeys([*kinds, kind]), [layout]):  # as local attention beside global one
+            each = [one for order in layouts if (one := self._attend(n, key, order)).found]
+            mixed = min(each, key=lambda one: one.seconds, default=None)
+            found += [mixed] if mixed is not None and all(one.found != mixed.found for one in found) else []
         return sorted(found, key=lambda one: (one.memory > self.machine.memory, one.seconds))
+
+    def _attend(self, n: int, key: tuple[str, str], order: str) -> Attend:
+        """What `explain` takes, if the program keeps its sequence in this order; of nothing, where that cannot be."""
+        shapes = [(replace(shape, n=n, order=LAYOUTS[order]), count) for shape, count in self._shapes]
+        found = [(c, count) for shape, count in shapes if (c := _taken(shape, *key, self.machine)) is not None]
+        return Attend(key, found if len(found) == len(shapes) else [])
 
     def refusal(self, n: int) -> str:
         """Why nothing can be on so many ranks."""
@@ -391,19 +400,15 @@ def _few_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _fastest(shape: Shape, machine: Machine) -> dict[tuple[str, str], Candidate]:
-    """The fastest candidate of each strategy and layout, whether it fits a device or not."""
-    best: dict[tuple[str, str], Candidate] = {}
-    for c in candidates(shape, machine):
-        key = (c.kind, c.layout)
-        if (c.legal is None or not c.fits) and (key not in best or c.seconds < best[key].seconds):
-            best[key] = replace(c, legal=None, fits=True)
-    return best
-
-
-def _alone(shape: Shape, machine: Machine) -> Candidate:
-    """On one rank."""
-    return min(_fastest(replace(shape, n=1), machine).values(), key=lambda c: c.seconds)
+def _taken(shape: Shape, kind: str, layout: str, machine: Machine) -> Candidate | None:
+    """The best of a strategy and a layout, or of "auto"; what needs least, where none fits a device."""
+    found = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
+    if layout != "auto":
+        found = [c for c in found if not c.relayout]
+    if legal := [c for c in found if c.legal is None]:
+        return choose(legal)
+    large = min((c for c in found if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
+    return None if large is None else replace(large, legal=None, fits=True)
 
 
 def _unmoved(shape: Shape) -> Shape:

@@ -49,7 +49,12 @@ def _of_gpu(target: Any, operands: Sequence[torch.Tensor]) -> int:
     """What flash attention's backward has: see `BACKWARDS_OF_GPU`; a forward has nothing that counts."""
     heads_at, rows_at = BACKWARDS_OF_GPU[target]
     q, k, v = operands[1:4]
-    rows = -(-size_hint(q.shape[rows_at]) // WORKSPACE_ROWS) * WORKSPACE_ROWS
     heads, of_keys = (size_hint(x.shape[heads_at]) for x in (q, k))
-    sums = 4 * size_hint(q.shape[0]) * heads * rows * (1 + size_hint(q.shape[-1]))
-    return sums if heads == of_keys else sums + (bytes_now(k) + bytes_now(v)) * heads // of_keys
+    rows, dim = size_hint(q.shape[rows_at]), size_hint(q.shape[-1])
+    return flash_workspace(size_hint(q.shape[0]), heads, of_keys, rows, dim, bytes_now(k) + bytes_now(v))
+
+
+def flash_workspace(batch: int, heads: int, of_keys: int, rows: int, dim: int, keys: float) -> float:
+    """What flash attention's backward has for so many heads of queries and of keys; keys: bytes of K and V."""
+    sums = 4 * batch * heads * -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS * (1 + dim)
+    return sums if heads == of_keys else sums + keys * heads // of_keys
