@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
 WORDS = f"""# Memory of a training step, predicted and measured
 
-`python benchmarks/memory.py --plan`: bytes of all tensors that a step of one of {RANKS} ranks makes, gradients
+`python benchmarks/memory.py --plan`, {{about}}: bytes of all tensors that a step of one of {RANKS} ranks makes, gradients
 included, at their peak, on a CPU and one thread. Predicted by `explain(memory=True)`, measured by every allocation of a
 warm step of the first and the last rank, whose others are torch's "fake" group; the larger counts. Parameters, inputs
 and the optimizer's state are known beforehand and not counted. `aot_eager` runs each operator by itself; `inductor`
@@ -56,7 +56,7 @@ def predictions(console: Console) -> None:
             numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
             table.add_row(name, compiler, *numbers)
             console.print(name, compiler, *numbers)
-            RESULTS.write_text(WORDS + markdown(table) + "\n")
+    RESULTS.write_text(WORDS.format(about=f"{date.today()}, {processor()}") + markdown(table) + "\n")
 
 
 def beside_peers(console: Console, given: argparse.Namespace) -> None:

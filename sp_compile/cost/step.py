@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 
 from sp_compile._compat import storage_of
 from sp_compile.graph.call import tangents_of, tensors_of
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.sizes import product, same, sizes
 
 from .memory import GIB
@@ -106,7 +107,7 @@ class GraphStep:
     saved: that the forward leaves on the device for the backward, besides parameters and inputs.
     tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
     hosted: the same with all on the host that may wait there, where somebody asked. kept: what is saved, by the layer
-    whose backward is the last one to read it.
+    whose backward is the last one to read it; "" what is made in no layer, but for what goes into the first.
     """
 
     forward: Walk
@@ -138,7 +139,13 @@ class GraphStep:
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
         results_of = max(0, first.end - kept)
-        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, kept=second.by_last_layer(saved))
+        made = {n.name: layer_of(n) for n in forward.nodes}
+        begins = next((layer for layer in made.values() if layer), "")
+        by_layer = [
+            (layer if made.get(held.name) or layer == begins else "", held)
+            for layer, held in second.by_last_layer(saved)
+        ]
+        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, kept=by_layer)
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[Key, int]:

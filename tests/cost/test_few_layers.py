@@ -29,11 +29,14 @@ def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Trained(nn.Module):
-    """A decoder with its loss. again: its layers are computed again. wider: every fourth layer is of another kind."""
+    """A decoder with its loss. again: its layers are computed again. wider: every fourth layer is of another kind.
 
-    def __init__(self, again: bool, wider: bool) -> None:
+    normed: a norm is behind the layers.
+    """
+
+    def __init__(self, again: bool, wider: bool, normed: bool) -> None:
         super().__init__()
-        self.model, self.again = Decoder(plain, layers=LAYERS), again
+        self.model, self.again, self.normed = Decoder(plain, layers=LAYERS), again, normed
         if wider:
             for layer in self.model.layers[3::4]:
                 layer.up, layer.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
@@ -43,12 +46,13 @@ class Trained(nn.Module):
         for layer in self.model.layers:
             attend = partial(self.model.attend, self.model)
             x = checkpoint(layer, x, attend, use_reentrant=False) if self.again else layer(x, attend)
+        x = F.rms_norm(x, x.shape[-1:]) if self.normed else x
         return F.cross_entropy(self.model.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def explained(again: bool, wider: bool, **options: Any) -> Report:
+def explained(again: bool, wider: bool, normed: bool = False, **options: Any) -> Report:
     with torch.device("meta"):
-        model, ids = Trained(again, wider).bfloat16(), torch.zeros(1, LENGTH, dtype=torch.int64)
+        model, ids = Trained(again, wider, normed).bfloat16(), torch.zeros(1, LENGTH, dtype=torch.int64)
     return sp_compile.explain(model, ids, sp=RANKS, memory=True, **options)
 
 
@@ -62,10 +66,11 @@ def sent(report: Report) -> dict[str, float]:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
-    ("wider", "offload", "memory"), [(False, "never", 1e15), (True, 0.4, 1e15), (True, "auto", 1.9e6)]
+    ("wider", "offload", "memory", "tiles"),
+    [(False, "never", 1e15, "never"), (True, 0.4, 1e15, "never"), (True, "auto", 1.9e6, "never"), (True, "never", 1e15, 4)],
 )
 def test_a_few_layers_say_what_all_do(
-    monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float
+    monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float, tiles: Any
 ) -> None:
     """Where copies to the host take no longer than the work beside them; layers send all or nothing.
 
@@ -73,11 +78,11 @@ def test_a_few_layers_say_what_all_do(
     """
     cost = {"memory": memory, "host_bandwidth": 1e15}
     near, more = (0.01, 0.01) if offload == "never" else (0.12, 0.2)
-    options = {"offload": offload, "cost": cost, "state": "sharded", "param_grads": "partial"}
+    options = {"offload": offload, "cost": cost, "state": "sharded", "param_grads": "partial", "tiles": tiles}
     options["compiler"] = "aot_eager"
-    few = explained(True, wider, **options)
+    few = explained(True, wider, normed=tiles != "never", **options)
     monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
-    whole = explained(True, wider, **options)
+    whole = explained(True, wider, normed=tiles != "never", **options)
     assert [note.done for note in few.notes if note not in whole.notes].count("alike") == 1
     assert "alike" not in {note.done for note in whole.notes}
     assert [d.nodes for d in few.attention] == [d.nodes for d in whole.attention] == [LAYERS]

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.cost.memory import Memory
 from sp_compile.cost.step import ModelBytes
 from sp_compile.graph.call import is_tensor
+from sp_compile.graph.layers import layer_of
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.passes.job import Settings
@@ -40,11 +41,13 @@ def memory_needed(gm: GraphModule, plan: Plan, job: Settings, trained: set[Node]
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     state = _state(inputs, plan, n) if job.repeats is None else job.repeats.weights
     weights, gradients = state.sharded(n) if job.state == "sharded" else (state.parameters, state.learned)
-    kept = set(_kept(trained)) - set(inputs)
+    kept = Counter[Node]()
+    for value, times in _kept(trained, job):
+        kept[value] = max(times, kept[value])
     losses = [node for node in trained if node.target in LOSSES]
     nbytes = {node: _share(node.args[0], plan, n, 4) for node in losses}
     tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_of_product(node, trained))
-    known = sum(_share(node, plan, n) * job.times(node) for node in kept) + sum(nbytes.values())
+    known = sum(_share(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
     may = isinstance(job.tiles, str)  # or they go in tiles whatever there is room for
     return Memory(
         device=device,
@@ -81,15 +84,17 @@ def _is_of_product(node: Node, trained: set[Node]) -> bool:
             return True
 
 
-def _kept(trained: Iterable[Node]) -> Iterator[Node]:
+def _kept(trained: Iterable[Node], job: Settings) -> Iterator[tuple[Node, int]]:
+    """What is kept, and how often: what one layer makes is there for each that reads it, all else once."""
     for node in trained:
         region = node.meta.get("ac_graph_id")
         if region is None and node.target in OF_RESULTS:
-            yield node
+            yield node, job.times(node)
         for operand in node.all_input_nodes:
             enters = operand.meta.get("ac_graph_id") != region
             if operand in trained and (enters if region is not None else _reads_operands(node)):
-                yield _moved(operand) if region is None else operand
+                value = _moved(operand) if region is None else operand
+                yield value, job.times(node) if layer_of(value) else 1
 
 
 def _reads_operands(node: Node) -> bool:
