@@ -77,6 +77,8 @@ def explain(
     Raises SpError as the backend would, for an option that has no effect on a report, and where nothing of the model is
     compiled.
     """
+    if not isinstance(memory, bool):
+        raise SpError(f"memory={memory!r}: explain predicts it where that is True; a device's is cost={{'memory': 80e9}}")
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
     refused = LOOK_OPTIONS if memory or passes else LOOK_OPTIONS | MEMORY_OPTIONS

@@ -300,6 +300,7 @@ def wrong() -> Any:
         (["explain", f"{__name__}:small", "--option", "attention"], "expected NAME=VALUE"),
         (["explain", f"{__name__}:small", "--png", "x.png"], "--png draws plans"),
         (["plan", f"{__name__}:small", "--memory", "much"], "memory='much'"),
+        (["verify", f"{__name__}:small", "--tiles", "3"], "'--tiles 3': the backend's options are --option NAME=VALUE"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,5 +282,11 @@ def test_state_of_an_optimizer_needs_memory() -> None:
         sp_compile.explain(seeded(Decoder), tokens(8), sp=2, optimizer=torch.optim.SGD)
 
 
+def test_memory_is_a_question_and_no_size() -> None:
+    """`plan` takes a size of that name."""
+    with pytest.raises(sp_compile.SpError, match="memory='80GB': explain predicts it"):
+        sp_compile.explain(seeded(Decoder), tokens(8), sp=2, memory="80GB")
+
+
 def test_a_function_has_no_weights() -> None:
     assert ModelBytes.of(lambda x: x) == ModelBytes(0, 0, 0, 0)
