@@ -95,13 +95,13 @@ class Shape:
         """Read and written to add one block's gradient of q to that of all of one rank's rows."""
         return self.heads * self.q_bytes * 3 * self.widening
 
-    def workspace(self, ulysses: int, keys: int) -> float:
+    def workspace(self, ulysses: int, keys: int) -> int:
         """Bytes that a kernel's backward takes for itself, on a rank with the rows and a share of the heads of so many.
 
         keys: of one call.
         """
         if not self.training or self.kernel not in FLASH:
-            return 0.0
+            return 0
         heads, of_keys = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
         nbytes = self.batch * of_keys * keys * (self.head_dim + self.v_head_dim) * self.element_size
         return flash_workspace(self.batch, heads, of_keys, self.q_rows * ulysses, self.head_dim, nbytes)

@@ -3,12 +3,16 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from sp_compile.cost import attention
 from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest, halving
 from sp_compile.cost.decision import described
 from sp_compile.cost.machine import CPU, GPU, Machine
+from sp_compile.cost.walk.workspace import workspace_of
 from sp_compile.errors import SpError
 from sp_compile.lowering.frames import LAYOUTS
 
@@ -42,6 +46,31 @@ def shape(n: int, heads: int = 64, kv_heads: int = 8, rows: int = 1024, **change
 def of(found: list[Candidate], kind: str, ulysses: int = 0, layout: str = "") -> Candidate:
     """The candidate of this kind; the best balanced one if the layout is not given."""
     return [c for c in found if c.kind == kind and ulysses in (0, c.ulysses) and (not layout or c.layout == layout)][-1]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 64])
+def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
+    """As the walk over a rank's graph has it of the tensors that each way hands to the kernel."""
+    s = shape(16, kv_heads=kv_heads, kernel="flash")
+    rows, keys = s.q_rows, s.kv_len
+
+    def taken(kind: str, layout: str, ulysses: int = 0) -> float:
+        with_it = of(candidates(s, GPU), kind, ulysses, layout)
+        with mock.patch.object(attention, "FLASH", frozenset()):
+            return with_it.memory - of(candidates(s, GPU), kind, ulysses, layout).memory
+
+    def walked(heads: int, of_keys: int, rows: int, keys: int) -> int:
+        q, k = (
+            torch.empty(1, *size, 128, dtype=torch.bfloat16, device="meta") for size in ((heads, rows), (of_keys, keys))
+        )
+        return workspace_of(torch.ops.sp.attend_backward.default, [q, q, k, k])
+
+    whole = kv_heads * 2 * 128 * 2 * keys  # behind it, gradients of all keys are packed, beside no keys
+    assert taken("gather", "contiguous") == max(0, walked(64, kv_heads, rows, keys) - whole)
+    assert taken("ring", "contiguous") == walked(64, kv_heads, rows, rows)
+    assert taken("hybrid", "contiguous", 4) == walked(16, kv_heads // 4, 4 * rows, 4 * rows)
+    assert taken("ulysses", "contiguous") == walked(4, max(kv_heads // 16, 1), keys, keys)
+    assert replace(s, training=False).workspace(1, keys) == 0
 
 
 @pytest.mark.parametrize("element_size", [2, 4, 8])

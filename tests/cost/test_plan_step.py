@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.attention import Candidate
+from sp_compile.cost.attention import Candidate, Shape
 from sp_compile.cost.layers import Depth, checkpoint_blocks, checkpointed
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.plan import plan as plan_module
@@ -239,6 +239,53 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
     plan.rows.append(second)
     plan_module._settle(planner, plan, [second], refines=True)
     assert second not in plan.rows
+
+
+def test_what_nearly_fits_is_looked_at_once() -> None:
+    near, far = variant(1.0, 105, False, False), variant(1.0, 120, False, False)
+    plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
+    assert plan_module._unlooked(plan, 2) == [near]
+    assert plan_module._unlooked(plan, 2, near=False) == []
+
+
+def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
+    """What fits with nothing on the host, or with copies that other work hides; not what waits for these."""
+    large, hidden = variant(10.0, 200, True, False), variant(10.05, 80, True, True, offload=0.5)
+    for best, settled in ((hidden, True), (replace(hidden, seconds=11.0), False), (replace(hidden, fits=False), False)):
+        assert plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, best]), 2) is settled
+    small = variant(12.0, 80, True, True)
+    assert plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, small]), 2)
+    assert not plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, small]), 4)
+
+
+FULL = Shape(
+    **{"n": 1, "batch": 1, "q_len": 1 << 20, "kv_len": 1 << 20, "heads": 64, "kv_heads": 8, "head_dim": 64},
+    **{"v_head_dim": 64, "element_size": 2, "causal": True, "kernel": "flash"},
+)
+
+
+def attends(n: int, *shapes: Shape, **options: Any) -> dict[tuple[str, str], list[tuple[str, str, bool]]]:
+    """The ways of a planner's attention, each as strategy, layout and whether it is moved for every shape."""
+    planner = StepPlanner(nn.Linear(2, 2), [], {}, Machine.of("meta"), options, (), 2.0, 64, [])
+    vars(planner)["_shapes"] = [(shape, 12.0) for shape in shapes]
+    found = planner.attends(n)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.found] for one in found}
+
+
+def test_local_and_global_attention_may_go_different_ways() -> None:
+    """As the options leave it to the compiler; where all attention is alike, that is one of the other ways."""
+    local = replace(FULL, window=128)
+    assert ("auto", "auto") not in attends(128, FULL)
+    found = attends(128, FULL, local)
+    assert next(iter(found)) == ("auto", "auto")
+    whole, near = found["auto", "auto"]
+    assert (whole[1:], near) == (("zigzag", True), ("ring", "contiguous", False))
+    assert found["ring", "auto"] == [("ring", "zigzag", True), ("ring", "contiguous", False)]
+    assert found["ring", "zigzag"] == [("ring", "zigzag", False)] * 2, "the whole program is in that order"
+    assert attends(128, FULL, local, attention="ring", layout="zigzag").keys() == {("ring", "zigzag")}
+    assert {kind for kind, _ in attends(128, FULL, local, attention="ring")} == {"ring"}
+    assert {layout for _, layout in attends(128, FULL, local, layout="contiguous")} == {"contiguous"}
 
 
 def test_what_would_have_to_change() -> None:

@@ -186,7 +186,7 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     if LAYOUTS[layout].chunks > 1:
         return
     legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
-    inside = shape.workspace(n, shape.kv_len) if legal is None else 0.0
+    inside = shape.workspace(n, shape.kv_len) if legal is None else 0
     memory = exchanged_memory(shape, n) + inside if n > 1 else 0
     found = [
         Candidate(

@@ -3,10 +3,10 @@
     sp_compile.plan(model, (ids,), labels=ids, memory="80GB", ranks=[8, 16, 64]).best.options
 
 Each number of ranks is looked at as `explain(memory=True)` does it, with the attention that the cost model takes to be
-the fastest: as the model is written; with its layers checkpointed, where that does not fit; and in so many tiles, where
-that does not fit either. What another attention, or state on every rank, would hold is estimated from these; if such a
-way, or one with a share on the host, seems to be the best, it is looked at, too, until the best one has been
-(`looks.py`). So what is said of the best is what `explain` says with its options.
+the fastest: as the model is written; with its layers checkpointed, where that does not fit, or copies to the host take
+longer than all else; and in so many tiles, where that is so again. What another attention, or state on every rank,
+would hold is estimated from these; if such a way, or one with a share on the host, seems to be the best, it is looked
+at, too, until the best one has been (`looks.py`). So what is said of the best is what `explain` says with its options.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ ROUNDS = 4
 """Of looks at what seems to be best."""
 NEAR = 1.1
 """Of the memory: what an estimate says to be no more than that is looked at where nothing fits."""
+AS_GOOD = 1.01
+"""Times the seconds that nothing can be below."""
 MOST_ROWS = 8
 """Of a table, for each number of ranks."""
 REFUSED = dict.fromkeys(("mesh", "mesh_dim"), "looks at numbers of ranks and has none: leave it out")
@@ -213,15 +215,27 @@ def plan(
     )
     found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory))
     _first_looks(planner, found, wanted, options.get("tiles"))
+    missed: set[int] = set()
     for left in reversed(range(ROUNDS)):
-        if not (open_ways := [row for n in wanted for row in _unlooked(found, n)]):
+        if not (open_ways := [row for n in wanted for row in _unlooked(found, n, near=n not in missed)]):
             break
+        missed |= {row.ranks for row in open_ways if not row.fits}
         _settle(planner, found, open_ways, refines=left > 0)
     found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
     for n in wanted:
         if found.of(n) is None:
             found.changes[n] = _change(planner, found, n)
     return found
+
+
+def _is_settled(found: StepPlan, n: int) -> bool:
+    """Can no checkpoints and no smaller tiles be better? It fits; or copies to the host take no longer than the rest.
+
+    As it is written, a step takes no longer than with anything computed again, or in more tiles.
+    """
+    best = found.of(n)
+    least = min((row.seconds for row in found.rows if row.ranks == n and not row.checkpoint), default=0.0)
+    return best is not None and (found.fits_on_device(n) or best.seconds <= AS_GOOD * least)
 
 
 def _tokens(values: Iterable[Any]) -> int:
@@ -239,7 +253,7 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
     ways: list[tuple[bool, int | str]] = [(False, tiles)]
     while ways:
         again, tiles = ways.pop(0)
-        left = [n for n, known in attends.items() if known and not found.fits_on_device(n)]
+        left = [n for n, known in attends.items() if known and not _is_settled(found, n)]
         if tiles == TILES and asked_tiles is None:
             left = [n for n in left if tiled.get(n, 0) < TILES]
         state = {n: planner.states(n)[0] for n in left}
@@ -285,10 +299,10 @@ def _variant(planner: StepPlanner, way: PlanWay, **found: Any) -> Variant:
     )  # fmt: skip
 
 
-def _unlooked(found: StepPlan, n: int) -> list[Variant]:
-    """What seems to be best on so many ranks; or what holds least, if that is near to fit."""
+def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
+    """What seems to be best on so many ranks; or what holds least, if that is near to fit, and these are asked for."""
     best = found.of(n)
-    if best is None:
+    if best is None and near:
         rows = [row for row in found.rows if row.ranks == n and row.memory <= NEAR * found.memory]
         best = min(rows, key=lambda row: row.memory, default=None)
     return [best] if best is not None and not best.looked else []

@@ -54,7 +54,7 @@ def _of_gpu(target: Any, operands: Sequence[torch.Tensor]) -> int:
     return flash_workspace(size_hint(q.shape[0]), heads, of_keys, rows, dim, bytes_now(k) + bytes_now(v))
 
 
-def flash_workspace(batch: int, heads: int, of_keys: int, rows: int, dim: int, keys: float) -> float:
+def flash_workspace(batch: int, heads: int, of_keys: int, rows: int, dim: int, keys: int) -> int:
     """What flash attention's backward has for so many heads of queries and of keys; keys: bytes of K and V."""
     sums = 4 * batch * heads * -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS * (1 + dim)
     return sums if heads == of_keys else sums + keys * heads // of_keys
