@@ -27,11 +27,12 @@ RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
 WORDS = f"""# Memory of a training step, predicted and measured
 
-`python benchmarks/memory.py --plan`, {{about}}: bytes of all tensors that a step of one of {RANKS} ranks makes, gradients
-included, at their peak, on a CPU and one thread. Predicted by `explain(memory=True)`, measured by every allocation of a
-warm step of the first and the last rank, whose others are torch's "fake" group; the larger counts. Parameters, inputs
-and the optimizer's state are known beforehand and not counted. `aot_eager` runs each operator by itself; `inductor`
-fuses them, which is modelled.
+`python benchmarks/memory.py --plan`, {{about}}.
+
+Bytes of all tensors that a step of one of {RANKS} ranks makes, gradients included, at their peak, on a CPU, one thread.
+Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
+others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
+and not counted. `aot_eager` runs each operator by itself; `inductor` fuses them, which is modelled.
 
 """
 

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 
 VOCAB, DIM, LAYERS, HEADS = 8192, 64, 2, 4
-FIRST, GROWS, STRIDE = 0.5, 1.06, 32
+FIRST, GROWS, STRIDE = 0.88, 1.06, 32
 """The first length, of what is predicted; each next one, of the one before; and what divides all."""
 SHORT = 256  # tokens of the step that compiles
 LONGEST_STEP = 300  # seconds; no rank waits longer for one that is stuck

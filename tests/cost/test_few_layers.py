@@ -67,7 +67,12 @@ def sent(report: Report) -> dict[str, float]:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("wider", "offload", "memory", "tiles"),
-    [(False, "never", 1e15, "never"), (True, 0.4, 1e15, "never"), (True, "auto", 1.9e6, "never"), (True, "never", 1e15, 4)],
+    [
+        (False, "never", 1e15, "never"),
+        (True, 0.4, 1e15, "never"),
+        (True, "auto", 1.9e6, "never"),
+        (True, "never", 1e15, 4),
+    ],
 )
 def test_a_few_layers_say_what_all_do(
     monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float, tiles: Any
