@@ -78,7 +78,7 @@ def explain(
     compiled.
     """
     if not isinstance(memory, bool):
-        raise SpError(f"memory={memory!r}: explain predicts it where that is True; a device's is cost={{'memory': 80e9}}")
+        raise SpError(f"memory={memory!r}: explain predicts it if that is True; a device has cost={{'memory': 80e9}}")
     if optimizer is not None and not memory:
         raise SpError("optimizer: explain says nothing of its state without memory=True")
     refused = LOOK_OPTIONS if memory or passes else LOOK_OPTIONS | MEMORY_OPTIONS

@@ -15,7 +15,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import SYMBOLIC_GRAPHS, pytree
+from sp_compile._compat import SYMBOLIC_GRAPHS, has_policy, pytree
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
@@ -90,6 +90,8 @@ class Tiles(Pass):
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
         back = f"; {way}" if program.gradients else ""
         again = "; the results that others read are made once more for them" if region.also else ""
+        if back and not program.at_once and any(has_policy(view.source[one]) for one in region.nodes):
+            again += "; its checkpoint's policy saves nothing of a tile"
         self.note(
             node,
             f"{tiles} tiles of {length} of {total} rows: an inside of {_words(whole)} becomes "

@@ -21,6 +21,7 @@ from torch._functorch import partitioners
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import sp_compile
 from sp_compile import _compat
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -108,6 +109,14 @@ def test_results_with_sinks_stay(how: str) -> None:
 def test_attention_that_leaves_no_room_is_computed_again() -> None:
     _, again = cut("without a policy", "ring", cost={"memory": 1e3})
     assert again[sp.attend.default] == 4
+
+
+@pytest.mark.parametrize("how", ["without a policy", "products stay"])
+def test_a_policy_saves_nothing_of_a_tile_and_that_is_said(how: str) -> None:
+    model = build(Checkpointed, layers=1)
+    model.given = CHECKPOINTS[how]
+    (why,) = [note.why for note in sp_compile.explain(model, *text(16), sp=2, tiles=2).notes if note.done == "tiles"]
+    assert ("policy" in why) == (how == "products stay")
 
 
 def test_lists_of_ops_are_policies() -> None:

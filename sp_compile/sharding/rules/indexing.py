@@ -189,5 +189,5 @@ def _embedding(call: Call) -> Factors | None:
 
 @rule_of(aten.one_hot.default)
 def _one_hot(call: Call) -> Factors | None:
-    """Without a number of classes each rank would take its own largest index."""
-    return None if call["num_classes"] == -1 else bind(call, "... -> ... v")
+    """Without a number of classes each rank would take its own largest index. Of integers, but as wide as logits."""
+    return None if call["num_classes"] == -1 else bind(call, "... -> ... v", begins=True)

@@ -148,6 +148,12 @@ def preferred(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def one_hot(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Targets that are as wide as logits, smoothed by hand."""
+    targets = F.one_hot(ids[:, 1:], VOCAB) * 0.9 + 0.1 / VOCAB
+    return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
+
+
 def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """Clipped ratios to an older policy, advantages of tokens, a penalty of divergence, and the entropy."""
     new, old = (z[:, :-1].log_softmax(-1) for z in (head(h), reference(h, ids)))
@@ -161,7 +167,7 @@ def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 LOSSES: tuple[Loss, ...] = (
     *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
     *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
-    *(distilled, divergence, of_mixture, soft_targets, preferred, policy),
+    *(distilled, divergence, of_mixture, soft_targets, one_hot, preferred, policy),
 )
 
 

@@ -23,6 +23,7 @@ from sharding.tiles.losses import (
     mean,
     of_mixture,
     of_tokens,
+    one_hot,
     per_sequence,
     preferred,
     with_z,
@@ -83,7 +84,7 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.parametrize("loss", [mean, of_tokens, distilled, divergence], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [mean, of_tokens, distilled, divergence, one_hot], ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
     seq, rows, tiles = 64, 2, 8
