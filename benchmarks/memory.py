@@ -42,8 +42,7 @@ float32, a vocabulary of {VOCAB}, 4 layers of 256, every block checkpointed, one
 a step makes, gradients included, of the rank that holds most; CPU seconds of all ranks together, their exchanges
 included: medians of turns in one run, in the first of which every allocation is recorded. Gradients: against those of
 the first line. DeepSpeed: its TiledMLP, TiledFusedLogitsLoss and DistributedAttention, and gradients summed in place.
-By hand: chunks, each computed again, with heads exchanged for rows. Where attention only allocates, peaks are those of
-a step, gradients those of another function, and CPU seconds those of all else.
+By hand: chunks, each computed again, with heads exchanged for rows.
 
 """
 """Then a section for each length and number of ranks."""
@@ -64,11 +63,9 @@ def beside_peers(console: Console, given: argparse.Namespace) -> None:
     path = RESULTS.with_name("tiles.md")
     for ranks in given.ranks:
         title = f"{given.tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
-        title += ", attention that only allocates" if given.hollow else ""
-        table = compared(Run(given.tokens, given.tiles, ranks, given.repeats, given.only, given.hollow))
+        table = compared(Run(given.tokens, given.tiles, ranks, given.repeats, given.only))
         console.print(title, table)
         command = f"--tiles {given.tiles} --tokens {given.tokens} --ranks {ranks} --repeats {given.repeats}"
-        command += " --hollow" if given.hollow else ""
         about = f"`python benchmarks/memory.py {command}`, {date.today()}, {processor()}"
         _, *others = path.read_text().split("\n## ") if path.exists() else [""]
         others = [text.strip() for text in others if not text.startswith(f"{title}\n")]
@@ -115,7 +112,6 @@ def main() -> None:
         parser.add_argument("--ranks", type=int, nargs="+", default=[1])
         parser.add_argument("--repeats", type=int, default=3)
         parser.add_argument("--only", default="", help="a regular expression of ways")
-        parser.add_argument("--hollow", action="store_true", help="attention allocates and does no work: peaks only")
         beside_peers(console, parser.parse_args())
         return
     args = parse_args()

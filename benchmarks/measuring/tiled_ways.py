@@ -202,17 +202,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Run:
-    """only: a regular expression of ways. repeats: turns; peaks are of the first.
-
-    hollow: do attention's kernels allocate and no more? Peaks are the same, at lengths that would take hours.
-    """
+    """only: a regular expression of ways. repeats: turns; peaks are of the first."""
 
     tokens: int
     tiles: int
     ranks: int
     repeats: int
     only: str = ""
-    hollow: bool = False
 
 
 def compared(run: Run) -> Table:
@@ -253,14 +249,6 @@ def hollow() -> torch.library.Library:
 
 def _seen(run: Run) -> dict[str, Seen]:
     warnings.simplefilter("ignore")
-    held = hollow() if run.hollow else None
-    try:
-        return _turns(run)
-    finally:
-        del held
-
-
-def _turns(run: Run) -> dict[str, Seen]:
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     ways = {
