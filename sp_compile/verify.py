@@ -288,8 +288,8 @@ def _each_graph(
         if lowered.exchanges and compare is None and not settings.has_place:
             why = NO_COLLECTIVE_PASSES.format(settings.compiler)
             lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
-        elif not lowered.exchanges and compare is None and not walks:
-            one.given.refuse("explain", compiler="compiles nothing of a program without exchanges: leave it out")
+        elif entry == "explain" and not lowered.exchanges and not walks:
+            one.given.refuse(entry, compiler="compiles nothing of a program without exchanges: leave it out")
         if walks or (compare is None and lowered.exchanges and settings.has_place):
             lowered.return_edges()
             one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
