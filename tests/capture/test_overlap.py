@@ -7,13 +7,27 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support import models
 from support.capturing import compile_halves
 from support.parity import Checkpointed, Decoder, build, text
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from sp_compile.cost.walk.liveness import WAIT, flops_of
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.localize import gradients
+
+
+class Separate(nn.Module):
+    """Queries, keys and values have a projection each, those of queries and values with a bias."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model = models.Decoder(layers=layers)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(ids % models.VOCABULARY).flatten(0, 1), labels.flatten() % models.VOCABULARY)
 
 
 def backward(model: type, strategy: str, layers: int = 2) -> tuple[Graph, Graph]:
@@ -69,6 +83,19 @@ def test_sums_of_gradients_leave_before_the_backward_of_the_layer_before() -> No
     assert len(layers) == 2
     assert sums[0] < layers[1] < waits[-1]
     assert all("wait" not in words(graph)[i + 1] for i in sums[:-1])
+
+
+def test_a_sum_over_rows_does_not_wait_for_the_end() -> None:
+    """The gradient of a bias of queries and values is made of rows that came in an exchange: until then all would live."""
+
+    def summed(graph: Graph) -> list[str]:
+        """Beside the first attention's backward, before the second one's."""
+        found = words(graph)
+        first, second = (i for i, word in enumerate(found) if "attention" in word and "backward" in word)
+        return [word for word in found[first:second] if "aten.sum" in word]
+
+    before, after = (summed(graph) for graph in backward(Separate, "ulysses"))
+    assert len(after) == len(before) >= 3
 
 
 def test_a_bucket_is_a_small_share_of_all_gradients() -> None:
