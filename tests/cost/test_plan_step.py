@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -256,6 +257,32 @@ def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
     small = variant(12.0, 80, True, True)
     assert plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, small]), 2)
     assert not plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, small]), 4)
+
+
+def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:
+    """All of it on the host seemed to be enough, and is not when it is looked at."""
+    seen: list[PlanWay] = []
+
+    def look(ways: Sequence[PlanWay]) -> list[Any]:
+        seen.extend(ways)
+        return [mock.Mock(way=way, most_tiles=0, look=mock.Mock(checkpoints=way.again)) for way in ways]
+
+    def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
+        memory = 70.0 if step.way.again else 200.0 - (105 if looked else 120) * share
+        made = {"memory": memory, "phase": "loss", "kept": 100.0, "seconds": 10.0 + step.way.again, "most_tiles": 0}
+        return {**made, "way": replace(step.way, offload=share), "host": share, "fits": memory <= 90, "looked": looked}
+
+    planner = mock.Mock(shares=(1.0,), tokens=64, options={}, offload=0.0, blocks=[1], look=look, row=row)
+    planner.constant.return_value = 0.0
+    planner.attends.return_value = [SIZES]
+    planner.states.return_value = [SHARDED]
+    planner.rows = lambda step, attend: [row(step, attend, SHARDED, 0.0), row(step, attend, SHARDED, 1.0, looked=False)]
+    plan = StepPlan(90, ModelBytes(1, 1, 0, 1))
+    plan_module._first_looks(planner, plan, [2], None)
+    assert [(way.again, way.offload) for way in seen][:3] == [(False, 0.0), (False, 1.0), (True, 0.0)]
+    best = plan.of(2)
+    assert best is not None
+    assert (best.checkpoint, best.looked, best.memory) == (True, True, 70)
 
 
 FULL = Shape(

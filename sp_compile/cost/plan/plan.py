@@ -215,12 +215,7 @@ def plan(
     )
     found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory))
     _first_looks(planner, found, wanted, options.get("tiles"))
-    missed: set[int] = set()
-    for left in reversed(range(ROUNDS)):
-        if not (open_ways := [row for n in wanted for row in _unlooked(found, n, near=n not in missed)]):
-            break
-        missed |= {row.ranks for row in open_ways if not row.fits}
-        _settle(planner, found, open_ways, refines=left > 0)
+    _look_at_the_best(planner, found, wanted)
     found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
     for n in wanted:
         if found.of(n) is None:
@@ -265,6 +260,8 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
             tiled[step.way.ranks] = step.most_tiles
             for attend in attends[step.way.ranks]:
                 found.rows += [_variant(planner, **row) for row in planner.rows(step, attend)]
+        # An estimate settles nothing: what it says to fit may not.
+        _look_at_the_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
         if not again and tiles != TILES and not found.rows:
             return
         if not again and tiles != TILES:
@@ -297,6 +294,16 @@ def _variant(planner: StepPlanner, way: PlanWay, **found: Any) -> Variant:
         way.ranks, way.attention, way.layout, way.again, way.tiles, way.offload, state=way.state,
         tokens=planner.tokens, given=planner.options, **found,
     )  # fmt: skip
+
+
+def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
+    """Until what seems best on each of these numbers of ranks was looked at. near: and once at what nearly fits."""
+    missed: set[int] = set()
+    for left in reversed(range(ROUNDS)):
+        if not (open_ways := [row for n in wanted for row in _unlooked(found, n, near and n not in missed)]):
+            break
+        missed |= {row.ranks for row in open_ways if not row.fits}
+        _settle(planner, found, open_ways, refines=left > 0)
 
 
 def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
