@@ -17,8 +17,9 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.cost.walk.liveness import flops_of, nbytes_of
-from sp_compile.graph.call import WAIT, Call, tensors_of
+from sp_compile.cost.walk.kinds import REDUCTIONS
+from sp_compile.cost.walk.liveness import flops_of
+from sp_compile.graph.call import WAIT, Call
 from sp_compile.graph.closure import closure
 from sp_compile.graph.mutation import is_pure
 from sp_compile.passes.base import Pass
@@ -40,11 +41,12 @@ class Overlap(Pass):
 def _late_waits(graph: Graph) -> int:
     """Waits, and what is made of nothing but what was waited for, in front of their first readers.
 
-    A sum over rows stays: the results read it (the gradient of a bias), and until then all rows would live.
+    A sum over rows stays: results alone read it (the gradient of a bias), and until then all rows would live.
     """
     moved = 0
     for node in reversed(list(graph.nodes)):
-        if node.users and _waited_for(node) and not _shrinks(node) and node.next is not (first := min(node.users)):
+        stays = node.target in REDUCTIONS
+        if node.users and _waited_for(node) and not stays and node.next is not (first := min(node.users)):
             first.prepend(node)
             moved += 1
     return moved
@@ -59,15 +61,6 @@ def _waited_for(node: Node) -> bool:
 def _passes_on(node: Node) -> bool:
     """Is the node a view, a copy or a cast: little work on one value?"""
     return len(node.all_input_nodes) == 1 and is_pure(node) and not flops_of(node)
-
-
-def _shrinks(node: Node) -> bool:
-    """Has it fewer elements than what it is made of? A view lies in all of that."""
-    return node.target is not WAIT and _elements(node) < max(map(_elements, node.all_input_nodes), default=0)
-
-
-def _elements(node: Node) -> int:
-    return max((nbytes_of(x) // x.itemsize for x in tensors_of(node)), default=0)
 
 
 def _early_exchanges(graph: Graph) -> int:
