@@ -39,14 +39,10 @@ class Overlap(Pass):
 
 
 def _late_waits(graph: Graph) -> int:
-    """Waits, and what is made of nothing but what was waited for, in front of their first readers.
-
-    A sum over rows stays: results alone read it (the gradient of a bias), and until then all rows would live.
-    """
+    """Waits, and what is made of nothing but what was waited for, in front of their first readers."""
     moved = 0
     for node in reversed(list(graph.nodes)):
-        stays = node.target in REDUCTIONS
-        if node.users and _waited_for(node) and not stays and node.next is not (first := min(node.users)):
+        if node.users and _waited_for(node) and node.next is not (first := min(node.users)):
             first.prepend(node)
             moved += 1
     return moved
@@ -59,8 +55,11 @@ def _waited_for(node: Node) -> bool:
 
 
 def _passes_on(node: Node) -> bool:
-    """Is the node a view, a copy or a cast: little work on one value?"""
-    return len(node.all_input_nodes) == 1 and is_pure(node) and not flops_of(node)
+    """Is the node a view, a copy or a cast: little work on one value?
+
+    A sum over rows is none: made late, as the gradient of a bias could be, it would keep all of them until then.
+    """
+    return len(node.all_input_nodes) == 1 and is_pure(node) and not flops_of(node) and node.target not in REDUCTIONS
 
 
 def _early_exchanges(graph: Graph) -> int:
