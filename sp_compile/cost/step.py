@@ -258,13 +258,18 @@ class StepMemory:
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
+    def but_gradients(self) -> int:
+        """Bytes at the peak of what is no gradient of a parameter."""
+        return max((point.nbytes - point.gradients for point in self.points()), default=0)
+
+    @property
     def peak(self) -> int:
         """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
         return self.state + max(self.values, self.weights.learned)
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
-        return self.in_shards(n) + max((point.nbytes - point.gradients for point in self.points()), default=0)
+        return self.in_shards(n) + self.but_gradients
 
     def in_shards(self, n: int) -> int:
         """All but values, where n ranks share parameters, gradients and state by layers."""

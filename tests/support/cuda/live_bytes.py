@@ -44,7 +44,7 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
     from support.cuda.guard import built
-    from support.cuda.llama import LLAMA_8B, OF_MANY, compiled_step, predicted, values
+    from support.cuda.llama import LLAMA_8B, OF_MANY, compiled_step, predicted
     from support.cuda.worker import AbsentGpu
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -72,12 +72,12 @@ def main() -> None:
                 of = LLAMA_8B.of(layers)
                 step, likely = gpu.run(compiled_step, of, RANKS, **options), predicted(of, RANKS, **options)
                 live.append(step.values)
-                numbers = *beside(step.peak, likely.values), *beside(step.values, values(likely))
+                numbers = *beside(step.peak, likely.values), *beside(step.values, likely.but_gradients)
                 add(share, str(layers), *numbers, gb(step.kept), gb(step.host))
             if share == "never" and len(live) > 1:
                 each = (live[-1] - live[-2]) / (args.layers[-1] - args.layers[-2])
                 whole = live[-1] + (DEPTH - args.layers[-1]) * each + state
-                numbers = beside(whole, values(predicted(LLAMA_8B, RANKS, **ways)) + state)
+                numbers = beside(whole, predicted(LLAMA_8B, RANKS, **ways).but_gradients + state)
                 add(share, f"{DEPTH} and {gb(state)} of state", "", "", "", *numbers, "", "")
                 console.print(f"{gb(whole)} of {gb(ROOM)} GB")
         gpu.close()

@@ -113,11 +113,6 @@ def predicted(of: Llama, n: int, **options: Any) -> StepMemory:
     return found
 
 
-def values(step: StepMemory) -> int:
-    """Bytes at the peak of what is no gradient of a parameter."""
-    return max(point.nbytes - point.gradients for point in step.points())
-
-
 LLAMA_8B = Llama(rows=1 << 17, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, layers=32)
 """A million tokens on 8 ranks."""
 OF_MANY = {"cost": {"memory": 4e9}}
