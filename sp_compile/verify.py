@@ -25,7 +25,6 @@ from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import typical
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
@@ -144,24 +143,19 @@ def _of_few(
     """The reports on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
     repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
     with depth.only(depth.few):
-        learned = ModelBytes.of(model).learned
         looks = _each_graph(
             entry, refused, model, args, ways, per_weight, behind=passes, repeats=repeats, unrolled=unrolled
         )
-    larger = repeats.weights.learned / learned if learned else 1.0  # gradients of all, in as many exchanges
     kinds = max(depth.kinds) + 1
     why = f"{few} layers were looked at, and count for {len(depth.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
     for report in (look.report for look in looks if look.problem is None):
         assert report.step is not None
         if not repeats.times.keys() <= {m.layer for graph in report.step.graphs for m in graph.forward.moments}:
             return None
-        for name in ("notes", "exchanges", "tiled"):
+        for name in ("notes", "tiled"):
             found = getattr(report, name)
             setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
-        report.exchanges = [
-            replace(e, backward=int(typical(e.backward) * larger)) if e.op == "reduce_grad" and not e.layer else e
-            for e in report.exchanges
-        ]
+        report.exchanges = [one for e in report.exchanges for one in e.of_all(repeats.times)]
         report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
     return looks
 

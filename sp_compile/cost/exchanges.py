@@ -6,10 +6,11 @@ Makes the routes of a local graph's exchanges known: a cache may bring its progr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of
@@ -34,7 +35,10 @@ GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of the local graph. Bytes are those that one rank sends, each way. layer: by its path."""
+    """One collective of the local graph. Bytes are those that one rank sends, each way. layer: by its path.
+
+    shares: what a bucket of gradients sends for each layer whose they are.
+    """
 
     op: str
     node: str
@@ -43,6 +47,13 @@ class Exchange:
     forward: Size
     backward: Size
     layer: str = ""
+    shares: tuple[tuple[str, Size], ...] = ()
+
+    def of_all(self, times: Mapping[str, int]) -> list[Exchange]:
+        """The exchanges that this one stands for where each layer is so many. Of a bucket of several, their bytes."""
+        if len(self.shares) < 2:
+            return [self] * times.get(self.layer, 1)
+        return [replace(self, backward=sum((sent * times.get(layer, 1) for layer, sent in self.shares), 0))]
 
 
 def collectives_of(exchange: Exchange) -> tuple[str, str]:
@@ -87,7 +98,23 @@ def _exchange(call: Call, operands: list[Node], there: Size, back: Size) -> Exch
     shapes = [" x ".join(map(str, sizes(v.shape))) for v in values]
     shown = ", ".join(shapes[:3]) + (f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else "")
     name = node.target.__name__.split(".")[0]
-    return Exchange(name, node.name, _where(node), shown, there, back, layer_of(node))
+    shares = _shares(node, back, values) if node.target is sp.reduce_grad.default else ()
+    layer = shares[0][0] if len(shares) == 1 else layer_of(node)
+    return Exchange(name, node.name, _where(node), shown, there, back, layer, shares)
+
+
+def _shares(node: Node, back: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
+    """Of a bucket's bytes, those of each layer: a gradient is of the layer that first reads its parameter."""
+    nbytes: dict[str, Size] = dict.fromkeys(layers := [_first_layer(node, i) for i in range(len(values))], 0)
+    for layer, value in zip(layers, values):
+        nbytes[layer] += value.numel() * value.element_size()
+    whole = sum(nbytes.values(), 0) or 1
+    return tuple((layer, back * part // whole) for layer, part in nbytes.items())
+
+
+def _first_layer(bucket: Node, index: int) -> str:
+    readers = (user for item in bucket.users if item.args[1] == index for user in item.users)
+    return next(map(layer_of, readers), "")
 
 
 def _where(node: Node) -> str:

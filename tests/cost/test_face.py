@@ -28,7 +28,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import OnHost
 from sp_compile.cost.plan import command, record
 from sp_compile.cost.plan.command import main
-from sp_compile.cost.plan.page import HEIGHT, SCRIPT, page
+from sp_compile.cost.plan.page import HEIGHT, MOST_POINTS, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
@@ -205,6 +205,15 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert found.met["div.exchanged"] >= 1
     assert found.met["div.gathered"] == found.met["div.tiled"] == 1
     assert "model.py:3: attend(x)" in found.text
+
+
+def test_the_highest_of_many_points_is_drawn() -> None:
+    """A spike between the points of a long step that have room in the picture."""
+    found = of_report(report())
+    point = found["memory"]["curve"][0]
+    found["memory"]["curve"] = [{**point, "values_bytes": 0} for _ in range(3 * MOST_POINTS)]
+    found["memory"]["curve"][4] = {**point, "values_bytes": 10 * 2**30, "where": "model.py:9: spike(x)"}
+    assert "10.0 GiB at model.py:9: spike(x)" in Page(page(found)).text
 
 
 ROWS = """

@@ -111,6 +111,26 @@ def test_a_few_layers_say_what_all_do(
     assert sum(held.nbytes for held in one.alive(point)) == point.nbytes
 
 
+@pytest.mark.parametrize("bucket", [1, pytest.param(25 << 20, marks=pytest.mark.slow)])
+def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.MonkeyPatch, bucket: int) -> None:
+    """Of a layer as often as there are layers, of what is beside them once. A large bucket holds those of several."""
+
+    def bytes_of(report: Report) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for one in report.exchanges:
+            if one.op == "reduce_grad":
+                found[one.shape if bucket == 1 else ""] += one.backward
+        return found
+
+    gradients = import_module("sp_compile.passes.localize.gradients")
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(gradients, "SMALL_BUCKET", bucket)
+    few = bytes_of(explained(False, False))
+    monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
+    assert few == pytest.approx(bytes_of(explained(False, False)), rel=1e-3)
+    assert len(few) == 1 or bucket == 1
+
+
 def test_losses_have_gradients_on_the_meta_device() -> None:
     """Of a model of one layer; without them its backward would stand in the forward, as if nothing led to it."""
     with torch.device("meta"):

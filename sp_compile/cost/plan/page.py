@@ -218,12 +218,14 @@ def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _area(memory: Mapping[str, Any]) -> str:
-    """Values over the step, above what stays."""
-    curve = memory["curve"][:: max(1, len(memory["curve"]) // MOST_POINTS)]
+    """Values over the step, above what stays; of many points the highest in a row of them, so the peak is one."""
+    points, width = memory["curve"], max(1, len(memory["curve"]) // MOST_POINTS)
+    runs = [points[i : i + width] for i in range(0, len(points), width)]
+    curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
     if not curve:
         return ""
     state = sum(memory[f"{name}_bytes"] for name in STATE)
-    top = 1.05 * (state + max(point["values_bytes"] for point in memory["curve"]))
+    top = 1.05 * (state + max(point["values_bytes"] for point in curve))
     x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
     y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
     floor = HEIGHT * (1 - state / top)
@@ -234,7 +236,9 @@ def _area(memory: Mapping[str, Any]) -> str:
         path = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
         shape = f"M{x[run[0]]:.1f} {floor:.1f} {path} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
         parts.append(f'<path d="{shape}" fill="{COLOURS[phase]}"><title>{phase}</title></path>')
-        parts.append(f'<text x="{x[run[0]] + 3:.0f}" y="{HEIGHT + 14}">{phase}</text>')
+        # The loss is narrow, and its word ends where it does, so it does not run into the next one.
+        word, side = (x[last] - 3, "end") if phase == "loss" else (x[run[0]] + 3, "start")
+        parts.append(f'<text x="{word:.0f}" y="{HEIGHT + 14}" text-anchor="{side}">{phase}</text>')
     rest = HEIGHT - floor
     parts.append(
         f'<rect x="0" y="{floor:.1f}" width="{WIDTH}" height="{rest:.1f}" fill="#ccc"><title>state</title></rect>'
