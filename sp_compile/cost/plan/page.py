@@ -185,7 +185,9 @@ def _plan(found: Mapping[str, Any]) -> Iterable[str]:
         marks.append("best" if i in fastest.values() else "" if way["fits"] else "misses")
     yield _table((*columns, "s/step", "tokens/s"), rows, marks)
     if found["best"] is not None:
-        yield f"<h2>Options of the best</h2><pre>{escape(json.dumps(found['ways'][found['best']]['options']))}</pre>"
+        best = found["ways"][found["best"]]
+        yield f"<h2>Options of the fastest, on {best['ranks']} ranks</h2>"
+        yield f"<p><code>{escape(json.dumps(best['options']))}</code></p>"
     if words := [*found["changes"].values(), *found["notes"]]:
         yield "<h2>What would have to change</h2>" + "".join(f"<p>{escape(w)}</p>" for w in words)
 
