@@ -9,8 +9,8 @@ Negative folds: the second chunks of so many zigzag shards, one behind the other
 chunk of the sequence, the one before it, and so on to the middle.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -74,24 +74,22 @@ def _cut(index: int, offset: int, rows: int, length: int) -> Segment:
     return Segment(low, offset + low - index, high - low)
 
 
-def _joined(segments: list[Segment]) -> Rows:
-    """One segment where the second follows on the first in index and offset."""
-    if len(segments) == 2:
-        before, after = segments
-        if before.first + before.length == after.first:
-            return (Segment(before.first, before.offset, before.length + after.length),)
-    return tuple(segments)
+def _joined(segments: Iterable[Segment]) -> Rows:
+    """One segment where the next follows on one in index and offset."""
+    found: list[Segment] = []
+    for one in segments:
+        if found and (found[-1].first + found[-1].length, found[-1].offset + found[-1].length) == one[:2]:
+            found[-1] = found[-1]._replace(length=found[-1].length + one.length)
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 def by_index(rows: Rows) -> Rows:
     """As many rows of the same indices, in the order of these and without padding: in as few segments as can be."""
-    found: list[Segment] = []
-    for first, _, length in sorted(rows):
-        if found and found[-1].first + found[-1].length == first:
-            found[-1] = found[-1]._replace(length=found[-1].length + length)
-        else:
-            found.append(Segment(first, sum(one.length for one in found), length))
-    return tuple(found)
+    ordered = sorted(rows)
+    offsets = accumulate((one.length for one in ordered), initial=0)
+    return _joined(one._replace(offset=offset) for one, offset in zip(ordered, offsets))
 
 
 def extent(rows: Rows) -> tuple[int, int]:
