@@ -18,7 +18,10 @@ from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.cost.layers import FewLayers
+from sp_compile.cost.walk.liveness import nbytes_of
+from sp_compile.graph.call import tensors_of
 from sp_compile.graph.random import decorrelated, draws
+from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
 from sp_compile.lowering.collectives.held import Layout
@@ -154,6 +157,12 @@ class RankProgram:
         """Does it exchange over groups of its own?"""
         return bool(self.joint.given.session.groups)
 
+    @property
+    def given_bytes(self) -> int:
+        """What it is given on this rank, besides what is the model's own."""
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        return sum(nbytes_of(x) for node in inputs if record(node).parameter is False for x in tensors_of(node))
+
     def return_edges(self) -> None:
         """Let it return what its results in shards need, behind them."""
         own = vars(self.settings)
@@ -164,7 +173,8 @@ class RankProgram:
 
     def halves(self, **changed: Any) -> Halves | None:
         """What is done to the halves of its joint graph; None: nothing. changed: settings that are others."""
-        job = HalvesJob(**{**vars(self.settings), **changed}, memory=list(self.report.memory))
+        given = {**vars(self.settings), **changed}
+        job = HalvesJob(**given, memory=list(self.report.memory), given_bytes=self.given_bytes)
         return Halves(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
 
 

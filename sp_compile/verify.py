@@ -20,11 +20,9 @@ from sp_compile.cost.layers import Depth, FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
 from sp_compile.cost.unroll import Unroll
-from sp_compile.cost.walk.liveness import nbytes_of
-from sp_compile.graph.call import is_tensor, tensors_of
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
-from sp_compile.graph.record import record
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
@@ -391,11 +389,9 @@ def _step_of(lowered: RankProgram, fused: bool, hosted: bool) -> GraphStep:
     halves = lowered.halves(fused=fused, **({"offload": 1.0} if hosted else {}))
     first = Halves(replace(halves.given, offload="never")) if halves is not None and hosted else halves
     forward, backward = _partition(lowered, fused, first)
-    arguments = [n for n in lowered.graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
-    inputs = sum(nbytes_of(x) for node in arguments for x in tensors_of(node))
 
     def walked() -> GraphStep:
-        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, inputs)
+        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.given_bytes)
 
     step = walked()
     if halves is None or first is None:

@@ -42,7 +42,9 @@ class Halves(Passes):
     @property
     def key(self) -> str:
         """For caches of compiled code."""
-        return f"{sources_digest(*passes.__path__)} {self.given.offload} {self.given.cost}"
+        job = self.given
+        room = f"{job.state} {job.memory} {job.given_bytes}" if job.offload == "auto" else ""
+        return f"{sources_digest(*passes.__path__)} {job.offload} {job.cost} {room}"
 
     def both(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """results: how many of the forward's are its caller's."""

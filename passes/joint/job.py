@@ -39,10 +39,11 @@ class JointJob(CollectiveJob):
 class HalvesJob(Job):
     """The halves of one joint graph: passes are given the forward.
 
-    backward: None of an inference. results: how many of the forward's are its caller's. hosted: what waits on the host
-    between the two, of each graph.
+    given_bytes: of what a rank's program is given, besides what is the model's own. backward: None of an inference.
+    results: how many of the forward's are its caller's. hosted: what waits on the host between the two, of each graph.
     """
 
+    given_bytes: int = 0
     backward: GraphModule | None = None
     results: int = 0
     hosted: list[OnHost] = field(default_factory=list)

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import storage_of
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.offload import OnHost, copy_seconds, seconds_of
+from sp_compile.cost.offload import LEAST, OnHost, copy_seconds, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.cost.walk.liveness import nbytes_of
 from sp_compile.graph.call import is_tensor, tensors_of
@@ -40,8 +40,6 @@ from sp_compile.spmd.named_groups import is_collective
 from .job import HalvesJob
 
 sp, aten = torch.ops.sp, torch.ops.aten
-LEAST = 1e-3
-"""Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
 
 
 class Offload(Pass):
@@ -60,6 +58,7 @@ class Offload(Pass):
         self.machine = next((job.machine_of(n) for n in gm.graph.nodes if is_tensor(n)), Machine.of("cpu", job.cost))
         self.asked, self.fused = job.offload, job.fused
         self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
+        self.given_bytes = job.given_bytes
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
         way = _HostTrip(kept, *at, self.machine)
@@ -85,8 +84,8 @@ class Offload(Pass):
         step = StepMemory(ModelBytes(0, 0, 0, 0), 0.0, [GraphStep.of(forward, backward, self.fused, 0)])
         stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
         always = sum(stays.values())
-        if self.shards is not None:  # inputs are hardly anything beside them
-            always = self.shards.weights + self.shards.gradients
+        if self.shards is not None:
+            always = self.shards.weights + self.shards.gradients + self.given_bytes
         behind = step.graphs[0].backward
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()

@@ -10,6 +10,9 @@ from sp_compile.lowering.tiles.flops import flops_of
 
 from .machine import Machine
 
+LEAST = 1e-3
+"""Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
+
 
 @dataclass(frozen=True)
 class OnHost:

@@ -7,26 +7,30 @@ before it have left:
     forward   ... 0 | 1 1 1 ...    what is kept grows with every layer
     backward  ... 1 1 1 | 0        what is kept falls, gradients grow
 
-Of what may wait on the host, layers send theirs in the order in which they run, as `Offload` has it: what the first
-ones keep is away for longest. Copies are taken to end before the next layer does, as they do where it works for long.
+Of what may wait on the host, that goes first which frees most, as `Offload` has it: bytes, times the layers that run
+until it is read. Copies are taken to end before the next layer does, as they do where it works for long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from .machine import Machine
-from .offload import OnHost, copy_seconds
+from .offload import LEAST, OnHost, copy_seconds
 from .step import GraphStep
 from .walk.liveness import Alive, Walk
+
+Sent = Counter[tuple[str, str]]
+"""By a layer's path and the name of what it keeps: how many that it stands for, the first ones, send theirs."""
 
 
 @dataclass(frozen=True)
 class _AlikeLayer:
-    """One of the program. times: how many it stands for. kept: what each leaves; left: with all on the host that may.
+    """One of the program. times: how many it stands for. kept: what each leaves. may: names of that which may go.
 
     made: bytes of the gradients that each makes.
     """
@@ -34,19 +38,13 @@ class _AlikeLayer:
     path: str
     times: int
     kept: Sequence[Alive]
-    left: Sequence[Alive]
+    may: frozenset[str]
     made: int = 0
 
-    def leaves(self, sent: int, upto: int | None = None) -> list[Alive]:
-        """What the first `upto` of them leave on the device, where so many have theirs on the host."""
+    def leaves(self, sent: Sent, upto: int | None = None) -> list[Alive]:
+        """What the first `upto` of them leave on the device."""
         upto = self.times if upto is None else upto
-        away = min(sent, upto)
-        return [*self.left] * away + [*self.kept] * (upto - away)
-
-    @property
-    def most(self) -> int:
-        """Bytes that each could send."""
-        return max(0, _bytes(self.kept) - _bytes(self.left))
+        return [held for held in self.kept for _ in range(upto - min(sent[self.path, held.name], upto))]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class _Unrolled(Walk):
 
 @dataclass(frozen=True)
 class Unroll:
-    """One graph's step, for each number of layers that send what they keep to the host. rest: what no layer keeps."""
+    """One graph's step, whatever of what layers keep is on the host. rest: bytes of what no layer keeps."""
 
     graph: GraphStep
     layers: tuple[_AlikeLayer, ...]
@@ -85,59 +83,66 @@ class Unroll:
         paths = [path for path, _ in _begins(graph.forward)]
         back = _parts(graph.backward, {}) if graph.backward is not None else []
         made = {path: _made(graph.backward, part) for path, part in back} if graph.backward is not None else {}
-        layers = [
-            _AlikeLayer(
-                path,
-                times.get(path, 1),
-                [held for one, held in graph.kept if one == path],
-                [held for one, held in (graph.hosted or graph).kept if one == path],
-                made.get(path, 0),
-            )
-            for path in paths
-        ]
+        left = {held.name for _, held in (graph.hosted or graph).kept}
+        layers = list[_AlikeLayer]()
+        for path in paths:
+            kept = [held for one, held in graph.kept if one == path]
+            may = frozenset(held.name for held in kept) - left
+            layers.append(_AlikeLayer(path, times.get(path, 1), kept, may, made.get(path, 0)))
         rest = graph.saved - sum(_bytes(layer.kept) for layer in layers)
         return Unroll(graph, tuple(layers), machine, rest)
 
-    @property
-    def count(self) -> int:
-        """Of all layers."""
-        return sum(layer.times for layer in self.layers)
+    @cached_property
+    def kept(self) -> int:
+        """Bytes of all that is kept, where nothing is on the host."""
+        return self.rest + sum(_bytes(layer.kept) * layer.times for layer in self.layers)
 
-    def sent(self, number: int) -> list[int]:
-        """How many of each layer send theirs, where so many of all do."""
-        found = []
+    @cached_property
+    def pieces(self) -> list[tuple[tuple[str, str], int]]:
+        """What may go and its bytes, as often as it is kept; first what frees most."""
+        found, place, count = list[tuple[tuple[str, str], int, int]](), 0, sum(layer.times for layer in self.layers)
         for layer in self.layers:
-            found.append(min(number, layer.times))
-            number -= found[-1]
+            may = [held for held in layer.kept if held.name in layer.may and held.nbytes > LEAST * self.kept]
+            for idle in range(count - place, count - place - layer.times, -1):
+                found += [((layer.path, held.name), held.nbytes, held.nbytes * idle) for held in may]
+            place += layer.times
+        return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
+
+    def share(self, share: float) -> Sent:
+        """What goes, so that it is no more than this share of all that is kept."""
+        found, left = Sent(), share * self.kept
+        for key, nbytes in self.pieces:
+            if nbytes <= left:
+                found[key] += 1
+                left -= nbytes
         return found
 
-    def bytes_sent(self, number: int) -> int:
-        """By so many layers."""
-        return sum(layer.most * n for layer, n in zip(self.layers, self.sent(number)))
+    def fewest(self, fits: Callable[[GraphStep], bool]) -> Sent:
+        """As little as lets the step fit: of what goes last, the smallest that is enough. All, if it does not fit."""
+        keys = [key for key, _ in self.pieces]
+        number = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(Sent(keys[:n]))))
+        if number:
+            sizes, before = dict(self.pieces), Sent(keys[: number - 1])
+            smaller = {key for key in keys[number:] if sizes[key] < sizes[keys[number - 1]]}
+            for key in sorted(smaller, key=sizes.__getitem__):
+                if fits(self.step(before + Sent([key]))):
+                    return before + Sent([key])
+        return Sent(keys[:number])
 
-    def share(self, share: float) -> int:
-        """The most layers that send no more than this share of all that is kept."""
-        kept = self.rest + sum(_bytes(layer.kept) * layer.times for layer in self.layers)
-        return max(n for n in range(self.count + 1) if self.bytes_sent(n) <= share * kept)
-
-    def fewest(self, fits: Callable[[GraphStep], bool]) -> int:
-        """The fewest layers that let the step fit; all, if it does not."""
-        return bisect_left(range(self.count), True, key=lambda n: fits(self.step(n)))
-
-    def step(self, number: int = 0) -> GraphStep:
-        """Of all layers, where so many send what they keep to the host."""
-        graph, sent, nbytes = self.graph, self.sent(number), self.bytes_sent(number)
-        saved = self.rest + sum(_bytes(layer.leaves(n)) for layer, n in zip(self.layers, sent))
+    def step(self, sent: Sent | None = None) -> GraphStep:
+        """Of all layers, where this is on the host."""
+        graph, sent = self.graph, Sent() if sent is None else sent
+        saved = self.rest + sum(_bytes(layer.leaves(sent)) for layer in self.layers)
+        nbytes = self.kept - saved
         backward = None if graph.backward is None else self._walk(graph.backward, sent, behind=True)
         offloaded = None
         if (all_of_it := graph.hosted.offloaded if graph.hosted is not None else None) is not None:
-            values = sum(n * (len(layer.kept) - len(layer.left)) for layer, n in zip(self.layers, sent))
             waits = all_of_it.waits * nbytes / all_of_it.nbytes if all_of_it.nbytes else 0.0
-            offloaded = OnHost(values, nbytes, saved, copy_seconds(nbytes, self.machine), waits)
+            offloaded = OnHost(sent.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
         forward = self._walk(graph.forward, sent, behind=False)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
-    def _walk(self, walk: Walk, sent: Sequence[int], behind: bool) -> _Unrolled:
+    def _walk(self, walk: Walk, sent: Sent, behind: bool) -> _Unrolled:
         """behind: is it the backward, which takes the layers in the other order and makes gradients?"""
         numbers = {layer.path: i for i, layer in enumerate(self.layers)}
         before = _all_before(self.layers, sent)
@@ -152,7 +157,7 @@ class Unroll:
                 continue
             i, layer = part.layer, self.layers[part.layer]
             for r in reversed(range(layer.times)) if behind else range(layer.times):
-                own = layer.leaves(sent[i], r)
+                own = layer.leaves(sent, r)
                 made = done + (layer.times - 1 - r) * layer.made if behind else 0
                 more = partial(_beside, [*before[i], *own], self.layers[:i], made, behind)
                 self._add(found, part, extra[i] + _bytes(own), made, more)
@@ -176,11 +181,11 @@ def _bytes(held: Sequence[Alive]) -> int:
     return sum(one.nbytes for one in held)
 
 
-def _all_before(layers: Sequence[_AlikeLayer], sent: Sequence[int]) -> list[list[Alive]]:
+def _all_before(layers: Sequence[_AlikeLayer], sent: Sent) -> list[list[Alive]]:
     """What is kept before each layer, and behind the last one, of all that they stand for."""
     found: list[list[Alive]] = [[]]
-    for layer, n in zip(layers, sent):
-        found.append([*found[-1], *layer.leaves(n)])
+    for layer in layers:
+        found.append([*found[-1], *layer.leaves(sent)])
     return found
 
 

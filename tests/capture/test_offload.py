@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -193,8 +193,19 @@ def test_inputs_of_checkpointed_blocks_go() -> None:
     assert (2, 16, 16) in shapes
 
 
+def frozen(model: Callable[..., nn.Module]) -> nn.Module:
+    """Its embedding and the weights of its first layer learn nothing."""
+    made = build(model, layers=2)
+    for name, p in made.named_parameters():
+        p.requires_grad_("embed" not in name and ".0." not in name)
+    return made
+
+
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
     "decoder": (lambda: build(layers=1), text(32), 2),
+    "checkpointed": (lambda: build(Checkpointed, layers=2), text(32), 2),
+    "frozen": (partial(frozen, Decoder), text(32), 2),
+    "handed out": (lambda: build(Handed), (ROWS,), 1),
     "chain": (lambda: build(Chain), (ROWS,), 1),
 }
 """Models, what they are given, and on how many ranks."""
@@ -228,6 +239,49 @@ def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> 
         if program == "chain":  # all values are of one size
             assert found.offloaded.nbytes < max(0, least - memory) + 64 * 8 * 8
     assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+
+
+ROUTES = {"at once": 1e15, "slow": 1e10}
+"""Bytes a second to the host: copies take nothing, or as long as some of the work."""
+
+
+@pytest.mark.parametrize(
+    ("program", "state", "route"),
+    [
+        ("chain", "replicated", "slow"),
+        ("decoder", "sharded", "at once"),
+        *(
+            pytest.param(program, state, route, marks=pytest.mark.slow)
+            for program, states in {
+                "handed out": ["replicated"],
+                "checkpointed": ["replicated", "sharded"],
+                "frozen": ["replicated", "sharded"],
+            }.items()
+            for state in states
+            for route in ROUTES
+        ),
+    ],
+)
+def test_auto_ends_at_the_limit(program: str, state: str, route: str) -> None:
+    """Wherever some share does, and sends at most a tenth more than the smallest of them."""
+    n = PROGRAMS[program][2]
+
+    def look(offload: Any, memory: float = 1e15) -> tuple[float, int]:
+        cost = {"memory": memory, "host_bandwidth": ROUTES[route], "flops": 1e10}
+        step = explained(program, offload=offload, cost=cost, state=state).step
+        assert step is not None
+        held = step.fsdp(n) if state == "sharded" else on_a_device(step)
+        return held, step.offloaded.nbytes if step.offloaded is not None else 0
+
+    shares = [look(quarters / 4) for quarters in range(5)]
+    most, least = shares[0][0], min(held for held, _ in shares)
+    assert least < most
+    for part in (0.0, 0.2, 0.6, 0.999):
+        memory = least + part * (most - least)
+        held, sent = look("auto", memory)
+        assert held <= memory
+        assert 0 < sent <= 1.1 * min(nbytes for there, nbytes in shares if there <= memory)
+    assert look("auto", most) == (most, 0)
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def sent(report: Report) -> dict[str, float]:
 def test_a_few_layers_say_what_all_do(
     monkeypatch: pytest.MonkeyPatch, wider: bool, offload: Any, memory: float, tiles: Any
 ) -> None:
-    """Where copies to the host take no longer than the work beside them; layers send all or nothing.
+    """Where copies to the host take no longer than the work beside them.
 
     Not fused: Inductor sums gradients of such small layers over two or three of them at once.
     """

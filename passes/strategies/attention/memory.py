@@ -61,13 +61,14 @@ def memory_needed(gm: GraphModule, plan: Plan, job: Settings, trained: set[Node]
 def _state(inputs: Iterable[Node], plan: Plan, n: int) -> ModelBytes:
     """Of the weights among a graph's inputs; layers by the numbers in their names."""
     weights = {node: _share(node, plan, n) for node in inputs if node.op == "get_attr" or record(node).parameter}
-    learned = [node for node in weights if record(node).requires_grad]
+    parameters = [node for node in weights if record(node).requires_grad or "_parameters_" in node.name]
     units: Counter[str] = Counter()
-    for node in learned:
+    for node in parameters:
         found = re.match(r".*?_modules_\d+(?=_)", node.name)
-        units[found[0] if found else node.name] += weights[node]
-    total, unit = sum(weights[node] for node in learned), max(units.values(), default=0)
-    return ModelBytes(total, total, sum(weights.values()) - total, unit)
+        units[found[0] if found else node.name.rpartition("_parameters_")[0] or node.name] += weights[node]
+    total, unit = sum(weights[node] for node in parameters), max(units.values(), default=0)
+    learned = sum(weights[node] for node in parameters if record(node).requires_grad)
+    return ModelBytes(total, learned, sum(weights.values()) - total, unit)
 
 
 def _is_of_product(node: Node, trained: set[Node]) -> bool:
