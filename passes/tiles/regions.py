@@ -132,7 +132,7 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
     def goes_on(node: Node) -> bool:
         if not is_tensor(node):  # several results, which are read one by one
             return True
-        return bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow
+        return view.is_sum(node) or (bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow)
 
     def onwards(node: Node) -> Iterable[Node]:
         behind = node.users if goes_on(node) else ()
@@ -140,7 +140,14 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
         together = [x for one in sorts if view.source[node] in one for x in one]
         return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if joins(x)]
 
-    return closure([seed], onwards)
+    return _with_all_terms(view, closure([seed], onwards))
+
+
+def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:
+    """Without what adds up sums of which some are no part of it: these are the same for every tile."""
+    while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
+        nodes = nodes - short
+    return nodes
 
 
 def _sizes(view: TokenView, node: Node) -> set[object]:

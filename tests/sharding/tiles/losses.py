@@ -154,6 +154,22 @@ def one_hot(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
 
 
+def compared(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """The same targets, by a comparison with all classes."""
+    targets = (ids[:, 1:, None] == torch.arange(VOCAB)).to(h.dtype) * 0.9 + 0.1 / VOCAB
+    return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
+
+
+def scattered(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Written into a constant, as in the Transformer's first loss: a class of its own is padding."""
+    y = ids[:, 1:].flatten()
+    targets = torch.full((y.numel(), VOCAB), 0.1 / (VOCAB - 2), dtype=h.dtype)
+    targets.scatter_(1, y[:, None], 0.9)
+    targets[:, 0] = 0
+    targets = targets.masked_fill((y == 0)[:, None], 0.0)
+    return F.kl_div(head(h)[:, :-1].flatten(0, 1).log_softmax(-1), targets, reduction="sum") / (y != 0).sum()
+
+
 def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """Clipped ratios to an older policy, advantages of tokens, a penalty of divergence, and the entropy."""
     new, old = (z[:, :-1].log_softmax(-1) for z in (head(h), reference(h, ids)))
@@ -167,7 +183,7 @@ def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 LOSSES: tuple[Loss, ...] = (
     *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
     *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
-    *(distilled, divergence, of_mixture, soft_targets, one_hot, preferred, policy),
+    *(distilled, divergence, of_mixture, soft_targets, one_hot, compared, scattered, preferred, policy),
 )
 
 
