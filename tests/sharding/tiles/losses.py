@@ -180,10 +180,21 @@ def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return -(clipped - 0.04 * ((before - taken).exp() - (before - taken) - 1) + 0.01 * entropy).mean()
 
 
+def of_groups(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """GRPO: what two models' logits have in common is numbers for each token, a mean over those of each sequence."""
+    new, old = (
+        z[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) for z in (head(h), reference(h, ids))
+    )
+    ratio, gain = (new - new.detach()).exp(), weights.mean(1, keepdim=True) - 0.5
+    each = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.04 * ((old - new).exp() - (old - new) - 1)
+    counts = (ids[:, 1:] > 3).to(h.dtype)
+    return ((each * counts).sum(-1) / counts.sum(-1)).mean()
+
+
 LOSSES: tuple[Loss, ...] = (
     *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
     *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
-    *(distilled, divergence, of_mixture, soft_targets, one_hot, compared, scattered, preferred, policy),
+    *(distilled, divergence, of_mixture, soft_targets, one_hot, compared, scattered, preferred, policy, of_groups),
 )
 
 

@@ -124,7 +124,9 @@ class Goldens(TestCase):
         Means(settings(2))(gm)
         notes = notes_of(Combine(settings(2)), gm)
         Reduce(settings(2))(gm)
-        self.assertExpectedInline(show(gm), """\
+        self.assertExpectedInline(
+            show(gm),
+            """\
 x: [2, 1, 8, 4] = placeholder
 y: [2, 8] = placeholder
 scaled_dot_product_attention: [2, 1, 8, 4] = aten.scaled_dot_product_attention(x, x, x)
@@ -142,5 +144,9 @@ div_tensor_1: [] = aten.div.Tensor(sum_dim_int_list, 16)
 mul: [] = aten.mul.Tensor(div_tensor_1, 0.1)
 add: [] = aten.add.Tensor(div_tensor, mul)
 all_reduce_default: [] = sp.all_reduce(add, 2, )
-return (all_reduce_default,)""")
-        self.assertExpectedInline("\n".join(f"{note.done} {note.node}: {note.why}" for note in notes), """combine add: sums over the sequence are added up before the ranks add theirs""")
+return (all_reduce_default,)""",
+        )
+        self.assertExpectedInline(
+            "\n".join(f"{note.done} {note.node}: {note.why}" for note in notes),
+            """combine add: sums over the sequence are added up before the ranks add theirs""",
+        )

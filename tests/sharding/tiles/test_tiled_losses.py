@@ -22,6 +22,7 @@ from sharding.tiles.losses import (
     divergence,
     flat,
     mean,
+    of_groups,
     of_tokens,
     one_hot,
     per_sequence,
@@ -40,7 +41,7 @@ from sp_compile.passes.tiles import tiles as tiling
 
 aten = torch.ops.aten
 EXACT = 1e-9
-AGAIN = (per_sequence, preferred)
+AGAIN = (per_sequence, preferred, of_groups)
 """Losses that do not end in one number of each tile."""
 
 
@@ -87,7 +88,7 @@ def largest(gm: GraphModule) -> int:
 
 @pytest.mark.parametrize(
     "loss",
-    [mean, of_tokens, distilled, divergence, one_hot, compared, scattered, with_z],
+    [mean, of_tokens, distilled, divergence, one_hot, compared, scattered, with_z, of_groups],
     ids=lambda loss: loss.__name__,
 )
 def test_no_more_than_a_tile(loss: Loss) -> None:
