@@ -30,7 +30,7 @@ from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.begin import BeginAttention
-from sp_compile.passes.strategies.combine import Combine
+from sp_compile.passes.strategies.combine import CombineSums
 from sp_compile.passes.strategies.draws import Draws
 from sp_compile.passes.strategies.gather import Gather, Undo
 from sp_compile.passes.strategies.hoist import Hoist
@@ -83,7 +83,7 @@ class Pipeline(Passes):
 
 def strategies() -> tuple[type[Rewrite], ...]:
     """Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
-    return (Undo, Hoist, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, Combine, Reduce, Gather, Draws)
+    return (Undo, Hoist, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, CombineSums, Reduce, Gather, Draws)
 
 
 def run_pipeline(

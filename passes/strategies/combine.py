@@ -18,7 +18,7 @@ from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Partial
 
 
-class Combine(Rewrite):
+class CombineSums(Rewrite):
     """Marks what adds sums up, and what scales them on the way there, so that propagation leaves them to each rank."""
 
     requires = Rewrite.requires | {"means are sums"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.job import settings
-from sp_compile.passes.strategies.combine import Combine
+from sp_compile.passes.strategies.combine import CombineSums
 from sp_compile.passes.strategies.reduce import Means, Reduce
 
 EXACT = 1e-9
@@ -122,7 +122,7 @@ class Goldens(TestCase):
 
         gm = captured(program, torch.randn(2, 1, 8, 4), torch.randint(4, (2, 8)))
         Means(settings(2))(gm)
-        notes = notes_of(Combine(settings(2)), gm)
+        notes = notes_of(CombineSums(settings(2)), gm)
         Reduce(settings(2))(gm)
         self.assertExpectedInline(
             show(gm),
@@ -148,5 +148,5 @@ return (all_reduce_default,)""",
         )
         self.assertExpectedInline(
             "\n".join(f"{note.done} {note.node}: {note.why}" for note in notes),
-            """combine add: sums over the sequence are added up before the ranks add theirs""",
+            """combine_sums add: sums over the sequence are added up before the ranks add theirs""",
         )
