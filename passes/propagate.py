@@ -16,11 +16,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.buckets import packed_in
-from sp_compile.graph.call import Call, is_tensor, result_number
+from sp_compile.graph.call import Call, is_tensor, overloads, result_number, shape_of
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, divides, product, same, typical
+from sp_compile.graph.sizes import Size, all_same, divides, product, same, typical
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.factors import Dims, Factors, flat, parts
 from sp_compile.sharding.placement import REPLICATE, VARYING, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
@@ -57,6 +57,7 @@ NEIGHBOURS = "every position needs its neighbours"
 NO_PLACE = "the sequence has no single place in the result's shape"
 DIFFERS = "another operand differs from rank to rank, so every rank needs all rows of this one"
 Demands = tuple[Demand, ...]
+FACTORIES = overloads("full ones zeros")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
     random = is_random(node)
     if value is None or (rule.lazy and not random and not record(node).begins):
         return None
-    begins = value.is_floating_point() or value.is_complex() or random or rule.begins
+    begins = value.is_floating_point() or value.is_complex() or random or rule.begins or _outgrows(call)
     shard = axes.shard(node) if begins else None
     if shard is None:
         return None
@@ -122,6 +123,17 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
             return None
         demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
+
+
+WIDER = 8  # times as many elements as operands have together: a few bytes a token become a row of a vocabulary
+
+
+def _outgrows(call: Call) -> bool:
+    """Do operands broadcast to far more than they are, as tokens do that are compared with all classes?"""
+    made, given = (
+        sum(typical(product(s)) for s in shapes) for shapes in (call.result_shapes(), map(shape_of, call.operands))
+    )
+    return bool(given) and made >= WIDER * given
 
 
 def through_factors(call: Call, rule: Factors, have: Sequence[Placement], n: int) -> Step:
@@ -262,7 +274,23 @@ def propagate(
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
             plan.demands.extend(step.demands)
+    _cut_constants(plan, gm)
     return plan
+
+
+def _cut_constants(plan: Plan, gm: GraphModule) -> None:
+    """What holds one number everywhere, and is wanted in shards only, is made so."""
+    for node in gm.graph.nodes:
+        if node.target in FACTORIES and node.users:
+            found = {want for user in node.users for want in wanted(node, user, plan) or [REPLICATE]}
+            if len(found) == 1 and isinstance(want := found.pop(), Shard):
+                plan.wants[node], plan.placements[node] = (), (want,)
+
+
+def wanted(node: Node, user: Node, plan: Plan) -> list[Placement]:
+    """How a user that runs on shards wants this operand: once for each time that it reads it."""
+    found = lookup(user) if user in plan.wants and transfer_of(user.target) is None else None
+    return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
 
 
 def _visit_output(plan: Plan, node: Node, outputs: str | Sequence[str]) -> None:
@@ -295,6 +323,8 @@ def _visit(
         why = "the exchange was written for another placement of its operand"
         stale = [Demand(node, i, "stale", p, why=why) for i, p in enumerate(have) if not lies_as_written(call, p)]
         return Step(tuple(have), transfer(call), tuple(stale))
+    if record(node).combines and call is not None and _adds_up(call, have):
+        return Step(tuple(p if isinstance(p, Partial) else SUMMAND for p in have), (Partial(),))
     reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
     step = _step(axes, node, call, rule, have, n, keep_whole, window)
@@ -314,6 +344,30 @@ def _visit(
         why = "a random draw that must be the same on every rank"
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return Step(step.wants, step.results, tuple(demands))
+
+
+SCALES = overloads("div.Scalar div.Tensor mul.Scalar mul.Tensor neg")
+ADDS = overloads("add.Tensor sub.Tensor")
+
+
+def sums_of(node: Node) -> list[Node]:
+    """The operands that the node adds up, or the one that it scales; none if it does anything else."""
+    value = node.meta.get("val")
+    if node.target not in (*SCALES, *ADDS) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return []
+    call = Call(node)
+    terms = [x for x in call.operands if all_same(shape_of(x), shape_of(node)) and x.meta["val"].dtype == value.dtype]
+    if node.target in SCALES:
+        first = call["self"]
+        return [first] if first in terms and call.operands.count(first) == 1 else []  # not its square
+    other = call["other"]
+    return terms if len(terms) == 2 or (len(terms) == 1 and not isinstance(other, Node) and other == 0) else []
+
+
+def _adds_up(call: Call, have: Sequence[Placement]) -> bool:
+    """Are its terms sums, each rank's of its rows, and nothing else that it reads?"""
+    terms = sums_of(call.node)
+    return bool(terms) and all((x in terms) == isinstance(p, Partial) for x, p in zip(call.operands, have))
 
 
 def drawn(node: Node) -> list[Node]:

@@ -81,7 +81,8 @@ def _beginnings(x: Node, frame: Frame, plan: Plan) -> list[Node]:
     """The nodes at which what makes x begins on shards of the frame; [] if a part of it is given so, or cut so."""
 
     def sharded(node: Node) -> list[Node]:
-        return [i for i in node.all_input_nodes if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
+        given = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as it is wanted
+        return [i for i in given if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
 
     nodes = list(reached([x], sharded))
     if not all(node.op == "call_function" and _lies(node, frame, plan) for node in nodes):

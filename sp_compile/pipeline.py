@@ -30,8 +30,10 @@ from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
 from sp_compile.passes.strategies.attention.choose import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
 from sp_compile.passes.strategies.begin import BeginAttention
+from sp_compile.passes.strategies.combine import CombineSums
 from sp_compile.passes.strategies.draws import Draws
 from sp_compile.passes.strategies.gather import Gather, Undo
+from sp_compile.passes.strategies.hoist import Hoist
 from sp_compile.passes.strategies.local_scan import SlowScans
 from sp_compile.passes.strategies.pick import Pick
 from sp_compile.passes.strategies.reduce import Means, Reduce
@@ -81,7 +83,7 @@ class Pipeline(Passes):
 
 def strategies() -> tuple[type[Rewrite], ...]:
     """Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
-    return (Undo, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, Reduce, Gather, Draws)
+    return (Undo, Hoist, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, CombineSums, Reduce, Gather, Draws)
 
 
 def run_pipeline(

@@ -21,6 +21,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.closure import closure
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
+from sp_compile.passes.propagate import wanted
 from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.pointwise import SMOOTH_OPS
@@ -73,19 +74,13 @@ def _liftable(node: Node, plan: Plan) -> bool:
 
 
 def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
-    wants = _wanted(node, user, plan)
+    wants = wanted(node, user, plan)
     return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
 
 
 def enters_shards(node: Node, plan: Plan, lifted: set[Node]) -> bool:
     """Does a user take a replicated value as a summand of the gradient?"""
-    return any(user in lifted or any(map(_is_summand, _wanted(node, user, plan))) for user in node.users)
-
-
-def _wanted(node: Node, user: Node, plan: Plan) -> list[Placement]:
-    """How a user that runs on shards wants this operand: once for each time that it reads it."""
-    found = lookup(user) if user in plan.wants and transfer_of(user.target) is None else None
-    return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
+    return any(user in lifted or any(map(_is_summand, wanted(node, user, plan))) for user in node.users)
 
 
 def _is_summand(want: Placement) -> bool:

@@ -184,7 +184,7 @@ class _Localizer(Editor):
 
     def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor."""
-        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]):
+        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or record(call.node).combines:
             return operands
         index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
         want = wants[index]

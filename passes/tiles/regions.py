@@ -105,16 +105,31 @@ def _is_read(view: TokenView, node: Node) -> bool:
 
 
 def regions_of(view: TokenView) -> Iterator[Region]:
-    """Each with the seeds that grow together, in the graph's order."""
-    taken: set[Node] = set()
+    """Each with the seeds that grow together, or into the same nodes, in the graph's order."""
+    groups: dict[Node, set[Node]] = {}  # by their first seed
     sorts = sorted_rows(view)
     for seed in seeds_of(view):
-        if seed not in taken:
+        if not any(seed in nodes for nodes in groups.values()):
             grown = _grown(view, seed, sorts)
             while seed not in (nodes := _joined(view, grown)):
                 grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
-            taken |= nodes
-            yield _region(view, nodes, _came_in(view, seed))
+            _add_group(view, groups, seed, nodes)
+    for seed, nodes in groups.items():
+        yield _region(view, nodes, _came_in(view, seed))
+
+
+def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
+    """By itself, or with one whose nodes it shares, such as a loss made of the logits of both."""
+    for first, others in groups.items():
+        if nodes.isdisjoint(others):
+            continue
+        both = nodes | others
+        if _joined(view, both) == both:
+            groups[first] = both
+            return
+        nodes = _with_all_terms(view, _joined(view, nodes - others))
+    if seed in nodes:
+        groups[seed] = nodes
 
 
 def sorted_rows(view: TokenView) -> list[set[Node]]:
@@ -132,7 +147,7 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
     def goes_on(node: Node) -> bool:
         if not is_tensor(node):  # several results, which are read one by one
             return True
-        return bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow
+        return view.is_sum(node) or (bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow)
 
     def onwards(node: Node) -> Iterable[Node]:
         behind = node.users if goes_on(node) else ()
@@ -140,7 +155,14 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
         together = [x for one in sorts if view.source[node] in one for x in one]
         return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if joins(x)]
 
-    return closure([seed], onwards)
+    return _with_all_terms(view, closure([seed], onwards))
+
+
+def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:
+    """Without what adds up sums of which some are no part of it: these are the same for every tile."""
+    while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
+        nodes = nodes - short
+    return nodes
 
 
 def _sizes(view: TokenView, node: Node) -> set[object]:

@@ -21,7 +21,7 @@ from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.layers import layer_of
 from sp_compile.graph.mutation import is_pure
-from sp_compile.graph.record import mark
+from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import sizes
 from sp_compile.lowering.library import COMPOSITES
 from sp_compile.lowering.tiles.ops import tile_length
@@ -48,6 +48,7 @@ class Tiles(Pass):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         if job.tiles == "never" or (job.tiles == "auto" and not any(node_bytes(n) > PIECE for n in gm.graph.nodes)):
+            _make_now(gm)
             return 0
         assert job.planned is not None
         view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
@@ -59,10 +60,12 @@ class Tiles(Pass):
         done = [region for region, tiles in zip(regions, found) if self._tile(view, region, tiles, job)]
         if done:
             drop_dead(gm.graph)
-        elif isinstance(job.tiles, int) and not self.notes:
+            return len(done)
+        _make_now(gm)
+        if isinstance(job.tiles, int) and not self.notes:
             why = "no product of a rank's rows with a weight makes them twice as wide"
             self.notes.append(Note("not tiles", "graph", "the whole graph", why))
-        return len(done)
+        return 0
 
     def _may(self, view: TokenView, region: Region) -> bool:
         """Could it be done in tiles? If not, a line of the report."""
@@ -145,6 +148,13 @@ class Tiles(Pass):
         none = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
         args = (none, call["dim"], call["frame"], True, call["n"], call["group"])
         return self.compute(sp.mask.default, args, like)
+
+
+def _make_now(gm: GraphModule) -> None:
+    """No tiles do what others have left to whoever reads it: it is made as it is written."""
+    for node in gm.graph.nodes:
+        if record(node).again:
+            mark(node, again=False)
 
 
 def _reason(view: TokenView, region: Region) -> str | None:

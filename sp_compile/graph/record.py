@@ -30,6 +30,7 @@ class Record:
     grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
     choice: how an attention will be split (a cost.attention.Candidate).
     again: does the node do once more what tiles do, for others that read it?
+    combines: does each rank add up, or scale, its own sums, which are added to those of the others behind it?
     """
 
     requires_grad: bool | None = None
@@ -46,6 +47,7 @@ class Record:
     grouped: bool = False
     choice: Any = None
     again: bool = False
+    combines: bool = False
 
 
 BLANK = Record()

@@ -154,6 +154,22 @@ def one_hot(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
 
 
+def compared(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """The same targets, by a comparison with all classes."""
+    targets = (ids[:, 1:, None] == torch.arange(VOCAB)).to(h.dtype) * 0.9 + 0.1 / VOCAB
+    return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
+
+
+def scattered(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Written into a constant, as in the Transformer's first loss: a class of its own is padding."""
+    y = ids[:, 1:].flatten()
+    targets = torch.full((y.numel(), VOCAB), 0.1 / (VOCAB - 2), dtype=h.dtype)
+    targets.scatter_(1, y[:, None], 0.9)
+    targets[:, 0] = 0
+    targets = targets.masked_fill((y == 0)[:, None], 0.0)
+    return F.kl_div(head(h)[:, :-1].flatten(0, 1).log_softmax(-1), targets, reduction="sum") / (y != 0).sum()
+
+
 def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """Clipped ratios to an older policy, advantages of tokens, a penalty of divergence, and the entropy."""
     new, old = (z[:, :-1].log_softmax(-1) for z in (head(h), reference(h, ids)))
@@ -164,10 +180,21 @@ def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return -(clipped - 0.04 * ((before - taken).exp() - (before - taken) - 1) + 0.01 * entropy).mean()
 
 
+def of_groups(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """GRPO: what two models' logits have in common is numbers for each token, a mean over those of each sequence."""
+    new, old = (
+        z[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) for z in (head(h), reference(h, ids))
+    )
+    ratio, gain = (new - new.detach()).exp(), weights.mean(1, keepdim=True) - 0.5
+    each = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.04 * ((old - new).exp() - (old - new) - 1)
+    counts = (ids[:, 1:] > 3).to(h.dtype)
+    return ((each * counts).sum(-1) / counts.sum(-1)).mean()
+
+
 LOSSES: tuple[Loss, ...] = (
     *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
     *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
-    *(distilled, divergence, of_mixture, soft_targets, one_hot, preferred, policy),
+    *(distilled, divergence, of_mixture, soft_targets, one_hot, compared, scattered, preferred, policy, of_groups),
 )
 
 

@@ -17,15 +17,17 @@ from sharding.tiles.losses import (
     Model,
     alive,
     batch,
+    compared,
     distilled,
     divergence,
     flat,
     mean,
-    of_mixture,
+    of_groups,
     of_tokens,
     one_hot,
     per_sequence,
     preferred,
+    scattered,
     with_z,
 )
 from support.parity import Checkpointed, Decoder, text
@@ -39,7 +41,7 @@ from sp_compile.passes.tiles import tiles as tiling
 
 aten = torch.ops.aten
 EXACT = 1e-9
-AGAIN = (with_z, of_mixture, per_sequence, preferred)
+AGAIN = (per_sequence, preferred, of_groups)
 """Losses that do not end in one number of each tile."""
 
 
@@ -84,7 +86,11 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.parametrize("loss", [mean, of_tokens, distilled, divergence, one_hot], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [mean, of_tokens, distilled, divergence, one_hot, compared, scattered, with_z, of_groups],
+    ids=lambda loss: loss.__name__,
+)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
     seq, rows, tiles = 64, 2, 8

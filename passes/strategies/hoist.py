@@ -1,0 +1,196 @@
+"""A short window of rows, cut behind what makes rows wide, is cut in front of it: nothing wide is gathered for it.
+
+    tanh(linear(h, w))[:, n:]     ->     tanh(linear(h[:, n:], w))          also select, narrow, split, chunk
+
+Rows that were not asked for are no longer computed, the ranks share out those of the window, and what is gathered is as
+narrow as hidden values are, where logits are as wide as the vocabulary. Bytes sent by this pass: none. Leaves alone:
+windows of most rows, which ranks cut without an exchange; what draws random numbers; values that are as wide further
+back; on one rank that was not asked for tiles, what others read, too; rows that the ranks would not share out (every
+k-th, a part of sequences flattened with their batch), unless each has as many of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.graph.call import Call, is_tensor, nodes_in, results_read, shape_of
+from sp_compile.graph.modes import autocast_at
+from sp_compile.graph.mutation import is_pure
+from sp_compile.graph.random import is_random
+from sp_compile.graph.record import mark, record
+from sp_compile.graph.sizes import Size, product, same, typical
+from sp_compile.passes.job import Job
+from sp_compile.passes.rewrite import Rewrite
+from sp_compile.sharding.factors import Factors, flat
+from sp_compile.sharding.matchers import Piece, nth_piece
+from sp_compile.sharding.placement import Demand
+from sp_compile.sharding.rule import lookup
+from sp_compile.sharding.rules.movement import SPLITS
+
+aten = torch.ops.aten
+CUTS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLITS)
+RowsAt = tuple[int, Size]
+"""Where the rows of a chain's end lie in a value: the dim, and the place of the first."""
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """A node that makes each row of one row. dim: of its rows; operands: where theirs lie, by number."""
+
+    node: Node
+    dim: int
+    operands: dict[int, RowsAt]
+
+
+@dataclass(frozen=True)
+class RowChain:
+    """What makes a value row by row. steps: the last one first; given: the values of rows that these read."""
+
+    given: dict[Node, RowsAt]
+    steps: tuple[RowWise, ...] = ()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Of the steps."""
+        return [step.node for step in self.steps]
+
+    @property
+    def width(self) -> int:
+        """Elements of all that would be cut."""
+        return sum(typical(product(shape_of(x))) for x in self.given)
+
+
+class Hoist(Rewrite):
+    """Claims the demand of a short window for all of its operand, where something narrower can be cut instead."""
+
+    kinds = frozenset({"whole"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
+        return super().apply(gm, job)
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return None if node.target in CUTS and self._chain(node) is not None else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        chain, source = self._chain(node), Call(node).operands[0]
+        assert chain is not None
+        fresh = {number: self._hoisted(chain, source, piece, node) for number, piece in _pieces(node).items()}
+        self.replace(node, fresh[0] if is_tensor(node) else fresh)
+        _leave_for_results(chain)
+        narrow = ", ".join(x.name for x in chain.given)
+        for one in fresh.values():
+            self.note(one, f"the window is cut from {narrow}, which is narrower than {source.name}")
+
+    def _chain(self, node: Node) -> RowChain | None:
+        """The chain that ends in what the node cuts, from where its rows are narrowest; None if that is no chain."""
+        pieces = _pieces(node)
+        if not pieces or not self._shared_out(node, pieces):
+            return None
+        first = next(iter(pieces.values()))
+        chain = best = RowChain({first.source: (first.dim, 0)})
+        while (longer := self._longer(chain, node)) is not None:
+            chain = longer
+            best = chain if chain.width < best.width else best
+        given = [x for x in nodes_in((node.args, node.kwargs)) if x is not first.source]
+        return best if best.steps and all(x < min(best.nodes) for x in given) else None
+
+    def _shared_out(self, node: Node, pieces: dict[int, Piece]) -> bool:
+        """Does each rank then make a share of the pieces, or no more rows than it has now?"""
+        n, rows = self.job.ranks.n, shape_of(Call(node).operands[0])
+        results = [node] if is_tensor(node) else list(results_read(node).values())
+        return all(self.axes.sequence_dims(x) for x in results) or all(
+            n * typical(piece.length) <= typical(rows[piece.dim]) for piece in pieces.values()
+        )
+
+    def _longer(self, chain: RowChain, cut: Node) -> RowChain | None:
+        """The chain with what makes the last of the values that it reads and may be made anew; None without any."""
+        for node in sorted(chain.given, reverse=True):
+            step = _row_wise(node, chain.given[node]) if self._may(node, {*chain.nodes, cut}) else None
+            if step is None:
+                continue
+            others = {x: rows for x, rows in chain.given.items() if x is not node}
+            made_of = {Call(node).operands[i]: rows for i, rows in step.operands.items()}
+            if all(_alike(others.get(x, rows), rows) for x, rows in made_of.items()):
+                return RowChain({**others, **made_of}, (*chain.steps, step))
+        return None
+
+    def _may(self, node: Node, mine: set[Node]) -> bool:
+        """May the node be made once more, for the window, or does nothing else read it?"""
+        if node.op != "call_function" or node in self.demanding:
+            return False
+        alone = all(user in mine or (user in self.demanding and user.target in CUTS) for user in node.users)
+        return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
+
+    def _hoisted(self, chain: RowChain, source: Node, piece: Piece, like: Node) -> Node:
+        """The piece of the source, made of pieces of what the chain reads."""
+        made: dict[Node, Node] = {}
+        with self.graph.inserting_before(min(chain.nodes)):
+            for x, (dim, first) in chain.given.items():
+                start = piece.start + first
+                end = start + (piece.length - 1) * piece.step + 1
+                made[x] = self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
+        for step in reversed(chain.steps):
+            made[step.node] = self._again(step, made, piece)
+        if piece.keeps:
+            return made[source]
+        with self.graph.inserting_before(like):
+            return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
+
+    def _again(self, step: RowWise, made: dict[Node, Node], piece: Piece) -> Node:
+        """The step on the rows of the piece."""
+        node, (call, rule) = step.node, _known(step.node)
+        operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
+        if rule.window == step.dim:
+            return operands[0]
+        with self.graph.inserting_before(node), autocast_at(node):
+            if rule.reshapes:
+                shape = shape_of(node)
+                return self.reshaped(operands[0], (*shape[: step.dim], piece.length, *shape[step.dim + 1 :]), node)
+            args, kwargs = call.rebuild(operands)
+            return self.compute(node.target, args, node, kwargs)
+
+
+def _pieces(node: Node) -> dict[int, Piece]:
+    """What is read of a cut, by number; nothing if the place of one is not known."""
+    found = {number: nth_piece(node, number) for number in ([0] if is_tensor(node) else results_read(node))}
+    known = {number: piece for number, piece in found.items() if piece is not None}
+    return known if len(known) == len(found) else {}
+
+
+def _known(node: Node) -> tuple[Call, Factors]:
+    found = lookup(node)
+    assert found is not None
+    assert found[1] is not None
+    return found[0], found[1]
+
+
+def _row_wise(node: Node, rows: RowsAt) -> RowWise | None:
+    """How the node makes rows that lie so in its result, each of one row; None if it does not."""
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not is_tensor(node) or rule.wants is not None or rule.lenders:
+        return None
+    if not is_pure(node) or is_random(node) or (rule.sizes and not rule.reshapes):
+        return None
+    dim, first = rows
+    factor = rule.results[0][dim]
+    if rule.window == dim:
+        return RowWise(node, dim, {0: (dim, first + rule.spans[0][0])})
+    operands = {i: (dims.index(factor), first) for i, dims in enumerate(rule.operands) if factor in dims}
+    grouped = any(factor in flat(dims) and factor not in dims for dims in rule.operands)
+    found = factor and operands and rule.kind(factor) == "pass" and not grouped
+    return RowWise(node, dim, operands) if found else None
+
+
+def _alike(a: RowsAt, b: RowsAt) -> bool:
+    return a[0] == b[0] and same(a[1], b[1])
+
+
+def _leave_for_results(chain: RowChain) -> None:
+    """What is left of the chain, and read as a result only, is made when somebody reads that."""
+    for node in chain.nodes:
+        if node.users and all(user.op == "output" or record(user).again for user in node.users):
+            mark(node, again=True)

@@ -1,0 +1,152 @@
+"""Sums over the sequence that add up to one loss are one sum: for the ranks, and for the tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from sharding.tiles.losses import Loss, Model, batch, flat
+from support.golden import captured, notes_of, show
+from torch import Tensor, nn
+
+import sp_compile
+from sp_compile.passes.job import settings
+from sp_compile.passes.strategies.combine import CombineSums
+from sp_compile.passes.strategies.reduce import Means, Reduce
+
+EXACT = 1e-9
+
+
+def three(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Scaled, subtracted, added in turn."""
+    z, y = flat(h, head, ids)
+    entropy = -(z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
+    return F.cross_entropy(z, y) + 1e-2 * z.logsumexp(-1).square().mean() - entropy / 8
+
+
+def summed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """By Python's `sum`, which begins with a 0."""
+    z, y = flat(h, head, ids)
+    return sum([F.cross_entropy(z, y, reduction="sum"), z.square().sum()]) / ids.numel()
+
+
+def learned(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """What scales a sum has a gradient."""
+    z, y = flat(h, head, ids)
+    return F.cross_entropy(z, y) + z.logsumexp(-1).square().mean() * head.weight.square().mean()
+
+
+def offset(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """A number, which every rank would count."""
+    z, y = flat(h, head, ids)
+    return (F.cross_entropy(z, y) + 3) * 2 + z.logsumexp(-1).mean()
+
+
+def squared(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Not linear in one of them."""
+    z, y = flat(h, head, ids)
+    mean = z.logsumexp(-1).mean()
+    return F.cross_entropy(z, y) + mean * mean
+
+
+def of_two_heads(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Several tokens ahead, with two heads: their tiles are not one loop."""
+    a, b = head(h), F.linear(h, head.weight.roll(1, 0))
+    first = F.cross_entropy(a[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return first + 0.3 * F.cross_entropy(b[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
+
+
+def beside_a_sum(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """One of the sums is of narrow rows, as of a router's."""
+    z, y = flat(h, head, ids)
+    return F.cross_entropy(z, y) + 1e-3 * h.square().mean()
+
+
+ONE = (three, summed, learned)
+"""Losses that become one sum."""
+LOSSES = (*ONE, offset, squared, of_two_heads, beside_a_sum)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_one_device(loss: Loss, n: int) -> None:
+    found = sp_compile.verify(Model(loss).double(), *batch(23), sp=n, tiles=3)
+    assert found.worst < EXACT
+    ways = [note.why for note in found.notes if note.done == "tiles"]
+    assert ways
+    if loss in ONE:
+        assert all("made in the same loop" in why for why in ways)
+        assert [e.op for e in found.exchanges].count("all_reduce") == 1
+
+
+class Metrics(Model):
+    """Each of two losses is a result by itself, too."""
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        parts: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            z, y = flat(h, head, ids)
+            parts.extend([F.cross_entropy(z, y), z.logsumexp(-1).square().mean()])
+            return parts[0] + 0.01 * parts[1]
+
+        self.loss = loss
+        return super().forward(ids, weights), parts[0].detach(), parts[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_sums_that_others_read(n: int) -> None:
+    found = sp_compile.verify(Metrics(three).double(), *batch(23), sp=n, tiles=3)
+    assert found.worst < EXACT
+
+
+def test_half_types_are_rounded_once() -> None:
+    """Under autocast as without: what is cast is no sum of the ranks."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Model(three).to(dtype)
+        right = Model(three).double()
+        found = torch.compile(model, backend="sp", options={"tiles": 3, "compiler": "aot_eager"})(*batch(16))
+        torch.testing.assert_close(
+            found.double(), right(*batch(16)), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
+        )
+
+
+class Goldens(TestCase):
+    """The pass between those that it stands between."""
+
+    def test_a_loss_and_its_z_loss(self) -> None:
+        def program(x, y):
+            h = F.scaled_dot_product_attention(x, x, x)[:, 0]
+            return F.cross_entropy(h.mT, y) + 0.1 * h.logsumexp(-1).square().mean()
+
+        gm = captured(program, torch.randn(2, 1, 8, 4), torch.randint(4, (2, 8)))
+        Means(settings(2))(gm)
+        notes = notes_of(CombineSums(settings(2)), gm)
+        Reduce(settings(2))(gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [2, 1, 8, 4] = placeholder
+y: [2, 8] = placeholder
+scaled_dot_product_attention: [2, 1, 8, 4] = aten.scaled_dot_product_attention(x, x, x)
+select: [2, 8, 4] = aten.select.int(scaled_dot_product_attention, 1, 0)
+m_t: [2, 4, 8] = aten.mT(select)
+cross_entropy_loss_default: [] = aten.cross_entropy_loss(m_t, y, reduction=2)
+ne_scalar: [2, 8] = aten.ne.Scalar(y, -100)
+sum_default: [] = aten.sum(ne_scalar)
+to_dtype: [] = aten.to.dtype(sum_default, float32)
+div_tensor: [] = aten.div.Tensor(cross_entropy_loss_default, to_dtype)
+logsumexp: [2, 8] = aten.logsumexp(select, [-1])
+square: [2, 8] = aten.square(logsumexp)
+sum_dim_int_list: [] = aten.sum.dim_IntList(square, [0, 1], False)
+div_tensor_1: [] = aten.div.Tensor(sum_dim_int_list, 16)
+mul: [] = aten.mul.Tensor(div_tensor_1, 0.1)
+add: [] = aten.add.Tensor(div_tensor, mul)
+all_reduce_default: [] = sp.all_reduce(add, 2, )
+return (all_reduce_default,)""",
+        )
+        self.assertExpectedInline(
+            "\n".join(f"{note.done} {note.node}: {note.why}" for note in notes),
+            """combine_sums add: sums over the sequence are added up before the ranks add theirs""",
+        )

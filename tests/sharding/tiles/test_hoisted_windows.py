@@ -1,0 +1,191 @@
+"""A loss on a short window that is cut behind the head: as if it were cut in front of it, and no logits are whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from sharding.tiles.losses import VOCAB, WIDTH, Loss, Model, batch
+from support.golden import captured, notes_of, show
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+import sp_compile
+from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.passes.job import settings
+from sp_compile.passes.strategies.hoist import Hoist
+from sp_compile.passes.tiles.tiles import programs_of
+
+EXACT = 1e-9
+
+
+def tail(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """An answer behind its prompt."""
+    return F.cross_entropy(head(h)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
+
+
+def answer(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Shifted, capped, upcast, copied."""
+    z = torch.tanh(head(h) / 3) * 3
+    return F.cross_entropy(z.double()[:, 9:-1].contiguous().view(-1, VOCAB), ids[:, 10:].flatten())
+
+
+def narrowed(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    return F.cross_entropy((head(h) * 0.5).narrow(1, 3, 5).flatten(0, 1), ids[:, 4:9].flatten())
+
+
+def of_chunks(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """A loop that the user wrote to hold less."""
+    pieces = zip(head(h)[:, :-1].chunk(3, 1), ids[:, 1:].chunk(3, 1))
+    return sum(F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum") for z, y in pieces) / ids.numel()
+
+
+def prompt_and_answer(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """One of the windows is most of the rows for some lengths."""
+    z = head(h)
+    parts = (z[:, :9], ids[:, 1:10]), (z[:, 9:-1], ids[:, 10:])
+    return sum(w * F.cross_entropy(a.flatten(0, 1), b.flatten()) for w, (a, b) in zip((0.1, 1), parts))
+
+
+def beside_all(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """All logits are read, too, token by token."""
+    z = head(h)
+    return F.cross_entropy(z[:, 10:].flatten(0, 1), ids[:, 10:].flatten()) + z.logsumexp(-1).square().mean()
+
+
+def last(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    return F.cross_entropy(head(h)[:, -1], ids[:, 0])
+
+
+WINDOWS = (tail, answer, narrowed, of_chunks, prompt_and_answer, beside_all, last)
+
+
+def logits_of(nodes: Iterator[Node]) -> int:
+    """Rows of logits in the largest value that has any; weights are as wide."""
+    values = [n.meta.get("val") for n in nodes]
+    logits = [v for v in values if isinstance(v, Tensor) and v.shape[-1:] == (VOCAB,) and v.dtype.is_floating_point]
+    return max((v.numel() // VOCAB for v in logits), default=0)
+
+
+def most_logits(gm: GraphModule) -> int:
+    """In the rank's graph, and in those of its tiles."""
+    parts = [part.graph for program in programs_of(gm) for body in program.bodies.values() for part in body.parts]
+    return max(logits_of(iter(one.graph.nodes)) for one in (gm, *parts))
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("seq", [16, 19, 23])
+@pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
+def test_one_device(loss: Loss, seq: int, n: int, layout: str) -> None:
+    if layout == "zigzag" and n == 1:
+        pytest.skip("one rank has all rows in order")
+    assert sp_compile.verify(Model(loss).double(), *batch(seq), sp=n, tiles=3, layout=layout).worst < EXACT
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
+def test_no_more_than_a_tile(loss: Loss, n: int) -> None:
+    """Of 8 tiles of a rank's share of all rows. The gradient of the head, turned, is as eight of them."""
+    rows, seq, tiles = 2, 128, 8
+    gm = sp_compile.parallelize(torch.export.export(Model(loss).double(), batch(seq, rows)), sp=n, tiles=tiles)
+    assert most_logits(gm) <= max(rows * seq // n // tiles, WIDTH)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_most_of_the_rows_stay_where_they_are(n: int) -> None:
+    """Ranks cut such a window without an exchange."""
+
+    def most(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(head(h)[:, 5:].flatten(0, 1), ids[:, 5:].flatten())
+
+    found = sp_compile.explain(Model(most).double(), *batch(16), sp=n, tiles=3)
+    assert not [note for note in found.notes if note.done in ("hoist", "gather")]
+    assert found.tiled
+
+
+def test_every_fourth_row_is_on_every_rank() -> None:
+    """So four ranks have as many rows as before, and eight would have twice as many."""
+
+    def strided(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(head(h)[:, ::4].flatten(0, 1), ids[:, ::4].flatten())
+
+    found = {n: sp_compile.verify(Model(strided).double(), *batch(32), sp=n) for n in (4, 8)}
+    assert max(one.worst for one in found.values()) < EXACT
+    assert [any(note.done == "hoist" for note in one.notes) for one in found.values()] == [True, False]
+
+
+class Both(Model):
+    """The loss of an answer, and all logits."""
+
+    def __init__(self) -> None:
+        super().__init__(tail)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            seen.append(head(h))
+            return F.cross_entropy(seen[0][:, 10:].flatten(0, 1), ids[:, 10:].flatten())
+
+        self.loss = loss
+        return super().forward(ids, weights), seen[0]
+
+
+@pytest.mark.parametrize("tiles", [3, "never", "auto"])
+def test_logits_that_are_returned_are_made_when_they_are_read(tiles: int | str) -> None:
+    """With tiles; without, they are as they were."""
+    model = Both().double()
+    alone = copy.deepcopy(model)
+    options = {"tiles": tiles, "compiler": "aot_eager", "cost": {}, "outputs": "lazy"}
+    loss, logits = torch.compile(model, backend="sp", options=options)(*batch(19))
+    right, whole = alone(*batch(19))
+    assert isinstance(logits, Sharded) == (tiles == 3)
+    (loss + logits.square().mean()).backward()
+    (right + whole.square().mean()).backward()
+    torch.testing.assert_close(loss, right, rtol=EXACT, atol=0)
+    gradients = [[p.grad for p in one.parameters()] for one in (model, alone)]
+    torch.testing.assert_close(*gradients, rtol=EXACT, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_returned_beside_it(n: int) -> None:
+    found = sp_compile.verify(Both().double(), *batch(19), sp=n, tiles=3)
+    assert found.worst < EXACT
+    assert found.tiled
+
+
+class Goldens(TestCase):
+    """The pass alone."""
+
+    def test_in_front_of_the_head(self) -> None:
+        def program(x, y):
+            h = F.scaled_dot_product_attention(x, x, x)[:, 0]
+            return torch.tanh(F.linear(h, y) / 3)[:, 6:].logsumexp(-1).sum()
+
+        gm = captured(program, torch.randn(2, 1, 8, 4), torch.randn(32, 4))
+        notes = notes_of(Hoist(settings(2)), gm)
+        self.assertExpectedInline(
+            show(gm),
+            """\
+x: [2, 1, 8, 4] = placeholder
+y: [32, 4] = placeholder
+scaled_dot_product_attention: [2, 1, 8, 4] = aten.scaled_dot_product_attention(x, x, x)
+select: [2, 8, 4] = aten.select.int(scaled_dot_product_attention, 1, 0)
+slice_tensor: [2, 2, 4] = aten.slice.Tensor(select, 1, 6, 8, 1)
+linear_default: [2, 2, 32] = aten.linear(slice_tensor, y)
+div_tensor: [2, 2, 32] = aten.div.Tensor(linear_default, 3)
+tanh_default: [2, 2, 32] = aten.tanh(div_tensor)
+logsumexp: [2, 2] = aten.logsumexp(tanh_default, [-1])
+sum_1: [] = aten.sum(logsumexp)
+return (sum_1,)""",
+        )
+        self.assertExpectedInline(
+            "\n".join(f"{note.done} {note.node}: {note.why}" for note in notes),
+            """hoist tanh_default: the window is cut from select, which is narrower than tanh""",
+        )
