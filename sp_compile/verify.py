@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile.capture.capture import captured_once
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
@@ -35,12 +36,16 @@ from sp_compile.spmd.session import ALONE, Session
 
 from ._compat import (
     TorchRuntimeError,
+    TracingContext,
     flex_on_any_device,
     is_compiling,
+    is_fragment,
     losses_on_meta,
     memory_budget,
     partitioned,
     pytree,
+    resumed,
+    unprinted,
 )
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
 from .config import Ranks, SPConfig
@@ -136,14 +141,15 @@ Ways: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
 
 def _of_few(
     depth: Depth, refused: Mapping[str, str], model: Any, args: Any, ways: Ways, per_weight: float,
-    passes: bool = False, unrolled: bool = False, entry: str = "explain",
+    passes: bool = False, unrolled: bool = False, entry: str = "explain", traced: Traced | None = None,
 ) -> list[Look] | None:  # fmt: skip
     """The reports on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
     repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
     with depth.only(depth.few):
         looks = _each_graph(
-            entry, refused, model, args, ways, per_weight, behind=passes, repeats=repeats, unrolled=unrolled
-        )
+            entry, refused, model, args, ways, per_weight, behind=passes, repeats=repeats, unrolled=unrolled,
+            traced=traced,
+        )  # fmt: skip
     kinds = max(depth.kinds) + 1
     why = f"{few} layers were looked at, and count for {len(depth.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
     for report in (look.report for look in looks if look.problem is None):
@@ -158,28 +164,59 @@ def _of_few(
     return looks
 
 
+@dataclass
+class Traced:
+    """What Dynamo made of a model with certain layers: to look at it in more ways than it was traced for.
+
+    graph: its only one, with inputs and the compilation's context; None: it has several, which take each other's
+    results as a way leaves them, or lengths that are symbols. captured: each as the passes take it.
+    """
+
+    graph: tuple[GraphModule, Sequence[Any], TracingContext] | None = None
+    graphs: int = 0
+    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)
+
+    def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """One that is compiled now."""
+        self.graphs += 1
+        context, plain = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
+        alone = self.graphs == 1 and plain and context is not None and not is_fragment(gm)
+        self.graph = (gm, inputs, context) if alone else None
+
+
 def explain_each(
-    model: Callable[..., Any], args: Sequence[Any], ways: Ways, per_weight: float, depth: Depth | None
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    ways: Ways,
+    per_weight: float,
+    depth: Depth | None,
+    traced: Traced | None = None,
 ) -> list[Look]:
     """`explain(memory=True)` in several ways, for a plan; the model is traced once.
 
     per_weight: bytes of the optimizer's state for a byte of parameters. depth: layers of which a few count for all.
+    traced: what was made of the same model before, if anything was, and is told what is.
     What cannot be is said in a look's `problem`; raises SpError where none can.
     """
-    found = _of_few(depth, LOOK_OPTIONS, model, args, ways, per_weight, unrolled=True, entry="plan") if depth else None
-    return found or _each_graph("plan", LOOK_OPTIONS, model, args, ways, per_weight, unrolled=True)
+    told: dict[str, Any] = {"unrolled": True, "traced": traced}
+    found = _of_few(depth, LOOK_OPTIONS, model, args, ways, per_weight, entry="plan", **told) if depth else None
+    return found or _each_graph("plan", LOOK_OPTIONS, model, args, ways, per_weight, **told)
 
 
 def attentions_of(
-    model: Callable[..., Any], args: Sequence[Any], way: tuple[int, Mapping[str, Any]], depth: Depth | None
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    way: tuple[int, Mapping[str, Any]],
+    depth: Depth | None,
+    traced: Traced | None = None,
 ) -> list[Decision]:
-    """The attentions of a model, for a plan. depth: layers of which a few count for all."""
+    """The attentions of a model, for a plan. depth, traced: as for `explain_each`."""
     if depth is None:
-        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way])
+        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], traced=traced)
         return look.report.attention
     repeats = FewLayers(depth.times, ModelBytes.of(model))
     with depth.only(depth.few):
-        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], repeats=repeats)
+        (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], repeats=repeats, traced=traced)
     return look.report.attention
 
 
@@ -242,13 +279,15 @@ def _each_graph(
     behind: bool = False,
     repeats: FewLayers | None = None,
     unrolled: bool = False,
+    traced: Traced | None = None,
 ) -> list[Look]:
     """Lower every graph that Dynamo finds in the model, in each of these ways, and merge the reports of each.
 
     refused: options that say nothing here, and why. per_weight: bytes of the optimizer's state for a byte of
     parameters, where a report tells of memory. compare: what to do with each that was split, over simulated ranks;
     None: the ranks of a mesh are taken as they are. behind: run the passes on forward and backward, whoever is told of
-    it. repeats: the model's layers stand for more. unrolled: keep what a step is with any share on the host.
+    it. repeats: the model's layers stand for more. unrolled: keep what a step is with any share on the host. traced:
+    what is known of this model already; nothing is run where that is enough.
     """
     weights = ModelBytes.of(model) if repeats is None else repeats.weights
     looks, kwargs = list[Look](), dict[str, Any]()
@@ -293,14 +332,20 @@ def _each_graph(
                 total.step.graphs.append(step)
         return session, lowered
 
-    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        seen.append(gm)
+    def lowered_in_each(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[Look, Session, RankProgram]]:
         found = list[tuple[Look, Session, RankProgram]]()
         for one in looks:
             try:
                 found += [(one, *lowered_for(gm, example_inputs, one))] if one.problem is None else []
             except SpError as error:
                 one.problem = error
+        return found
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(gm)
+        if traced is not None:
+            traced.add(gm, example_inputs)
+        found = lowered_in_each(gm, example_inputs)
         if not found:
             return gm.forward
 
@@ -316,10 +361,23 @@ def _each_graph(
 
         return call
 
-    torch.compiler.reset()
-    with _restored_buffers(model), _constants_on_meta(entry), flex_on_any_device(), losses_on_meta():
-        torch.compile(model, backend=backend)(*args, **kwargs)
-    torch.compiler.reset()
+    def trace() -> None:
+        torch.compiler.reset()
+        with _restored_buffers(model), _constants_on_meta(entry):
+            torch.compile(model, backend=backend)(*args, **kwargs)
+        torch.compiler.reset()
+
+    once = nullcontext() if traced is None else captured_once(traced.captured)
+    lazily = unprinted() if compare is None else nullcontext()  # simulated ranks run it in threads
+    with flex_on_any_device(), losses_on_meta(), lazily, once:
+        if traced is None or traced.graph is None:
+            trace()
+        else:
+            gm, inputs, context = traced.graph
+            seen.append(gm)
+            with resumed(context):
+                for one, _, lowered in lowered_in_each(gm, inputs):
+                    one.report.merge(lowered.report)
     problems = [one.problem for one in looks if one.problem is not None]
     if len(problems) == len(looks):
         raise problems[0]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import keep_calling_convention
+from sp_compile._compat import graph_module, keep_calling_convention
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import Call, is_tensor, results_read
 from sp_compile.graph.edit import INHERITED_META, Editor, drop_dead
@@ -82,7 +82,7 @@ class _Localizer(Editor):
                 self.graph.output(torch.fx.map_arg(node.args[0], self.env.__getitem__)).meta.update(node.meta)
             elif node not in self.env and node not in self.aliases:
                 self._emit(node)
-        local = GraphModule(self.old, self.graph)
+        local = graph_module(self.old, self.graph)
         local.meta.update(self.old.meta)
         drop_dead(local.graph)
         before_first_use([made for made in sums if made.users], local.graph)

@@ -6,15 +6,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import CompileContext, TracingContext
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._logging import trace_structured
-from torch._logging._internal import trace_log
+from torch._logging._internal import log_state, trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx._lazy_graph_module import _make_graph_module as graph_module
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_metadata_torch_function_mode,
     _temp_remove_pre_dispatch_torch_function_mode,
@@ -55,6 +58,25 @@ def name_of(x: torch.Tensor) -> Any:
 def give_name(x: torch.Tensor, name: Any) -> None:
     """Have what `name_of` gave stand for the tensor, whatever does now."""
     active_tracer().tensor_tracker[x] = name
+
+
+@contextmanager
+def unprinted() -> Iterator[None]:
+    """Graphs are made and changed, and few are run: spare their code, and AOTAutograd's text of each, if nobody logs.
+
+    What `graph_module` and torch itself make gets its code when it is run.
+    """
+    with _use_lazy_graph_module(True):
+        if traces() or log_state.artifact_names:
+            yield
+            return
+        with mock.patch.object(GraphModule, "print_readable", return_value=""):
+            yield
+
+
+def resumed(context: TracingContext) -> AbstractContextManager[Any]:
+    """Inside the compilation of which this was the context, when it is over."""
+    return tracing(context)
 
 
 @contextmanager

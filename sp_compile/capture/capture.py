@@ -8,7 +8,8 @@ meta["stack_trace"].
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sp_compile._compat import (
     wraps_others,
 )
 from sp_compile.errors import SpError, at
-from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.edit import copied, drop_dead
 from sp_compile.graph.record import mark
 from sp_compile.lowering.collectives.sharded import Sharded
 
@@ -47,8 +48,35 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
     in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end.
     fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
-    Raises SpError where the program can not be captured.
+    Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
     """
+    if _known is None or fakes is not None:
+        return _captured(gm, example_inputs, fakes)
+    if gm not in _known:
+        _known[gm] = _captured(gm, example_inputs, fakes)
+    if any(isinstance(child, GraphModule) for child in _known[gm].children()):  # passes change these, too
+        return _known.pop(gm)
+    found = copied(_known[gm])
+    found.meta.update(_known[gm].meta)
+    _keep_sources(found, _known[gm])
+    return found
+
+
+@contextmanager
+def captured_once(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
+    """For who looks at the same graphs with the same inputs in several ways. known: of each what was captured."""
+    global _known
+    before, _known = _known, known
+    try:
+        yield
+    finally:
+        _known = before
+
+
+_known: dict[GraphModule, GraphModule] | None = None
+
+
+def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
     fake_mode, own = fake_inputs(example_inputs)
     captured = trace(gm, own if fakes is None else fakes, fake_mode)
     drop_dead(captured.graph, ("call_function", "get_attr"))
@@ -137,9 +165,14 @@ def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
     new, old = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
     for n, o in zip(new, old, strict=True):
         n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
-        keep_source(n, o)
     captured.meta.update(gm.meta)
-    keep_state_sources(captured, gm)
+    _keep_sources(captured, gm)
+
+
+def _keep_sources(new: GraphModule, old: GraphModule) -> None:
+    for n, o in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new, old)), strict=True):
+        keep_source(n, o)
+    keep_state_sources(new, old)
 
 
 def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import keep_calling_convention
+from sp_compile._compat import graph_module, keep_calling_convention
 
 from .call import shape_of
 from .fakes import infer
@@ -135,4 +135,4 @@ def copied(gm: GraphModule) -> GraphModule:
     results = graph.graph_copy(gm.graph, {})
     graph.output(results, output.type).meta.update(output.meta)
     keep_calling_convention(graph, gm.graph)
-    return GraphModule(gm, graph)
+    return graph_module(gm, graph)

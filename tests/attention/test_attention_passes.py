@@ -1,5 +1,8 @@
 """Golden graphs of the attention passes, run by hand on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
 
+import math
+from unittest import mock
+
 import expecttest
 import pytest
 import torch
@@ -9,12 +12,14 @@ from support.golden import captured, show
 from sp_compile import explain, verify
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import Settings
+from sp_compile.passes.strategies.attention import ring
 from sp_compile.passes.strategies.attention.gathered import KeyGather
 from sp_compile.passes.strategies.attention.hybrid import Hybrid
-from sp_compile.passes.strategies.attention.ring import Ring
+from sp_compile.passes.strategies.attention.ring import Ring, furthest
 from sp_compile.passes.strategies.attention.ulysses import Ulysses
 
 FOUR = Ranks(4, GROUP)
@@ -37,6 +42,37 @@ def windowed(x):
 def grouped(x):
     q = split(x)
     return F.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "predicate",
+    [
+        "k <= q",
+        "(k <= q) & (q - k < 40)",
+        "Abs(q - k) < 17",
+        "(k - q < 9) & (Eq(row0, col0))",
+        "k < 20",
+        "(k <= q) | (k < 3)",
+    ],
+)
+@pytest.mark.parametrize(("n", "rows"), [(1, 8), (2, 16), (7, 8)])
+def test_the_furthest_rank_whose_keys_a_query_may_see(predicate: str, n: int, rows: int) -> None:
+    """As asked of every pair of ranks."""
+    free = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+    held = [(rank * rows, (rank + 1) * rows - 1) for rank in range(n)]
+    seen = {
+        (q - k) % n
+        for q in range(n)
+        for k in range(n)
+        if over(predicate, {**free, "q": held[q], "k": held[k]}) is not False
+    }
+    assert furthest(predicate, n, rows) == max(seen, default=0)
+
+
+def test_the_furthest_of_many_ranks_is_found_with_few_questions() -> None:
+    with mock.patch.object(ring, "over", side_effect=over) as asked:
+        assert furthest("(k <= q) & (q - k < 1000)", 512, 1024) == 1
+    assert asked.call_count <= 4 * 512
 
 
 class Goldens(expecttest.TestCase):

@@ -146,7 +146,9 @@ REPORT = {
 WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory_bytes phase kept_bytes seconds
 tokens_per_second fits looked most_tiles options""".split()
 PLAN = {
-    **dict.fromkeys(["format", "version", "memory_bytes", "unit", "parameters_bytes", "best", "notes"]),
+    **dict.fromkeys(
+        ["format", "version", "memory_bytes", "host_memory_bytes", "unit", "parameters_bytes", "best", "notes"]
+    ),
     "ways": dict.fromkeys(WAY),
     "changes": {"8": None},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.cost.plan import plan as plan_module
 from sp_compile.cost.plan.looks import SHARDED, WHOLE, Attend, PlanWay, StepPlanner
 from sp_compile.cost.plan.plan import NOT_CALLED, TILES, StepPlan, Variant
+from sp_compile.cost.plan.record import of_plan
 from sp_compile.cost.plan.sizes import bytes_of_text, unit_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
@@ -200,6 +202,35 @@ def test_memory_and_seconds_of_a_row() -> None:
     assert [row["way"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
 
 
+def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
+    """Of 300 bytes that may go, 150 have room; a share that was asked for and has none does not fit."""
+    machine = Machine.of("cpu", {"memory": 700})
+
+    def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
+        planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [], asked, host)
+        made = planner.rows(Looked(4, False), SIZES)  # type: ignore[arg-type]
+        return [(row["way"].offload, row["fits"]) for row in made if row["way"].state == SHARDED]
+
+    assert found(math.inf) == [(0.0, False), (1.0, True)]
+    assert found(299) == [(0.0, False), (0.75, False)]
+    assert found(150) == [(0.0, False), (0.5, False)]
+    assert found(10) == [(0.0, False)]
+    assert [found(host, (), 1.0) for host in (300, 299)] == [[(1.0, True)], [(1.0, False)]]
+
+
+def test_what_waits_on_the_host_is_shown_beside_what_it_has() -> None:
+    row = replace(variant(1.0, 300e6, True, True), offload=0.5, host=120e6)
+    plan = StepPlan(500e6, ModelBytes(1, 1, 0, 1), [row], unit=unit_of_text("500MB"), host_memory=200e6)
+    assert str(plan).startswith("500.0 MB a rank, 200.0 MB of its host; ")
+    assert "120.0 MB" in str(plan)
+    assert (of_plan(plan)["host_memory_bytes"], of_plan(plan)["ways"][0]["host_bytes"]) == (200e6, 120e6)
+    words = plan_module._change(mock.Mock(**{"constant.return_value": 1.0}), replace(plan, memory=400e6), 2)
+    assert "too much" not in words
+    assert "120.0 MB wait on the host, which has 200.0 MB for a rank" in words
+    with pytest.raises(SpError, match="host_memory='much'"):
+        sp_compile.plan(nn.Linear(2, 2), (), host_memory="much")
+
+
 def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2, **way: Any) -> Variant:
     made = {"attention": "ring", "layout": "zigzag", "checkpoint": False, "tiles": "auto", "offload": 0.0, **way}
     rest = {"host": 0.0, "state": SHARDED, "phase": "loss", "kept": 100.0, "tokens": 64, "fits": fits, "looked": looked}
@@ -213,9 +244,9 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
         variant(s, 80, False, True, offload=o, attention=a) for s, o, a in ((1, 0.5, "gather"), (2, 0.0, "ulysses"))
     )
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [known, here, first, second])
-    planner = mock.Mock(shares=(0.25, 0.5, 0.75), tokens=64, options={})
+    planner = mock.Mock(shares=(0.25, 0.5, 0.75), tokens=64, options={}, host=math.inf)
     planner.attends.return_value = [mock.Mock(key=row.way.key) for row in plan.rows]
-    planner.look = lambda ways: [mock.Mock(way=way) for way in ways if way.attention == "gather"]
+    planner.look = lambda ways: [mock.Mock(way=way, knows_shares=False) for way in ways if way.attention == "gather"]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
     planner.row = lambda step, attend, state, share: {
         **{"way": step.way, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
@@ -242,6 +273,28 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
     assert second not in plan.rows
 
 
+def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
+    """All shares are known from it: a smaller one that fits, or a larger one, needs no look of its own."""
+    here, guess = variant(1.0, 200, True, False), variant(1.0, 90, False, True, offload=0.5)
+    for first, enough in ((0.5, 0.75), (0.75, 0.5)):
+        plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [here, replace(guess, offload=first)])
+        planner = mock.Mock(shares=(0.25, 0.5, 0.75, 1.0), tokens=64, options={})
+        planner.attends.return_value = [mock.Mock(key=here.way.key)]
+        planner.look.side_effect = lambda ways: [mock.Mock(way=way, knows_shares=True) for way in ways]
+
+        def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> dict[str, Any]:
+            memory = 200 - 101 * share / enough
+            rest = {"phase": "loss", "kept": 100.0, "looked": True, "most_tiles": 0, "seconds": 1.0 + share}
+            return {**rest, "way": replace(step.way, offload=share), "host": 1, "memory": memory, "fits": memory <= 100}
+
+        planner.row = row
+        planner.least = lambda step, attend, state, enough=enough: row(step, attend, state, enough)
+        plan_module._look_at_the_best(planner, plan, [2])
+        best = plan.of(2)
+        assert best is not None
+        assert (best.offload, best.looked, planner.look.call_count) == (enough, True, 1)
+
+
 def test_what_nearly_fits_is_looked_at_once() -> None:
     near, far = variant(1.0, 105, False, False), variant(1.0, 120, False, False)
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
@@ -265,7 +318,9 @@ def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed(
 
     def look(ways: Sequence[PlanWay]) -> list[Any]:
         seen.extend(ways)
-        return [mock.Mock(way=way, most_tiles=0, look=mock.Mock(checkpoints=way.again)) for way in ways]
+        return [
+            mock.Mock(way=way, most_tiles=0, knows_shares=False, look=mock.Mock(checkpoints=way.again)) for way in ways
+        ]
 
     def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
         memory = 70.0 if step.way.again else 200.0 - (105 if looked else 120) * share
@@ -273,6 +328,7 @@ def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed(
         return {**made, "way": replace(step.way, offload=share), "host": share, "fits": memory <= 90, "looked": looked}
 
     planner = mock.Mock(shares=(1.0,), tokens=64, options={}, offload=0.0, blocks=[1], look=look, row=row)
+    planner.host = math.inf
     planner.constant.return_value = 0.0
     planner.attends.return_value = [SIZES]
     planner.states.return_value = [SHARDED]

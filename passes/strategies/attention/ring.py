@@ -12,6 +12,7 @@ the gradients of K and V, which travel with them and one hop further, or are red
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.ring import hops_of_window
 from sp_compile.lowering.frames import LAYOUTS
-from sp_compile.lowering.masks.predicate import over, symbols
+from sp_compile.lowering.masks.predicate import conjuncts, is_of_distance, over, symbols
 from sp_compile.sharding.attention import predicate_of
 
 from .base import ShardedAttention, register, sequence_shard
@@ -55,14 +56,28 @@ class Ring(ShardedAttention):
         rows, in_order = query.frame.local(n), query.frame.order.in_order and query.frame.start == 0
         if not query.matches(key) or not isinstance(rows, int) or not in_order:
             return n
-        box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
-        needed = [
-            step
-            for step in range(n)
-            for rank in range(n)
-            if over(predicate, {**box, "q": _held(rank, rows), "k": _held((rank - step) % n, rows)}) is not False
-        ]
-        return 1 + max(needed, default=0)
+        return 1 + furthest(predicate, n, rows)
+
+
+@lru_cache(maxsize=256)
+def furthest(predicate: str, n: int, rows: int) -> int:
+    """How many ranks backwards the furthest one is whose keys any query may see, each of `n` with so many rows.
+
+    What asks only how far a key is from its query says the same of all ranks with another's keys before their own, and
+    the same of all others: it is asked once for each of the two.
+    """
+    free = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+    near = [c for c in conjuncts(predicate) if is_of_distance(c, ())]
+
+    def may(condition: str, rank: int, step: int) -> bool:
+        keys = _held((rank - step) % n, rows)
+        return over(condition, {**free, "q": _held(rank, rows), "k": keys}) is not False
+
+    for step in reversed(range(n)):
+        for one, ranks in ((n - 1, range(step, n)), (0, range(step))):
+            if all(may(c, one, step) for c in near) and any(may(predicate, rank, step) for rank in ranks):
+                return step
+    return 0
 
 
 def _held(rank: int, rows: int) -> tuple[int, int]:

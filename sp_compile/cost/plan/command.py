@@ -49,7 +49,9 @@ def _run(args: argparse.Namespace) -> int:
     model, inputs, kwargs = _called(args.target)
     options = dict(map(_option, args.option))
     if args.command == "plan":
-        made = plan(model, inputs, kwargs=kwargs, memory=args.memory, ranks=args.ranks, **options)
+        made = plan(
+            model, inputs, kwargs=kwargs, memory=args.memory, ranks=args.ranks, host_memory=args.host_memory, **options
+        )
         text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
         if args.png:
             picture(made, args.png)
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--png", type=Path, help="write a picture of a plan (needs matplotlib)")
         if name == "plan":
             one.add_argument("--memory", default="80GB", help="of a device")
+            one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
             one.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
         else:
             one.add_argument("--sp", type=int, default=2, help="ranks that share the sequence")

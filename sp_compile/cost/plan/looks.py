@@ -9,7 +9,8 @@ Where a way does not fit, the least share of what is kept goes to the host with 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,7 @@ from sp_compile.cost.step import ModelBytes, StepMemory
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
-from sp_compile.verify import Look, alike, attentions_of, explain_each
+from sp_compile.verify import Look, Traced, alike, attentions_of, explain_each
 
 SHARDED, WHOLE = STATES = ("sharded", "on every rank")
 SHARES = tuple(i / 20 for i in range(1, 21))
@@ -37,6 +38,8 @@ SHARES = tuple(i / 20 for i in range(1, 21))
 SAMPLE = 2
 """Ranks on which the model's attentions are looked for."""
 AUTO = "auto", "auto"
+SELDOM = 50_000
+"""Objects that come before the garbage collector does."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +197,15 @@ class LookedStep:
             return _Held.of(replace(self.step, graphs=[one.graph.hosted or one.graph for one in steps]))
         return self.held(0.0).towards(self.held(1.0), share)
 
+    @property
+    def knows_shares(self) -> bool:
+        """Would a look with any other share on the host say the same as this one does of that?"""
+        return self.exact and not self.attends_again
+
     def is_exact(self, attend: Attend, state: str, share: float) -> bool:
         """Would a look with these options say the same?"""
         same = attend.key == self.way.key and state == self.way.state
-        return same and (share == self.way.offload or (self.exact and not self.attends_again))
+        return same and (share == self.way.offload or self.knows_shares)
 
     def seconds(self, attend: Attend, machine: Machine) -> float:
         """Of a step, but for exchanges of weights and gradients, the optimizer and copies to the host."""
@@ -226,7 +234,8 @@ class LookedStep:
 class StepPlanner:
     """A model, and what is tried with it. blocks: to be checkpointed.
 
-    shares: of what is kept that may go to the host, from nothing on; or offload: the one that does.
+    shares: of what is kept that may go to the host, from nothing on; or offload: the one that does. host: bytes that it
+    has for a rank.
     options: that all ways have. per_weight: bytes of the optimizer's state for a byte of parameters. tokens: of a step.
     """
 
@@ -240,8 +249,10 @@ class StepPlanner:
     tokens: int
     blocks: Sequence[nn.Module]
     offload: float = 0.0
+    host: float = math.inf
     _steps: dict[PlanWay, LookedStep] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
+    _traced: dict[bool, Traced] = field(default_factory=lambda: {again: Traced() for again in (False, True)})
 
     @cached_property
     def weights(self) -> ModelBytes:
@@ -266,7 +277,7 @@ class StepPlanner:
             given = [(way.ranks, self._given(**way.options)) for way in asked]
             try:
                 with checkpointed(self.blocks if again else []), _few_collections():
-                    looks = explain_each(self.model, self.args, given, self.per_weight, depth)
+                    looks = explain_each(self.model, self.args, given, self.per_weight, depth, self._traced[again])
             except SpError as error:
                 if asked != list(ways) or self._steps:
                     self._problems |= {way.ranks: str(error) for way in asked}
@@ -288,7 +299,7 @@ class StepPlanner:
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
         given = self._given(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
         with _few_collections():
-            found = attentions_of(self.model, self.args, (SAMPLE, given), alike(self.model))
+            found = attentions_of(self.model, self.args, (SAMPLE, given), alike(self.model), self._traced[False])
         count: dict[Shape, float] = {}
         for decision in found:
             shape = _unmoved(decision.shape)
@@ -337,11 +348,16 @@ class StepPlanner:
         for state in self.states(n):
             here = self.row(looked, attend, state, self.offload)
             yield here
-            if not here["fits"] and self.shares and looked.look.steps:
-                first = bisect_left(
-                    self.shares[:-1], True, key=lambda share: self.row(looked, attend, state, share)["fits"]
-                )
-                yield self.row(looked, attend, state, self.shares[first])
+            if not here["fits"] and looked.look.steps and (least := self.least(looked, attend, state)) is not None:
+                yield least
+
+    def least(self, looked: LookedStep, attend: Attend, state: str) -> dict[str, Any] | None:
+        """With the least share on the host that fits; with the largest that the host has room for, where none does."""
+        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: looked.held(share).host)]
+        if not shares:
+            return None
+        first = bisect_left(shares[:-1], True, key=lambda share: self.row(looked, attend, state, share)["fits"])
+        return self.row(looked, attend, state, shares[first])
 
     def row(self, looked: LookedStep, attend: Attend, state: str, share: float) -> dict[str, Any]:
         """What is said of one way."""
@@ -365,7 +381,7 @@ class StepPlanner:
             "phase": phase,
             "kept": looked.kept,
             "seconds": machine.together(seconds, 2 * copy_seconds(held.host, machine)),
-            "fits": memory <= machine.memory,
+            "fits": memory <= machine.memory and held.host <= self.host,
             "looked": looked.is_exact(attend, state, share),
             "most_tiles": looked.most_tiles,
         }
@@ -392,11 +408,14 @@ def merged_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """The garbage collector passes over what was there before: all of torch, a fifth of a look's time."""
+    """The garbage collector passes over what was there before, all of torch, and comes seldom: a fifth of a look."""
+    before = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(SELDOM, *before[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

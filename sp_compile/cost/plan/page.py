@@ -160,9 +160,10 @@ def _rewrites(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
 
 
 def _plan(found: Mapping[str, Any]) -> Iterable[str]:
-    unit = SizeUnit(found["unit"])
+    unit, limit = SizeUnit(found["unit"]), found["host_memory_bytes"]
+    of_host = "" if limit is None else f", {unit(limit)} of its host"
     yield (
-        f"<p>{unit(found['memory_bytes'])} a rank; parameters {unit(found['parameters_bytes'])}. "
+        f"<p>{unit(found['memory_bytes'])} a rank{of_host}; parameters {unit(found['parameters_bytes'])}. "
         "The fastest on each number of ranks is green; what does not fit is grey; ~ is estimated from a way beside.</p>"
     )
     columns = ("ranks", "attention", "layout", "checkpoints", "tiles", "offload", "state", "memory", "peak of")
@@ -179,7 +180,7 @@ def _plan(found: Mapping[str, Any]) -> Iterable[str]:
             f"{way['seconds']:.3g}",
             f"{way['tokens_per_second']:,.0f}",
         )
-        host = f"{way['offload']:.0%}" if way["offload"] else "never"
+        host = f"{way['offload']:.0%}: {unit(way['host_bytes'])}" if way["offload"] else "never"
         tiles = f"auto: {way['most_tiles'] or 'none'}" if way["tiles"] == "auto" else way["tiles"]
         rows.append((way["ranks"], way["attention"], way["layout"], again, tiles, host, way["state"], *numbers))
         marks.append("best" if i in fastest.values() else "" if way["fits"] else "misses")

@@ -11,6 +11,7 @@ at, too, until the best one has been (`looks.py`). So what is said of the best i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,9 +97,10 @@ class Variant:
 
 @dataclass
 class StepPlan:
-    """What was found; `str(plan)` is a table. memory: of a device. rows: of each number of ranks, the fastest first.
+    """What was found; `str(plan)` is a table. memory: of a device. host_memory: of the host, for each rank.
 
-    changes: what would have to change, for numbers of ranks on which nothing fits. notes: what was not tried, and why.
+    rows: of each number of ranks, the fastest first. changes: what would have to change, for numbers of ranks on which
+    nothing fits. notes: what was not tried, and why.
     unit: that sizes are shown in.
     """
 
@@ -108,6 +110,7 @@ class StepPlan:
     changes: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unit: SizeUnit = SizeUnit("GB")  # noqa: RUF009  (it does not change)
+    host_memory: float | None = None
 
     @property
     def best(self) -> Variant:
@@ -135,13 +138,15 @@ class StepPlan:
             [
                 *(show(r) for show in COLUMNS.values()),
                 f"{'' if r.looked else '~'}{self.unit(r.memory)}",
+                self.unit(r.host) if r.host else "",
                 *(show(r) for show in MORE_COLUMNS.values()),
                 "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
             ]
             for r in shown
         ]
-        lines = [f"{self.unit(self.memory)} a rank; parameters {self.unit(self.weights.parameters)}"]
-        lines.append(tabulate(rows, headers=[*COLUMNS, "memory", *MORE_COLUMNS, ""], disable_numparse=True))
+        host = f", {self.unit(self.host_memory)} of its host" if self.host_memory is not None else ""
+        lines = [f"{self.unit(self.memory)} a rank{host}; parameters {self.unit(self.weights.parameters)}"]
+        lines.append(tabulate(rows, headers=[*COLUMNS, "memory", "host", *MORE_COLUMNS, ""], disable_numparse=True))
         lines += [ESTIMATED] if not all(row.looked for row in shown) else []
         if any(row.fits for row in self.rows):
             best = self.best
@@ -174,6 +179,7 @@ def plan(
     *,
     memory: str | float = "80GB",
     ranks: int | Sequence[int] = (8, 16, 64),
+    host_memory: str | float | None = None,
     optimizer: Any = None,
     cost: Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -182,17 +188,19 @@ def plan(
     """What fits on so many ranks of so much memory, and how fast it is. The model may be on "meta", so that none runs.
 
     inputs: of the model, whole: a tensor, several, or a dict of keyword arguments. memory: of a device, in bytes or as
-    "80GB", "75GiB". ranks: numbers of ranks that share the sequence and, by FSDP, parameters, gradients and the
-    optimizer's state. optimizer: as for `explain`. cost: constants of the cost model, of an H100 but for those given (a
-    CPU where the model is on one). config: other fields of SPConfig, which then are in the options of every way, and
-    keyword arguments of the model; those that are called as one of these go into `kwargs`. attention, layout, tiles,
-    offload and state are tried, unless they are given. Raises SpError as `explain` does, for a memory or ranks that are
-    none, and for a model that is no module.
+    "80GB", "75GiB". host_memory: of the host for each rank, for what waits there; None: as much as it takes. ranks:
+    numbers of ranks that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer:
+    as for `explain`. cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on
+    one). config: other fields of SPConfig, which then are in the options of every way, and keyword arguments of the
+    model; those that are called as one of these go into `kwargs`. attention, layout, tiles, offload and state are
+    tried, unless they are given. Raises SpError as `explain` does, for a memory or ranks that are none, and for a
+    model that is no module.
     """
     if not isinstance(model, nn.Module):
         raise SpError(f"plan: expected an nn.Module, whose weights and layers are counted, and not {model!r:.80}")
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    host = None if host_memory is None else bytes_of_text(host_memory, "host_memory")
     device, wanted = bytes_of_text(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not wanted or not all(type(n) is int and n > 0 for n in wanted):
         raise SpError(f"ranks={ranks!r}: expected numbers of ranks, 1 or more")
@@ -212,8 +220,9 @@ def plan(
         _tokens([*args, *found_kwargs.values()]),
         checkpoint_blocks(model),
         0.0 if sent in OFFLOAD else float(sent),
+        math.inf if host is None else host,
     )
-    found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory))
+    found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory), host_memory=host)
     _first_looks(planner, found, wanted, options.get("tiles"))
     _look_at_the_best(planner, found, wanted)
     found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
@@ -316,7 +325,10 @@ def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
 
 
 def _settle(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
-    """Look at these, and have what was seen in their place. refines: and another share, if that seems to be enough."""
+    """Look at these, and have what was seen in their place; and another share, where that is enough.
+
+    refines: where it only seems to be, too.
+    """
     seen = {step.way: step for step in planner.look([row.way for row in rows])}
     for row in rows:
         found.rows.remove(row)
@@ -325,13 +337,17 @@ def _settle(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refi
         attend = next(one for one in planner.attends(row.ranks) if one.key == row.way.key)
         made = _variant(planner, **planner.row(step, attend, row.state, row.offload))
         found.rows.append(made)
-        if refines and row.offload:
+        if row.offload and planner.shares and step.knows_shares:
+            least = planner.least(step, attend, row.state)
+            found.rows += [_variant(planner, **least)] if least and least["way"] != row.way else []
+        elif refines and row.offload:
             known = {
                 other.way.offload: other for other in found.rows if replace(other.way, offload=0.0) == _on_device(row)
             }
             if (share := _share_that_fits(planner, known, made, found.memory)) is not None:
                 host = made.host * share / made.offload
-                found.rows.append(replace(made, offload=share, host=host, fits=True, looked=False, memory=found.memory))
+                guess = replace(made, offload=share, host=host, looked=False, memory=found.memory)
+                found.rows += [replace(guess, fits=True)] if host <= planner.host else []
 
 
 def _on_device(row: Variant) -> PlanWay:
@@ -363,9 +379,12 @@ def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     least = min(rows, key=lambda row: row.memory)
     way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
     way += f", tiles {least.tiles}, {least.offload:.0%} of what is kept on the host"
-    excess = found.unit(least.memory - found.memory)
-    words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way}), {excess} too much, in its {least.phase}"]
-    words.append(f"the largest there: {planner.largest(least.way)}")
+    words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way})"]
+    if (excess := least.memory - found.memory) > 0:
+        words[0] += f", {found.unit(excess)} too much, in its {least.phase}"
+        words.append(f"the largest there: {planner.largest(least.way)}")
+    if found.host_memory is not None:
+        words.append(f"{found.unit(least.host)} wait on the host, which has {found.unit(found.host_memory)} for a rank")
     words.append(elsewhere)
     words.append("take more ranks or smaller batches, and let the model return its loss alone")
     return "; ".join(filter(None, words))

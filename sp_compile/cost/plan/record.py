@@ -15,8 +15,8 @@
                     "curve": [{"phase", "node", "where", "values_bytes"}]},
      "errors":      [{"name", "error"}]}
 
-    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "unit": "GB", "parameters_bytes": 1,
-     "best": 0 | null,
+    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "host_memory_bytes": null | 1e12, "unit": "GB",
+     "parameters_bytes": 1, "best": 0 | null,
      "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
                "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
      "changes": {"8": "..."}, "notes": ["..."]}
@@ -100,6 +100,7 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
         "format": "sp_compile.plan",
         "version": VERSION,
         "memory_bytes": plan.memory,
+        "host_memory_bytes": plan.host_memory,
         "unit": plan.unit.name,
         "parameters_bytes": plan.weights.parameters,
         "best": None if best is None else plan.rows.index(best),

@@ -24,25 +24,25 @@ class SizeUnit:
         return f"{value:.1f} {self.name}" if value >= 1 or not value else f"{value:.2g} {self.name}"
 
 
-def bytes_of_text(memory: str | float) -> float:
-    """80e9 of "80GB". Raises SpError: of what is no size."""
-    return _parsed(memory)[0]
+def bytes_of_text(memory: str | float, name: str = "memory") -> float:
+    """80e9 of "80GB". name: of the argument. Raises SpError: of what is no size."""
+    return _parsed(memory, name)[0]
 
 
 def unit_of_text(memory: str | float) -> SizeUnit:
     """GB of "80GB", of 80e9 and of "80e9". Raises SpError: of what is no size."""
-    nbytes, unit = _parsed(memory)
+    nbytes, unit = _parsed(memory, "memory")
     decimal = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= LEAST * scale]
     return SizeUnit(unit or max(decimal, key=UNITS.__getitem__, default="B"))
 
 
-def _parsed(memory: str | float) -> tuple[float, str]:
+def _parsed(memory: str | float, name: str) -> tuple[float, str]:
     """Bytes, and the unit if there is one."""
     if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
         return float(memory), ""
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     known = {name.upper(): name for name in UNITS} | {"": ""}
     if match is None or match[2].upper() not in known or not float(match[1]):
-        raise SpError(f'memory={memory!r}: expected bytes or a size such as "80GB" or "75GiB"')
+        raise SpError(f'{name}={memory!r}: expected bytes or a size such as "80GB" or "75GiB"')
     unit = known[match[2].upper()]
     return float(match[1]) * UNITS[unit or "B"], unit
