@@ -57,6 +57,10 @@ class RowChain:
         """Of the steps."""
         return [step.node for step in self.steps]
 
+    def first_reader(self, given: Node) -> Node:
+        """The first of the steps that read these rows."""
+        return min(s.node for s in self.steps if any(Call(s.node).operands[i] is given for i in s.operands))
+
     @property
     def width(self) -> int:
         """Elements of all that would be cut."""
@@ -128,10 +132,10 @@ class Hoist(Rewrite):
     def _hoisted(self, chain: RowChain, source: Node, piece: Piece, like: Node) -> Node:
         """The piece of the source, made of pieces of what the chain reads."""
         made: dict[Node, Node] = {}
-        with self.graph.inserting_before(min(chain.nodes)):
-            for x, (dim, first) in chain.given.items():
-                start = piece.start + first
-                end = start + (piece.length - 1) * piece.step + 1
+        for x, (dim, first) in chain.given.items():
+            start = piece.start + first
+            end = start + (piece.length - 1) * piece.step + 1
+            with self.graph.inserting_before(chain.first_reader(x)):  # made behind the first step, x may be
                 made[x] = self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
         for step in reversed(chain.steps):
             made[step.node] = self._again(step, made, piece)

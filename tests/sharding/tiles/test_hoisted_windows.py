@@ -61,7 +61,14 @@ def last(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return F.cross_entropy(head(h)[:, -1], ids[:, 0])
 
 
-WINDOWS = (tail, answer, narrowed, of_chunks, prompt_and_answer, beside_all, last)
+def with_late_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """What logits are multiplied by is made behind them, and of all rows."""
+    z = head(h)
+    per_row = h.mean(-1, keepdim=True).cumsum(1)
+    return F.cross_entropy((z * per_row)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
+
+
+WINDOWS = (tail, answer, narrowed, of_chunks, prompt_and_answer, beside_all, last, with_late_rows)
 
 
 def logits_of(nodes: Iterator[Node]) -> int:
