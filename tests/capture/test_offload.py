@@ -249,11 +249,12 @@ ROUTES = {"at once": 1e15, "slow": 1e10}
     ("program", "state", "route"),
     [
         ("chain", "replicated", "slow"),
+        ("chain", "sharded", "at once"),
         ("decoder", "sharded", "at once"),
         *(
             pytest.param(program, state, route, marks=pytest.mark.slow)
             for program, states in {
-                "handed out": ["replicated"],
+                "handed out": ["replicated", "sharded"],
                 "checkpointed": ["replicated", "sharded"],
                 "frozen": ["replicated", "sharded"],
             }.items()

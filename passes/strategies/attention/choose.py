@@ -23,7 +23,7 @@ from sp_compile.cost.attention import Candidate, Shape, attention_strategies, ca
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
@@ -66,8 +66,10 @@ class ChooseAttention(Pass):
         nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
         shapes = {n: _shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        if nodes:
-            taken = memory_needed(gm, plan, job, trained, machines[nodes[0]].memory)
+        waits = job.offload == "auto" and job.state == "sharded"  # its room is what weights in shards leave
+        if nodes or waits:
+            one = nodes[0] if nodes else next(filter(is_tensor, gm.graph.nodes))
+            taken = memory_needed(gm, plan, job, trained, job.machine_of(one).memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)
