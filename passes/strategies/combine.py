@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import sums_of
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import Partial
+from sp_compile.sharding.placement import Partial, Plan, Shard
 
 
 class CombineSums(Rewrite):
@@ -29,7 +30,7 @@ class CombineSums(Rewrite):
         for node in gm.graph.nodes:
             if node in known or len(sums_of(node)) < 2:
                 continue
-            ways = [self._way(x, known) for x in sums_of(node)]
+            ways = [self._way(x, known, plan) for x in sums_of(node)]
             if all(way is not None for way in ways):
                 for one in (node, *(step for way in ways if way for step in way)):
                     mark(one, combines=True)
@@ -38,12 +39,15 @@ class CombineSums(Rewrite):
                 self.note(node, "sums over the sequence are added up before the ranks add theirs")
         return changes
 
-    def _way(self, x: Node, known: set[Node]) -> list[Node] | None:
-        """What scales a sum that nothing else reads, from there to x; None where x is no such sum."""
+    def _way(self, x: Node, known: set[Node], plan: Plan) -> list[Node] | None:
+        """What scales a sum that nothing else reads, from there to x; None where x is no such sum.
+
+        By what every rank has whole: a rank's rows of a factor are no factor of its share of all rows.
+        """
         steps: list[Node] = []
         while x not in known:
             terms = sums_of(x)
-            if len(terms) != 1 or len(x.users) != 1:
+            if len(terms) != 1 or len(x.users) != 1 or any(isinstance(plan.of(y), Shard) for y in Call(x).operands):
                 return None
             steps.append(x)
             (x,) = terms

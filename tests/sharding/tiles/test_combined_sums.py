@@ -63,9 +63,15 @@ def beside_a_sum(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Te
     return F.cross_entropy(z, y) + 1e-3 * h.square().mean()
 
 
+def by_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Sums over the sequence, one of them times rows of it: each rank has its own of these."""
+    m = h @ h.mT
+    return (m.sum(1) * h.sum(-1) + m.square().sum(1)).square().mean()
+
+
 ONE = (three, summed, learned)
 """Losses that become one sum."""
-LOSSES = (*ONE, offset, squared, of_two_heads, beside_a_sum)
+LOSSES = (*ONE, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
