@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import captured_once
+from sp_compile.capture.traced import Traced
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
@@ -36,10 +37,8 @@ from sp_compile.spmd.session import ALONE, Session
 
 from ._compat import (
     TorchRuntimeError,
-    TracingContext,
     flex_on_any_device,
     is_compiling,
-    is_fragment,
     losses_on_meta,
     memory_budget,
     partitioned,
@@ -162,26 +161,6 @@ def _of_few(
         report.exchanges = [one for e in report.exchanges for one in e.of_all(repeats.times)]
         report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
     return looks
-
-
-@dataclass
-class Traced:
-    """What Dynamo made of a model with certain layers: to look at it in more ways than it was traced for.
-
-    graph: its only one, with inputs and the compilation's context; None: it has several, which take each other's
-    results as a way leaves them, or lengths that are symbols. captured: each as the passes take it.
-    """
-
-    graph: tuple[GraphModule, Sequence[Any], TracingContext] | None = None
-    graphs: int = 0
-    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)
-
-    def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """One that is compiled now."""
-        self.graphs += 1
-        context, plain = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
-        alone = self.graphs == 1 and plain and context is not None and not is_fragment(gm)
-        self.graph = (gm, inputs, context) if alone else None
 
 
 def explain_each(

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor, nodes_in, results_read, shape_of
-from sp_compile.graph.modes import autocast_at
+from sp_compile.graph.modes import autocast_at, without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import mark, record
@@ -74,6 +74,7 @@ class Hoist(Rewrite):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
+        self.learns_nothing = without_grad(gm.graph)
         return super().apply(gm, job)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -113,7 +114,7 @@ class Hoist(Rewrite):
     def _longer(self, chain: RowChain, cut: Node) -> RowChain | None:
         """The chain with what makes the last of the values that it reads and may be made anew; None without any."""
         for node in sorted(chain.given, reverse=True):
-            step = _row_wise(node, chain.given[node]) if self._may(node, {*chain.nodes, cut}) else None
+            step = _row_wise(node, chain.given[node]) if self._may(node, chain, cut) else None
             if step is None:
                 continue
             others = {x: rows for x, rows in chain.given.items() if x is not node}
@@ -122,10 +123,16 @@ class Hoist(Rewrite):
                 return RowChain({**others, **made_of}, (*chain.steps, step))
         return None
 
-    def _may(self, node: Node, mine: set[Node]) -> bool:
-        """May the node be made once more, for the window, or does nothing else read it?"""
+    def _may(self, node: Node, chain: RowChain, cut: Node) -> bool:
+        """May the node be made once more, for the window, or does nothing else read it?
+
+        Not where one of them runs without gradients and the other with: so would what is cut in front of both.
+        """
         if node.op != "call_function" or node in self.demanding:
             return False
+        if (node in self.learns_nothing) != (cut in self.learns_nothing):
+            return False
+        mine = {*chain.nodes, cut}
         alone = all(user in mine or (user in self.demanding and user.target in CUTS) for user in node.users)
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from sp_compile.capture.traced import Traced
 from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, candidates_in_order, choose
 from sp_compile.cost.exchanges import collectives_of
@@ -30,7 +31,7 @@ from sp_compile.cost.step import ModelBytes, StepMemory
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
-from sp_compile.verify import Look, Traced, alike, attentions_of, explain_each
+from sp_compile.verify import Look, alike, attentions_of, explain_each
 
 SHARDED, WHOLE = STATES = ("sharded", "on every rank")
 SHARES = tuple(i / 20 for i in range(1, 21))
