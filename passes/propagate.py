@@ -365,9 +365,10 @@ def sums_of(node: Node) -> list[Node]:
 
 
 def _adds_up(call: Call, have: Sequence[Placement]) -> bool:
-    """Are its terms sums, each rank's of its rows, and nothing else that it reads?"""
+    """Are its terms sums, each rank's of its rows, and has every rank the whole of all else that it reads?"""
     terms = sums_of(call.node)
-    return bool(terms) and all((x in terms) == isinstance(p, Partial) for x, p in zip(call.operands, have))
+    kinds = ((Partial if x in terms else Replicate) for x in call.operands)
+    return bool(terms) and all(isinstance(p, kind) for p, kind in zip(have, kinds))
 
 
 def drawn(node: Node) -> list[Node]:

@@ -16,7 +16,7 @@ from sp_compile.graph.record import mark
 from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import sums_of
 from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.placement import Partial, Plan, Shard
+from sp_compile.sharding.placement import Partial, Plan, Replicate
 
 
 class CombineSums(Rewrite):
@@ -47,7 +47,9 @@ class CombineSums(Rewrite):
         steps: list[Node] = []
         while x not in known:
             terms = sums_of(x)
-            if len(terms) != 1 or len(x.users) != 1 or any(isinstance(plan.of(y), Shard) for y in Call(x).operands):
+            if len(terms) != 1 or len(x.users) != 1:
+                return None
+            if not all(isinstance(plan.of(y), Partial | Replicate) for y in Call(x).operands):
                 return None
             steps.append(x)
             (x,) = terms

@@ -26,7 +26,7 @@ from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.factors import Factors, flat
 from sp_compile.sharding.matchers import Piece, nth_piece
-from sp_compile.sharding.placement import Demand
+from sp_compile.sharding.placement import Demand, Shard
 from sp_compile.sharding.rule import lookup
 from sp_compile.sharding.rules.movement import SPLITS
 
@@ -75,6 +75,8 @@ class Hoist(Rewrite):
     def apply(self, gm: GraphModule, job: Job) -> int:
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.learns_nothing = without_grad(gm.graph)
+        placed = (p for placements in job.plan(gm).placements.values() for p in placements)
+        self.dealt = any(isinstance(p, Shard) and p.frame.order.dealt for p in placed)
         return super().apply(gm, job)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -104,12 +106,17 @@ class Hoist(Rewrite):
         return best if best.steps and all(x < min(best.nodes) for x in given) else None
 
     def _shared_out(self, node: Node, pieces: dict[int, Piece]) -> bool:
-        """Does each rank then make a share of the pieces, or no more rows than it has now?"""
-        n, rows = self.job.ranks.n, shape_of(Call(node).operands[0])
+        """Does each rank then make a share of the pieces, or no more rows, with all that others cut, than it has now?
+
+        A sequence of the window's own is in no order in which rows were dealt out.
+        """
+        n, source = self.job.ranks.n, Call(node).operands[0]
         results = [node] if is_tensor(node) else list(results_read(node).values())
-        return all(self.axes.sequence_dims(x) for x in results) or all(
-            n * typical(piece.length) <= typical(rows[piece.dim]) for piece in pieces.values()
-        )
+        if all(self.axes.sequence_dims(x) for x in results):
+            return not self.dealt
+        cuts = [user for user in source.users if user in self.demanding and user.target in CUTS]
+        asked = sum(typical(piece.length) for cut in cuts for piece in _pieces(cut).values())
+        return all(n * asked <= typical(shape_of(source)[piece.dim]) for piece in pieces.values())
 
     def _longer(self, chain: RowChain, cut: Node) -> RowChain | None:
         """The chain with what makes the last of the values that it reads and may be made anew; None without any."""

@@ -116,6 +116,26 @@ def test_no_more_than_a_tile(loss: Loss, n: int) -> None:
     assert most_logits(gm) <= max(rows * seq // n // tiles, WIDTH)
 
 
+def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Every row is read by itself: of all of them a rank would make all."""
+    z = head(h)
+    return sum(F.cross_entropy(z[:, i], ids[:, i]) for i in range(ids.shape[1]))
+
+
+def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
+    found = sp_compile.verify(Model(row_by_row).double(), *batch(16), sp=2)
+    assert found.worst < EXACT
+    assert not [note for note in found.notes if note.done == "hoist"]
+
+
+@pytest.mark.parametrize(("loss", "cut"), [(narrowed, False), (last, True)])
+def test_rows_that_were_dealt_out(loss: Loss, cut: bool) -> None:
+    """A window's own sequence would be in another order; a row that every rank has is in none."""
+    found = sp_compile.verify(Model(loss).double(), *batch(19), sp=3, tiles=3, layout="balanced")
+    assert found.worst < EXACT
+    assert bool([note for note in found.notes if note.done == "hoist"]) == cut
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_most_of_the_rows_stay_where_they_are(n: int) -> None:
     """Ranks cut such a window without an exchange."""
