@@ -150,6 +150,34 @@ def test_explain_says_the_same_of_the_best(layers: int, memory: str, options: di
         assert explained(model, (ids,), row) == pytest.approx(row.memory, rel=0.01)
 
 
+def local_and_global() -> nn.Module:
+    """Twelve layers, of which two attend to all that is before and the others to a window."""
+    transformers = pytest.importorskip("transformers")
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(12)]
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "sliding_window": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "layer_types": kinds}
+    config = transformers.Gemma3TextConfig(**sizes, **heads, max_position_embeddings=1 << 18, use_cache=False)
+    return transformers.Gemma3ForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["80GB", "500MB"])
+def test_explain_says_the_same_where_local_and_global_attention_go_different_ways(memory: str) -> None:
+    """Where the best way leaves it to the compiler, which takes what the plan has counted for each."""
+    with torch.device("meta"):
+        model, ids = local_and_global(), torch.zeros(1, 1 << 18, dtype=torch.int64)
+    plan = sp_compile.plan(model, ids, kwargs={"labels": ids}, memory=memory, ranks=[8, 16])
+    for n in (8, 16):
+        row = plan.of(n)
+        assert row is not None
+        assert (row.attention, row.layout, row.looked) == ("auto", "auto", True)
+        with checkpointed(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
+            report = sp_compile.explain(model, ids, labels=ids, sp=n, memory=True, **row.options)
+        assert report.step is not None
+        assert report.step.fsdp(n) == pytest.approx(row.memory, rel=0.01)
+        assert len({(one.chosen.kind, one.chosen.layout) for one in report.attention}) == 2
+
+
 SIZES = Attend(("ring", "zigzag"), [(Candidate("ring", 1, 2, "zigzag", 1.0, 2.0, 0.0, (1, 1)), 2.0)])
 
 
