@@ -128,6 +128,9 @@ class _Planner:
         read = language.symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
+        batches = {name: x.batch for name, x in {**self._rows, **self._cols}.items()}
+        read_by = {c: language.symbols(c) & batches.keys() for c in self._conditions}
+        self._batches = {c: max(map(batches.__getitem__, names), default=1) for c, names in read_by.items()}
         self._fixed = {f"n{i}": (size, size) for i, size in enumerate(sizes)}
         language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._fixed})
 
@@ -367,8 +370,7 @@ class _Planner:
         return self._batch(left) * (q[1] - q[0]) * (k[1] - k[0])
 
     def _batch(self, left: tuple[str, ...]) -> int:
-        vectors = {**self._rows, **self._cols}
-        return max((vectors[s].batch for c in left for s in language.symbols(c) if s in vectors), default=1)
+        return max((self._batches[c] for c in left), default=1)
 
     def _needed(self, q: Range, k: Range) -> int:
         return (q[1] - q[0]) * sum(high - low for low, high in self._parts(q, k))
