@@ -328,6 +328,13 @@ def test_what_nearly_fits_is_looked_at_once() -> None:
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
     assert plan_module._unlooked(plan, 2) == [near]
     assert plan_module._unlooked(plan, 2, near=False) == []
+    slow, guess = variant(1.02, 70, True, True), variant(1.02, 80, False, True, attention="gather")
+    plan.rows = [near, far, slow]
+    assert plan_module._unlooked(plan, 2) == [near], "it would be faster than what fits"
+    plan.rows = [near, guess]
+    assert plan_module._unlooked(plan, 2) == [guess, near]
+    plan.rows = [near, replace(slow, seconds=1.005)]
+    assert plan_module._unlooked(plan, 2) == [], "what fits is as good"
 
 
 def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:

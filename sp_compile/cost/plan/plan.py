@@ -35,7 +35,7 @@ TILES = 16
 ROUNDS = 4
 """Of looks at what seems to be best."""
 NEAR = 1.1
-"""Of the memory: what an estimate says to be no more than that is looked at where nothing fits."""
+"""Of the memory: what an estimate says to be no more than that is looked at where nothing faster fits."""
 AS_GOOD = 1.01
 """Times the seconds that nothing can be below."""
 MOST_ROWS = 8
@@ -316,12 +316,15 @@ def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[in
 
 
 def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """What seems to be best on so many ranks; or what holds least, if that is near to fit, and these are asked for."""
+    """What seems to be best on so many ranks; near: and of what would be faster, or where nothing fits, what nearly does.
+
+    Of these the one that holds least.
+    """
     best = found.of(n)
-    if best is None and near:
-        rows = [row for row in found.rows if row.ranks == n and row.memory <= NEAR * found.memory]
-        best = min(rows, key=lambda row: row.memory, default=None)
-    return [best] if best is not None and not best.looked else []
+    rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR * found.memory]
+    faster = [row for row in rows if best is None or AS_GOOD * row.seconds < best.seconds]
+    nearest = min(faster, key=lambda row: row.memory, default=None) if near else None
+    return [row for row in (best, nearest) if row is not None and not row.looked]
 
 
 def _settle(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
