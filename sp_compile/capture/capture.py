@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -50,30 +51,30 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
     Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
     """
-    if _known is None or fakes is not None:
+    known = _known.get()
+    if known is None or fakes is not None:
         return _captured(gm, example_inputs, fakes)
-    if gm not in _known:
-        _known[gm] = _captured(gm, example_inputs, fakes)
-    if any(isinstance(child, GraphModule) for child in _known[gm].children()):  # passes change these, too
-        return _known.pop(gm)
-    found = copied(_known[gm])
-    found.meta.update(_known[gm].meta)
-    _keep_sources(found, _known[gm])
+    if gm not in known:
+        known[gm] = _captured(gm, example_inputs, fakes)
+    if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes change these, too
+        return known.pop(gm)
+    found = copied(known[gm])
+    found.meta.update(known[gm].meta)
+    _keep_sources(found, known[gm])
     return found
 
 
 @contextmanager
 def captured_once(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
     """For who looks at the same graphs with the same inputs in several ways. known: of each what was captured."""
-    global _known
-    before, _known = _known, known
+    before = _known.set(known)
     try:
         yield
     finally:
-        _known = before
+        _known.reset(before)
 
 
-_known: dict[GraphModule, GraphModule] | None = None
+_known: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("known", default=None)
 
 
 def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:

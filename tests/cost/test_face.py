@@ -309,6 +309,7 @@ def wrong() -> Any:
         (["explain", "nothing.here:f"], "expected module:function"),
         (["explain", f"{__name__}:wrong"], "expected it to give (model, args)"),
         (["explain", f"{__name__}:small", "--option", "attention"], "expected NAME=VALUE"),
+        (["plan", "no:model", "--ranks", "8,few"], "--ranks 8,few: expected numbers of ranks, as in --ranks 8 16 64"),
         (["explain", f"{__name__}:small", "--png", "x.png"], "--png draws plans"),
         (["plan", f"{__name__}:small", "--memory", "much"], "memory='much'"),
         (["verify", f"{__name__}:small", "--tiles", "3"], "'--tiles 3': the backend's options are --option NAME=VALUE"),
@@ -317,6 +318,13 @@ def wrong() -> Any:
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["8", "16", "64"], ["8,16,64"], ["8,", "16,64"]])
+def test_numbers_of_ranks_have_spaces_or_commas_between_them(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "plan", plan := MagicMock(return_value=plan_of(row(8, 1.0, True))))
+    assert main(["plan", f"{__name__}:small", "--ranks", *words]) == 0
+    assert plan.call_args.kwargs["ranks"] == [8, 16, 64]
 
 
 @pytest.mark.parametrize("command", ["explain", "verify", "plan"])

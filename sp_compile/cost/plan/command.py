@@ -46,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    ranks = _ranks(args.ranks) if args.command == "plan" else []
     model, inputs, kwargs = _called(args.target)
     options = dict(map(_option, args.option))
     if args.command == "plan":
         made = plan(
-            model, inputs, kwargs=kwargs, memory=args.memory, ranks=args.ranks, host_memory=args.host_memory, **options
+            model, inputs, kwargs=kwargs, memory=args.memory, ranks=ranks, host_memory=args.host_memory, **options
         )
         text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
         if args.png:
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             one.add_argument("--memory", default="80GB", help="of a device")
             one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
-            one.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
+            one.add_argument("--ranks", nargs="+", default=["8,16,64"], help="numbers of ranks, as in 8 16 64")
         else:
             one.add_argument("--sp", type=int, default=2, help="ranks that share the sequence")
         if name == "verify":
@@ -127,6 +128,14 @@ def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     if not form or not isinstance(found[-1], dict if len(found) == 3 else tuple | list):
         raise SpError(f"{target!r}: expected it to give (model, args) or (model, args, kwargs), args a tuple")
     return found[0], found[1], found[2] if len(found) == 3 else {}
+
+
+def _ranks(words: Sequence[str]) -> list[int]:
+    """Numbers, with commas or spaces between them."""
+    found = [one for word in words for one in word.split(",") if one]
+    if not found or not all(one.isdecimal() for one in found):
+        raise SpError(f"--ranks {' '.join(words)}: expected numbers of ranks, as in --ranks 8 16 64")
+    return list(map(int, found))
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -252,6 +252,7 @@ class StepPlanner:
     offload: float = 0.0
     host: float = math.inf
     _steps: dict[PlanWay, LookedStep] = field(default_factory=dict)
+    _attends: dict[int, list[Attend]] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
     _traced: dict[bool, Traced] = field(default_factory=lambda: {again: Traced() for again in (False, True)})
 
@@ -309,6 +310,11 @@ class StepPlanner:
 
     def attends(self, n: int) -> list[Attend]:
         """Strategies and layouts that all attentions can have on so many ranks and the options allow, fastest first."""
+        if n not in self._attends:
+            self._attends[n] = self._found_attends(n)
+        return self._attends[n]
+
+    def _found_attends(self, n: int) -> list[Attend]:
         if not self._shapes or n == 1:
             return [self._attend(n, AUTO, CONTIGUOUS.name)]
         kind, layout = (self.options.get(name, "auto") for name in OPTIONS)

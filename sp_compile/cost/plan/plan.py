@@ -316,10 +316,7 @@ def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[in
 
 
 def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """What seems to be best on so many ranks; near: and of what would be faster, or where nothing fits, what nearly does.
-
-    Of these the one that holds least.
-    """
+    """What seems to be best on so many ranks. near: and of what would be faster and nearly fits, what holds least."""
     best = found.of(n)
     rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR * found.memory]
     faster = [row for row in rows if best is None or AS_GOOD * row.seconds < best.seconds]
