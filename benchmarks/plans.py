@@ -70,7 +70,8 @@ WORDS = """# Plans of models on the meta device
 
 `python benchmarks/plans.py --models`: transformers' models in bfloat16 that return loss and logits, one sequence,
 {memory} a rank. The fastest way that fits on so many ranks: attention, checkpointed layers, tiles, what waits on the
-host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, whole plans, beside other work.
+host; a rank's peak, and predicted seconds of a step of H100s. CPU s: of one core, of a plan
+for all of these numbers of ranks, and the most that a plan for one of them takes.
 
 """
 
@@ -135,11 +136,12 @@ def plans_of_models(
 ) -> None:
     """A row for each model and length, when it is there."""
     console = Console(width=200)
-    made = Table("model", "tokens", "CPU s", *(f"{n} ranks" for n in ranks))
+    made = Table("model", "tokens", "CPU s", "for one", *(f"{n} ranks" for n in ranks))
     for name in names:
         for tokens in lengths:
             seconds, plan = planned(name, tokens, memory, ranks)
-            row = name, f"{tokens:,}", f"{seconds:.0f}", *(cell(plan, n) for n in ranks)
+            most = max(planned(name, tokens, memory, [n])[0] for n in ranks)
+            row = name, f"{tokens:,}", f"{seconds:.0f}", f"{most:.0f}", *(cell(plan, n) for n in ranks)
             console.print(*row, sep=" | ")
             made.add_row(*row)
             done(made)

@@ -86,12 +86,17 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     return {node: name for name, node in reversed(named.items())}
 
 
+UNTOLD = {"step_unsupported": "something there that it does not trace; TORCH_LOGS=graph_breaks says what"}
+"""What Dynamo calls a break whose reason it keeps to itself, and what is said in its place."""
+
+
 def graph_break(gm: GraphModule) -> tuple[str, str] | None:
     """Where and why Dynamo ends this graph and goes on in Python: a stack trace, and its reason without advice."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     words, *parts = (line.strip() for line in reason.reason.splitlines())
+    words = UNTOLD.get(words, words)
     explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
     return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([words, *explained]).rstrip(".")
 

@@ -23,11 +23,12 @@ from sp_compile.cost.layers import Depth, checkpoint_blocks, checkpointed
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.plan import plan as plan_module
 from sp_compile.cost.plan.looks import SHARDED, WHOLE, Attend, PlanWay, StepPlanner
-from sp_compile.cost.plan.plan import NOT_CALLED, TILES, StepPlan, Variant
+from sp_compile.cost.plan.plan import NOT_CALLED, SEVERAL, TILES, StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan
 from sp_compile.cost.plan.sizes import bytes_of_text, unit_of_text
 from sp_compile.cost.step import ModelBytes
 from sp_compile.errors import SpError
+from sp_compile.passes.job import Note
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -347,6 +348,11 @@ def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
     assert not plan_module._is_settled(StepPlan(100, ModelBytes(1, 1, 0, 1), [large, small]), 4)
 
 
+def looked(checkpoints: bool, *notes: Note) -> Any:
+    """What came of a look."""
+    return mock.Mock(checkpoints=checkpoints, report=mock.Mock(notes=notes))
+
+
 def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:
     """All of it on the host seemed to be enough, and is not when it is looked at."""
     seen: list[PlanWay] = []
@@ -354,7 +360,7 @@ def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed(
     def look(ways: Sequence[PlanWay]) -> list[Any]:
         seen.extend(ways)
         return [
-            mock.Mock(way=way, most_tiles=0, knows_shares=False, look=mock.Mock(checkpoints=way.again)) for way in ways
+            mock.Mock(way=way, most_tiles=0, knows_shares=False, look=looked(checkpoints=way.again)) for way in ways
         ]
 
     def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
@@ -427,7 +433,7 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
 
     def look(self: StepPlanner, ways: list[PlanWay]) -> list[Any]:
         seen.update(((way.again, way.tiles), None) for way in ways)
-        return [mock.Mock(way=way, most_tiles=2, look=mock.Mock(checkpoints=own or way.again)) for way in ways]
+        return [mock.Mock(way=way, most_tiles=2, look=looked(checkpoints=own or way.again)) for way in ways]
 
     def found(self: StepPlanner, looked: Any, attend: Attend) -> list[dict[str, Any]]:
         row = {"host": 0, "memory": 1e6 if fits else 2e9, "phase": "loss", "kept": 1, "seconds": 1.0, "fits": fits}
@@ -490,6 +496,32 @@ def test_a_models_own_checkpoints_and_lists_that_are_not_called() -> None:
         assert kept == sorted(kept, reverse=True)
         assert note in " ".join(plan.notes)
         assert bool(plan.notes) == bool(note)
+
+
+class Broken(nn.Module):
+    """(1, S, 16) -> a number, behind a line that torch.compile leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.mix(x).chunk(3, -1))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch._dynamo.graph_break()
+        return h.square().mean()
+
+
+def test_where_the_program_is_several_graphs_is_said() -> None:
+    """Once for all that was looked at."""
+    with torch.device("meta"):
+        model, x = Broken(), torch.zeros(1, 512, 16)
+    plan = sp_compile.plan(model, x, memory="1GB", ranks=[1, 2])
+    (note,) = plan.notes
+    assert "test_plan_step.py" in note
+    assert "torch._dynamo.graph_break()" in note
+    assert note.endswith(SEVERAL)
+    assert note in str(plan)
 
 
 def test_blocks_are_the_outermost_entries_that_are_called() -> None:

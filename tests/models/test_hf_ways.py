@@ -33,3 +33,21 @@ def test_nothing_is_gathered(make: Callable[[], torch.nn.Module], config: dict[s
     report = sp_compile.explain(model, ids, labels=ids, sp=4, **config)
     assert not report.fallbacks, report
     assert report.attention
+
+
+def test_a_head_in_front_of_a_loss_that_transformers_warns_of() -> None:
+    """torch ends the graph at the warning, and it is said where; told of its loss, the model is one graph in tiles."""
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
+    model, ids = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), torch.randint(0, 64, (1, 32))
+    model.config.use_cache = False
+    (broken,) = (note for note in explained(model, ids).notes if note.done == "graph break")
+    assert "modeling_gpt2.py" in broken.where
+    assert "TORCH_LOGS=graph_breaks" in broken.why
+    model.loss_type = "ForCausalLM"
+    report = explained(model, ids)
+    assert not [note for note in report.notes if note.done == "graph break"]
+    assert any("lm_head" in one.where for one in report.tiled), report.tiled
+
+
+def explained(model: torch.nn.Module, ids: torch.Tensor) -> sp_compile.Report:
+    return sp_compile.explain(model, ids, labels=ids, sp=2, tiles=4)

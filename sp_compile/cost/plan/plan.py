@@ -27,7 +27,7 @@ from sp_compile.cost.step import ModelBytes, state_per_weight
 from sp_compile.errors import SpError
 from sp_compile.verify import sorted_out
 
-from .looks import SHARES, PlanWay, StepPlanner, merged_options
+from .looks import SHARES, LookedStep, PlanWay, StepPlanner, merged_options
 from .sizes import SizeUnit, bytes_of_text, unit_of_text
 
 TILES = 16
@@ -267,6 +267,7 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
             if tiles == TILES and asked_tiles is None and not step.most_tiles:
                 continue
             tiled[step.way.ranks] = step.most_tiles
+            found.notes += [note for note in _breaks(step) if note not in found.notes]
             for attend in attends[step.way.ranks]:
                 found.rows += [_variant(planner, **row) for row in planner.rows(step, attend)]
         # An estimate settles nothing: what it says to fit may not.
@@ -287,6 +288,12 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
             ways = [(False, one) for _, one in ways]
 
 
+def _breaks(looked: LookedStep) -> list[str]:
+    """Where the program is several graphs."""
+    return [f"{note.where}: {note.why}; {SEVERAL}" for note in looked.look.report.notes if note.done == "graph break"]
+
+
+SEVERAL = "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"
 NO_BLOCKS = (
     "no checkpoints were tried: the model has no list of blocks (nn.ModuleList, nn.Sequential) to put them "
     "around; call torch.utils.checkpoint around parts of it and plan again: a model's own are kept as they are"
