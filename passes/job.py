@@ -14,7 +14,7 @@ from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
-from sp_compile.graph.call import tensors_of
+from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.sharding.rule import unchanged
@@ -72,6 +72,10 @@ class Settings:
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
         return Machine.of(tensors_of(node)[0].device.type, self.cost, self.machine)
+
+    def machine_among(self, nodes: Iterable[Node]) -> Machine:
+        """The cost model's, for the device of the first of the nodes that is a tensor; of a CPU if none is."""
+        return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.cost))
 
 
 OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - set(Asked.__dataclass_fields__)

@@ -77,6 +77,7 @@ class Hoist(Rewrite):
         self.learns_nothing = without_grad(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.dealt = any(isinstance(p, Shard) and p.frame.order.dealt for p in placed)
+        self.asked: dict[Node, int] = {}  # rows of a source that all its windows have together
         return super().apply(gm, job)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -114,9 +115,10 @@ class Hoist(Rewrite):
         results = [node] if is_tensor(node) else list(results_read(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.dealt
-        cuts = [user for user in source.users if user in self.demanding and user.target in CUTS]
-        asked = sum(typical(piece.length) for cut in cuts for piece in _pieces(cut).values())
-        return all(n * asked <= typical(shape_of(source)[piece.dim]) for piece in pieces.values())
+        if source not in self.asked:
+            cuts = [user for user in source.users if user in self.demanding and user.target in CUTS]
+            self.asked[source] = sum(typical(piece.length) for cut in cuts for piece in _pieces(cut).values())
+        return all(n * self.asked[source] <= typical(shape_of(source)[piece.dim]) for piece in pieces.values())
 
     def _longer(self, chain: RowChain, cut: Node) -> RowChain | None:
         """The chain with what makes the last of the values that it reads and may be made anew; None without any."""

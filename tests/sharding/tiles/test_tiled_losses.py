@@ -23,6 +23,7 @@ from sharding.tiles.losses import (
     flat,
     mean,
     of_groups,
+    of_table,
     of_tokens,
     one_hot,
     per_sequence,
@@ -88,7 +89,7 @@ def largest(gm: GraphModule) -> int:
 
 @pytest.mark.parametrize(
     "loss",
-    [mean, of_tokens, distilled, divergence, one_hot, compared, scattered, with_z, of_groups],
+    [mean, of_tokens, distilled, divergence, one_hot, compared, scattered, of_table, with_z, of_groups],
     ids=lambda loss: loss.__name__,
 )
 def test_no_more_than_a_tile(loss: Loss) -> None:
