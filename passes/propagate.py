@@ -368,12 +368,9 @@ def scaled_by(node: Node) -> list[Node]:
 
 def _alike(node: Node) -> list[Node]:
     """The operands of floats in the shape and the dtype of the result."""
-    value = node.meta["val"]
-    if not value.is_floating_point():
-        return []
-    return [
-        x for x in Call(node).operands if all_same(shape_of(x), shape_of(node)) and x.meta["val"].dtype == value.dtype
-    ]
+    value, operands = node.meta["val"], Call(node).operands
+    alike = [x for x in operands if all_same(shape_of(x), shape_of(node)) and x.meta["val"].dtype == value.dtype]
+    return alike if value.is_floating_point() else []
 
 
 def _adds_up(call: Call, have: Sequence[Placement]) -> bool:

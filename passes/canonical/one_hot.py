@@ -4,7 +4,7 @@
     index_select(eye(V), 0, ids)
 
 Also of an eye that was cast. The numbers are still read at the ids, so that negative ones count from the end, and what
-is out of range is the same error. Leaves alone: eye in products (a matrix of those in turn), and what reads it by masks.
+is out of range is the same error. Leaves alone: eye in products, and what reads its columns, or reads it by masks.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     sequences: set[int] = field(default_factory=set)
+    picked: list[tuple[Dim, Dim]] = field(default_factory=list)  # a dim, and the dim some positions of which it holds
     folds: int = 1  # of the frames of sequences: as `RowOrder` has them
 
     def find(self, name: int) -> int:
@@ -130,6 +131,10 @@ def _name_results(axes: Axes, call: Call, rule: Factors) -> None:
                 known[f] = dim
     for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
         axes.dims[call.node, i] = tuple(_result(axes, known, d, rule, s) for s, d in zip(shape, dims))
+        for dim, f in zip(axes.dims[call.node, i], dims):
+            source = known.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
+            if source is not None and dim != source:
+                axes.picked.append((dim, source))
 
 
 def _factors(axes: Axes, operand: Node, rule: Factors, dims: Dims) -> Iterator[tuple[Dim, str]]:
@@ -171,7 +176,24 @@ def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) 
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
-    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along."""
+    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along.
+
+    Positions picked from a sequence are one of their own, unless any value has both.
+    """
+    _find_sequences(gm, axes, seq_dims)
+    for dim, source in axes.picked:
+        names = {axes.find(a.name) for a in dim if not same(a.size, 1)} - axes.sequences
+        if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
+            axes.sequences |= names
+
+
+def _has_rivals(axes: Axes, name: int) -> bool:
+    """Has any value a dim of this class, and one of a sequence?"""
+    values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
+    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
+
+
+def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
     if seq_dims is not None:
         for node, dim in seq_dims.items():
             shape = shape_of(node)
