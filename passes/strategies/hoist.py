@@ -210,18 +210,20 @@ class Hoist(Rewrite):
 
 def _pieces(node: Node) -> dict[int, Rows]:
     """What is read of a cut, by number; nothing if the place of one is not known."""
-    if node.target in READS:
-        call, rule = lookup(node) or (None, None)
-        if call is None or rule is None or not rule.picks:
-            return {}
-        source, at = call.operands
-        ((picked, factor),) = rule.picks.items()
-        dim = rule.operands[0].index(factor)
-        kept = rule.results[0].index(picked) == dim
-        return {0: Picked(source, dim, at, shape_of(node)[dim])} if kept else {}
-    found = {number: nth_piece(node, number) for number in ([0] if is_tensor(node) else results_read(node))}
+    numbers = [0] if is_tensor(node) else list(results_read(node))
+    found = {number: _picked(node) if node.target in READS else nth_piece(node, number) for number in numbers}
     known = {number: piece for number, piece in found.items() if piece is not None}
     return known if len(known) == len(found) else {}
+
+
+def _picked(node: Node) -> Picked | None:
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not rule.picks:
+        return None
+    source, at = call.operands
+    ((picked, factor),) = rule.picks.items()
+    dim = rule.operands[0].index(factor)
+    return Picked(source, dim, at, shape_of(node)[dim]) if rule.results[0][dim] == picked else None
 
 
 def _known(node: Node) -> tuple[Call, Factors]:

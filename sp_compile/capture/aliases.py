@@ -70,9 +70,12 @@ class Aliases:
             return False
         base = next((i for i in inputs if _storages(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
-        # What a literal is lifted to shares its storage in the trace, but is new each time the program runs.
-        if base is None or node.target in LITERALS or element:
-            self._owner.setdefault(next(iter(storages)), node)
+        (storage,) = storages
+        if node.target in LITERALS:  # shares its storage in the trace, but is new each time the program runs
+            self._owner[storage] = node
+            return False
+        if base is None or element:
+            self._owner.setdefault(storage, node)
             return False
         self.parent[node] = base
         if not self.grad or node.target is aten.detach.default or base in self._cut:
