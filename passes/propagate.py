@@ -121,7 +121,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
     if rule.kind(factor) == "scan":
         if record(node).whole or not (same(shard.outer, 1) and same(shard.inner, 1)):
             return None
-        demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
+        alone = n == 1 and shard.frame.exact(1)
+        demands = () if alone else (Demand(node, 0, "scan", REPLICATE, why=SCANNED),)
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
