@@ -170,6 +170,15 @@ def scattered(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
     return F.kl_div(head(h)[:, :-1].flatten(0, 1).log_softmax(-1), targets, reduction="sum") / (y != 0).sum()
 
 
+def picked(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Elements of a table of probabilities at two indices, and at three."""
+    z, y = flat(h, head, ids)
+    first = z.log_softmax(-1)[torch.arange(y.shape[0]), y]
+    rows, places = torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1] - 1)
+    again = head(h)[:, :-1].softmax(-1)[rows, places, ids[:, 1:] - VOCAB]
+    return again.square().mean() - first.mean()
+
+
 def of_table(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """Rows of an identity matrix, at classes that count from its end, too."""
     table = torch.eye(VOCAB).to(h.dtype)
@@ -211,6 +220,7 @@ LOSSES: tuple[Loss, ...] = (
         compared,
         scattered,
         of_table,
+        picked,
         preferred,
         policy,
         of_groups,
