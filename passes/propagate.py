@@ -110,6 +110,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
         return None
     if window is not None and same(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
+    if shard.frame.order.dealt and not same(shard.frame.size, axes.longest()):  # a table deals rows of one sequence
+        return None
     factor, shard = rule.inside(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None

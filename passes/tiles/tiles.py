@@ -199,8 +199,8 @@ def programs_of(gm: GraphModule) -> list[TileProgram]:
 
 
 def _place(view: TokenView, region: Region) -> Node | None:
-    """The node behind which the region runs: the last one of its own, or where gradients are recorded again, if that has
-    none and others have; None where that is in another autocast.
+    """The node behind which the region runs: its last one, or, if that has no gradients and others have, the one that
+    records them again; None where that is in another autocast.
     """
     nodes = [view.source[n] for n in region.nodes]
     last = nodes[-1]

@@ -75,6 +75,11 @@ class Axes:
         dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
 
+    def longest(self) -> Size:
+        """Of the sequences' lengths: that of which all others are windows."""
+        atoms = (a for dims in self.dims.values() for dim in dims for a in dim if self.is_sequence(a))
+        return max((a.size for a in atoms), key=typical, default=0)
+
     def shard(self, node: Node) -> Shard | None:
         """How the value would be sharded: on its only sequence factor; None if it has none or several."""
         found = self.sequence_dims(node)
@@ -175,13 +180,14 @@ def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) 
     return (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not same(new, 1) else (axes.fresh(new),)
 
 
-def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
+def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
     """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along.
 
-    Positions picked from a sequence are one of their own, unless any value has both.
+    picks: positions picked from a sequence are one of their own, unless any value has both. What a table deals to
+    ranks is one sequence only.
     """
     _find_sequences(gm, axes, seq_dims)
-    for dim, source in axes.picked:
+    for dim, source in axes.picked if picks else ():
         names = {axes.find(a.name) for a in dim if not same(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
             axes.sequences |= names

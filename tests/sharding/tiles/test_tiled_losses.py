@@ -65,6 +65,14 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert any("computes it again" in note.why for note in found.notes) == (loss in AGAIN)
 
 
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_orders_of_rows(loss: Loss, n: int, layout: str) -> None:
+    assert sp_compile.verify(Model(loss).double(), *batch(17), sp=n, tiles=2, layout=layout).worst < EXACT
+
+
 @pytest.mark.parametrize("how", [{"tied": True}, {"bias": True}], ids=["tied", "bias"])
 def test_weights(how: dict[str, bool]) -> None:
     found = report_of(mean, 2, 3, 13, **how)
