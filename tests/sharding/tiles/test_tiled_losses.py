@@ -80,6 +80,23 @@ def test_weights(how: dict[str, bool]) -> None:
     assert found.tiled
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
+    """It is not a number, and a step of an optimizer is none: so on one device."""
+
+    def of_none(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+        z, y = flat(h, head, torch.full_like(ids, -100))
+        return F.cross_entropy(z, y, reduction=reduction) / ((y >= 0).sum() if reduction == "sum" else 1)
+
+    model, given = Model(of_none).double(), batch(13)
+    model(*given).backward()
+    assert not any(p.grad.any() for p in model.parameters())
+    found = sp_compile.verify(model, *given, sp=n, tiles=3)
+    assert found.tiled
+    assert found.worst == 0
+
+
 def program_of(gm: GraphModule) -> tuple[Node, TileProgram]:
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)
     return node, PROGRAMS[node.args[3]]
