@@ -89,7 +89,7 @@ class Tiles(Pass):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
         late, ends = _late(view, region), at(view.source[region.nodes[-1]])
-        self._emit(view, region, program, tiles, late)
+        made_by_tiles = self._emit(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inside(region)
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
         back = f"; {way}" if program.gradients else ""
@@ -107,9 +107,13 @@ class Tiles(Pass):
         of_tile = whole * length // total
         made = RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends)
         job.tiled.append(made)
+        view.source.update(made_by_tiles)  # what the next regions read
         return True
 
-    def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:
+    def _emit(
+        self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]
+    ) -> dict[Node, Node]:
+        """Put it there; what the region's results have become."""
         last, place = view.source[region.nodes[-1]], _place(view, region)
         assert place is not None
         with self.graph.inserting_before(place.next):
@@ -124,6 +128,7 @@ class Tiles(Pass):
         for x, fresh in zip(region.results, made):
             inside = {view.source[n] for n in region.nodes}
             view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
+        return dict(zip(region.results, made))
 
     def _seed(self, like: Node) -> Node:
         """Drawn anew in each call."""

@@ -129,6 +129,29 @@ def test_no_more_than_a_tile(loss: Loss) -> None:
     assert {largest(part.graph) for part in parts} == {logits // tiles}
 
 
+def deep(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """A head behind an MLP, with nothing in between."""
+    x = F.linear(F.gelu(head(h)), head.weight.mT)
+    return F.cross_entropy(x[:, :-1].flatten(0, 1) @ head.weight.T, ids[:, 1:].flatten())
+
+
+def of_the_best(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """A teacher's best classes, of each token, are read with a student's logits."""
+    with torch.no_grad():
+        best, at = head(h.roll(1, 2)).topk(2, -1)
+    return F.kl_div(head(h).gather(-1, at).log_softmax(-1), best.softmax(-1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("loss", [deep, of_the_best])
+def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
+    seq, rows, tiles = 64, 2, 8
+    whole = local(loss, n, tiles, seq)
+    assert len(whole.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)) == 2
+    assert largest(whole) < rows * (seq // n) * VOCAB
+    assert report_of(loss, n, 3, 13).worst < EXACT
+
+
 def test_one_body_for_all_tiles() -> None:
     """Two, where the last tile is shorter."""
     programs = {tiles: program_of(local(mean, 1, tiles, 64))[1] for tiles in (2, 32)}
