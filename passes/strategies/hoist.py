@@ -50,7 +50,7 @@ class Picked:
     keeps: bool = True
 
 
-Rows = Piece | Picked
+RowsAsked = Piece | Picked
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Hoist(Rewrite):
             best = chain if chain.width < best.width else best
         return best if best.steps and _made_late(node, first.source, min(best.nodes)) is not None else None
 
-    def _shared_out(self, node: Node, pieces: dict[int, Rows]) -> bool:
+    def _shared_out(self, node: Node, pieces: dict[int, RowsAsked]) -> bool:
         """Does each rank then make a share of the pieces, or no more rows, with all that others cut, than it has now?
 
         A sequence of the window's own is in no order in which rows were dealt out.
@@ -163,7 +163,7 @@ class Hoist(Rewrite):
         alone = all(user in mine or (user in self.demanding and user.target in CUTS) for user in node.users)
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 
-    def _hoisted(self, chain: RowChain, source: Node, piece: Rows, like: Node) -> Node:
+    def _hoisted(self, chain: RowChain, source: Node, piece: RowsAsked, like: Node) -> Node:
         """The piece of the source, made of pieces of what the chain reads."""
         made: dict[Node, Node] = {}
         for x, rows in chain.given.items():
@@ -176,7 +176,7 @@ class Hoist(Rewrite):
         with self.graph.inserting_before(like):
             return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
 
-    def _cut(self, x: Node, rows: RowsAt, piece: Rows, like: Node) -> Node:
+    def _cut(self, x: Node, rows: RowsAt, piece: RowsAsked, like: Node) -> Node:
         """The rows of the piece."""
         dim, first = rows
         if isinstance(piece, Piece):
@@ -194,7 +194,7 @@ class Hoist(Rewrite):
         args = ([None] * dim + [at],) if like.target is aten.index.Tensor else (dim, at)
         return self.compute(like.target, (x, *args), like)
 
-    def _again(self, step: RowWise, made: dict[Node, Node], piece: Rows) -> Node:
+    def _again(self, step: RowWise, made: dict[Node, Node], piece: RowsAsked) -> Node:
         """The step on the rows of the piece."""
         node, (call, rule) = step.node, _known(step.node)
         operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
@@ -208,7 +208,7 @@ class Hoist(Rewrite):
             return self.compute(node.target, args, node, kwargs)
 
 
-def _pieces(node: Node) -> dict[int, Rows]:
+def _pieces(node: Node) -> dict[int, RowsAsked]:
     """What is read of a cut, by number; nothing if the place of one is not known."""
     numbers = [0] if is_tensor(node) else list(results_read(node))
     found = {number: _picked(node) if node.target in READS else nth_piece(node, number) for number in numbers}
