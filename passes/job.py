@@ -14,7 +14,8 @@ from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
-from sp_compile.graph.call import tensors_of
+from sp_compile.graph.call import is_tensor, tensors_of
+from sp_compile.lowering.frames import DEALT, LAYOUTS
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.sharding.rule import unchanged
@@ -69,9 +70,20 @@ class Settings:
         """How many nodes the node stands for."""
         return 1 if self.repeats is None else self.repeats.of(node)
 
+    @property
+    def deals(self) -> bool:
+        """Do ranks hold rows as a table deals them, or are they to?"""
+        given = any(isinstance(p, Shard) and p.frame.order.dealt for p in self.inputs.values())
+        order = LAYOUTS.get(self.layout)
+        return given or self.folds == DEALT.folds or (order is not None and order.dealt)
+
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
         return Machine.of(tensors_of(node)[0].device.type, self.cost, self.machine)
+
+    def machine_among(self, nodes: Iterable[Node]) -> Machine:
+        """The cost model's, for the device of the first of the nodes that is a tensor; of a CPU if none is."""
+        return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.cost))
 
 
 OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - set(Asked.__dataclass_fields__)
@@ -95,7 +107,7 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     if missing:
         raise SpError(f"seq_dims: no input is called {missing}; the graph's inputs are {sorted(nodes)}")
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
-    find_sequences(gm, axes, named)
+    find_sequences(gm, axes, named, picks=not job.deals)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
     for node, placement in inputs.items():  # whatever the graph does with it: a piece of a model may only pass it on
         if isinstance(placement, Shard):

@@ -96,7 +96,7 @@ def _demands(node: Node, have: Sequence[Placement], kind: str, why: str, keeps_s
 
 
 def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = None) -> Step | None:
-    """Does a sequence of floats (or of random draws) begin here? Then run on shards of replicated operands.
+    """Does a sequence of floats begin here (or of draws, or of what outgrows its operands)? Then run on their shards.
 
     window: the window of another sequence as which it begins, if it is none of its own.
     """
@@ -110,6 +110,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
         return None
     if window is not None and same(window.length, shard.frame.length):
         shard = replace(shard, frame=window)
+    if shard.frame.order.dealt and not same(shard.frame.size, axes.longest()):  # a table deals rows of one sequence
+        return None
     factor, shard = rule.inside(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
         return None
@@ -121,7 +123,8 @@ def start(axes: Axes, call: Call, rule: Factors, n: int, window: Frame | None = 
     if rule.kind(factor) == "scan":
         if record(node).whole or not (same(shard.outer, 1) and same(shard.inner, 1)):
             return None
-        demands = (Demand(node, 0, "scan", REPLICATE, why=SCANNED),) if n > 1 else ()
+        alone = n == 1 and shard.frame.exact(1)
+        demands = () if alone else (Demand(node, 0, "scan", REPLICATE, why=SCANNED),)
     return _run(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
@@ -346,29 +349,38 @@ def _visit(
     return Step(step.wants, step.results, tuple(demands))
 
 
-SCALES = overloads("div.Scalar div.Tensor mul.Scalar mul.Tensor neg")
+PRODUCTS = (torch.ops.aten.mul.Tensor,)
+SCALES = (*PRODUCTS, *overloads("div.Scalar div.Tensor mul.Scalar neg"))
 ADDS = overloads("add.Tensor sub.Tensor")
+LINEAR = (*ADDS, *SCALES)
 
 
-def sums_of(node: Node) -> list[Node]:
-    """The operands that the node adds up, or the one that it scales; none if it does anything else."""
-    value = node.meta.get("val")
-    if node.target not in (*SCALES, *ADDS) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return []
-    call = Call(node)
-    terms = [x for x in call.operands if all_same(shape_of(x), shape_of(node)) and x.meta["val"].dtype == value.dtype]
-    if node.target in SCALES:
-        first = call["self"]
-        return [first] if first in terms and call.operands.count(first) == 1 else []  # not its square
-    other = call["other"]
+def summands(node: Node) -> list[Node]:
+    """The operands that the node adds up; none if it does anything else."""
+    terms = _alike(node) if node.target in ADDS else []
+    other = Call(node)["other"] if len(terms) == 1 else None
     return terms if len(terms) == 2 or (len(terms) == 1 and not isinstance(other, Node) and other == 0) else []
+
+
+def scaled_by(node: Node) -> list[Node]:
+    """The operands each of which the node scales by what else it reads; none if it does anything else."""
+    factors = _alike(node) if node.target in SCALES else []
+    factors = factors if node.target in PRODUCTS else [x for x in factors if x is Call(node)["self"]]
+    return [x for x in factors if Call(node).operands.count(x) == 1]  # not a square
+
+
+def _alike(node: Node) -> list[Node]:
+    """The operands of floats in the shape and the dtype of the result."""
+    value, operands = node.meta["val"], Call(node).operands
+    alike = [x for x in operands if all_same(shape_of(x), shape_of(node)) and x.meta["val"].dtype == value.dtype]
+    return alike if value.is_floating_point() else []
 
 
 def _adds_up(call: Call, have: Sequence[Placement]) -> bool:
     """Are its terms sums, each rank's of its rows, and has every rank the whole of all else that it reads?"""
-    terms = sums_of(call.node)
-    kinds = ((Partial if x in terms else Replicate) for x in call.operands)
-    return bool(terms) and all(isinstance(p, kind) for p, kind in zip(have, kinds))
+    sums = [x for x, p in zip(call.operands, have) if isinstance(p, Partial)]
+    linear = sums == summands(call.node) or (len(sums) == 1 and sums[0] in scaled_by(call.node))
+    return bool(sums) and linear and all(isinstance(p, Partial | Replicate) for p in have)
 
 
 def drawn(node: Node) -> list[Node]:

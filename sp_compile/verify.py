@@ -19,10 +19,8 @@ from sp_compile.capture.traced import Traced
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
-from sp_compile.cost.machine import Machine
 from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
 from sp_compile.cost.unroll import Unroll
-from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.lowering.simulate import GROUP, run_ranks
@@ -450,7 +448,7 @@ def _unrolled(
     """
     settings, n = lowered.settings, lowered.ranks.n
     nodes = lowered.graph.graph.find_nodes(op="placeholder")
-    machine = next((settings.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", settings.cost))
+    machine = settings.machine_among(nodes)
     whole = Unroll.of(step, {} if repeats is None else repeats.times, machine)
     if steps is not None:
         steps.append(whole)

@@ -1,6 +1,8 @@
 """One spelling for what models spell in several ways, before anything is analysed. Values and gradients are unchanged.
 
     explicit           ops that read only an operand's dtype or device say so
+    one_hot_rows       rows of an identity matrix     ->  comparisons with all classes
+    picked_elements    x[arange(N), y]                ->  gather
     written_lists      tensors that a loop writes row by row  ->  lists of rows
     reroll             loops over time, unrolled      ->  scans, and one body for all steps
     scan_rounds        scans in log2 S rounds         ->  scans

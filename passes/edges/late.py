@@ -68,7 +68,7 @@ class MakeLate(Pass):
 
 
 def _again(node: Node) -> list[Node] | None:
-    """The nodes that make it for the caller alone, in order; None if others read one of them, or tiles do not do it."""
+    """The nodes that make it for the caller alone, in order; None if others read one of them, or it is made anyway."""
     if not record(node).again or set(node.users) != {node.graph.output_node()}:
         return None
     inside = closure([node], lambda n: [x for x in n.all_input_nodes if record(x).again])

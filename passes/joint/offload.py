@@ -55,7 +55,7 @@ class Offload(Pass):
     def apply(self, gm: GraphModule, job: HalvesJob) -> int:
         forward, backward = gm, job.backward
         assert backward is not None
-        self.machine = next((job.machine_of(n) for n in gm.graph.nodes if is_tensor(n)), Machine.of("cpu", job.cost))
+        self.machine = job.machine_among(gm.graph.nodes)
         self.asked, self.fused = job.offload, job.fused
         self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
         self.given_bytes = job.given_bytes

@@ -78,6 +78,12 @@ class Deal(Pass):
         first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
         length = given[0].frame.size if given else found[0][1]
+        for call, frames in calls:
+            if not all(same(frame[1], length) for frame in frames.values()):
+                raise SpError(
+                    f"{call.node.name} at {at(call.node)} has rows of another sequence than the one that "
+                    "layout='balanced' deals to ranks; use layout='auto'"
+                )
         attends = [call for call, frames in calls if "q_frame" in frames]
         self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))

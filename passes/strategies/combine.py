@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import mark
 from sp_compile.passes.job import Job
-from sp_compile.passes.propagate import sums_of
+from sp_compile.passes.propagate import LINEAR, scaled_by, summands
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Partial, Plan, Replicate
 
@@ -26,31 +26,28 @@ class CombineSums(Rewrite):
 
     def apply(self, gm: GraphModule, job: Job) -> int:
         plan, changes = job.plan(gm), 0
-        known = {node for node in gm.graph.nodes if isinstance(plan.of(node), Partial)}
+        ways: dict[Node, tuple[Node, ...]] = {}  # what scales a sum, from there on to the node
         for node in gm.graph.nodes:
-            if node in known or len(sums_of(node)) < 2:
-                continue
-            ways = [self._way(x, known, plan) for x in sums_of(node)]
-            if all(way is not None for way in ways):
-                for one in (node, *(step for way in ways if way for step in way)):
-                    mark(one, combines=True)
-                known.add(node)
-                changes += 1
-                self.note(node, "sums over the sequence are added up before the ranks add theirs")
+            if isinstance(plan.of(node), Partial):
+                ways[node] = ()
+            elif node.target in LINEAR:
+                terms, sums = summands(node), [x for x in Call(node).operands if x in ways and len(x.users) == 1]
+                if len(terms) == 2 and sums == terms:
+                    for one in (node, *(step for x in sums for step in ways[x])):
+                        mark(one, combines=True)
+                    ways[node] = ()
+                    changes += 1
+                    self.note(node, "sums over the sequence are added up before the ranks add theirs")
+                elif len(sums) == 1 and _scales(node, sums[0], terms, plan):
+                    ways[node] = (*ways[sums[0]], node)
         return changes
 
-    def _way(self, x: Node, known: set[Node], plan: Plan) -> list[Node] | None:
-        """What scales a sum that nothing else reads, from there to x; None where x is no such sum.
 
-        By what every rank has whole: a rank's rows of a factor are no factor of its share of all rows.
-        """
-        steps: list[Node] = []
-        while x not in known:
-            terms = sums_of(x)
-            if len(terms) != 1 or len(x.users) != 1:
-                return None
-            if not all(isinstance(plan.of(y), Partial | Replicate) for y in Call(x).operands):
-                return None
-            steps.append(x)
-            (x,) = terms
-        return steps if len(x.users) == 1 else None
+def _scales(node: Node, x: Node, terms: list[Node], plan: Plan) -> bool:
+    """Does the node scale a sum, or add nothing to it?
+
+    By what every rank has whole: a rank's rows of a factor are no factor of its share of all rows, nor is its share of
+    another sum.
+    """
+    whole = all(isinstance(plan.of(y), Replicate) for y in Call(node).operands if y is not x)
+    return whole and x in (terms if len(terms) == 1 else scaled_by(node))

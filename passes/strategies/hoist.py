@@ -1,12 +1,13 @@
 """A short window of rows, cut behind what makes rows wide, is cut in front of it: nothing wide is gathered for it.
 
     tanh(linear(h, w))[:, n:]     ->     tanh(linear(h[:, n:], w))          also select, narrow, split, chunk
+    tanh(linear(h, w))[:, ids]    ->     tanh(linear(h[:, ids], w))         also index_select
 
 Rows that were not asked for are no longer computed, the ranks share out those of the window, and what is gathered is as
 narrow as hidden values are, where logits are as wide as the vocabulary. Bytes sent by this pass: none. Leaves alone:
 windows of most rows, which ranks cut without an exchange; what draws random numbers; values that are as wide further
-back; on one rank that was not asked for tiles, what others read, too; rows that the ranks would not share out (every
-k-th, a part of sequences flattened with their batch), unless each has as many of its own.
+back; on one rank that was not asked for tiles, what others read, too; rows that the ranks would not share out, unless
+each has as many of its own; parts of sequences flattened with their batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor, nodes_in, results_read, shape_of
+from sp_compile.graph.closure import closure
 from sp_compile.graph.modes import autocast_at, without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
@@ -31,9 +33,24 @@ from sp_compile.sharding.rule import lookup
 from sp_compile.sharding.rules.movement import SPLITS
 
 aten = torch.ops.aten
-CUTS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLITS)
+READS = (aten.index.Tensor, aten.index_select.default)
+CUTS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLITS, *READS)
 RowsAt = tuple[int, Size]
 """Where the rows of a chain's end lie in a value: the dim, and the place of the first."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The rows of a dim of the source at these numbers; the rest as of a `Piece`."""
+
+    source: Node
+    dim: int
+    at: Node
+    length: Size
+    keeps: bool = True
+
+
+RowsAsked = Piece | Picked
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,7 @@ class Hoist(Rewrite):
         self.learns_nothing = without_grad(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.dealt = any(isinstance(p, Shard) and p.frame.order.dealt for p in placed)
+        self.asked: dict[Node, int] = {}  # rows of a source that all its windows have together
         return super().apply(gm, job)
 
     def refuses(self, node: Node, demands: list[Demand]) -> str | None:
@@ -85,6 +103,8 @@ class Hoist(Rewrite):
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         chain, source = self._chain(node), Call(node).operands[0]
         assert chain is not None
+        for x in _made_late(node, source, first := min(chain.nodes)) or ():
+            first.prepend(x)
         fresh = {number: self._hoisted(chain, source, piece, node) for number, piece in _pieces(node).items()}
         self.replace(node, fresh[0] if is_tensor(node) else fresh)
         _leave_for_results(chain)
@@ -102,10 +122,9 @@ class Hoist(Rewrite):
         while (longer := self._longer(chain, node)) is not None:
             chain = longer
             best = chain if chain.width < best.width else best
-        given = [x for x in nodes_in((node.args, node.kwargs)) if x is not first.source]
-        return best if best.steps and all(x < min(best.nodes) for x in given) else None
+        return best if best.steps and _made_late(node, first.source, min(best.nodes)) is not None else None
 
-    def _shared_out(self, node: Node, pieces: dict[int, Piece]) -> bool:
+    def _shared_out(self, node: Node, pieces: dict[int, RowsAsked]) -> bool:
         """Does each rank then make a share of the pieces, or no more rows, with all that others cut, than it has now?
 
         A sequence of the window's own is in no order in which rows were dealt out.
@@ -114,9 +133,10 @@ class Hoist(Rewrite):
         results = [node] if is_tensor(node) else list(results_read(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
             return not self.dealt
-        cuts = [user for user in source.users if user in self.demanding and user.target in CUTS]
-        asked = sum(typical(piece.length) for cut in cuts for piece in _pieces(cut).values())
-        return all(n * asked <= typical(shape_of(source)[piece.dim]) for piece in pieces.values())
+        if source not in self.asked:
+            cuts = [user for user in source.users if user in self.demanding and user.target in CUTS]
+            self.asked[source] = sum(typical(piece.length) for cut in cuts for piece in _pieces(cut).values())
+        return all(n * self.asked[source] <= typical(shape_of(source)[piece.dim]) for piece in pieces.values())
 
     def _longer(self, chain: RowChain, cut: Node) -> RowChain | None:
         """The chain with what makes the last of the values that it reads and may be made anew; None without any."""
@@ -143,14 +163,12 @@ class Hoist(Rewrite):
         alone = all(user in mine or (user in self.demanding and user.target in CUTS) for user in node.users)
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 
-    def _hoisted(self, chain: RowChain, source: Node, piece: Piece, like: Node) -> Node:
+    def _hoisted(self, chain: RowChain, source: Node, piece: RowsAsked, like: Node) -> Node:
         """The piece of the source, made of pieces of what the chain reads."""
         made: dict[Node, Node] = {}
-        for x, (dim, first) in chain.given.items():
-            start = piece.start + first
-            end = start + (piece.length - 1) * piece.step + 1
+        for x, rows in chain.given.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # made behind the first step, x may be
-                made[x] = self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
+                made[x] = self._cut(x, rows, piece, like)
         for step in reversed(chain.steps):
             made[step.node] = self._again(step, made, piece)
         if piece.keeps:
@@ -158,7 +176,25 @@ class Hoist(Rewrite):
         with self.graph.inserting_before(like):
             return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
 
-    def _again(self, step: RowWise, made: dict[Node, Node], piece: Piece) -> Node:
+    def _cut(self, x: Node, rows: RowsAt, piece: RowsAsked, like: Node) -> Node:
+        """The rows of the piece."""
+        dim, first = rows
+        if isinstance(piece, Piece):
+            start = piece.start + first
+            end = start + (piece.length - 1) * piece.step + 1
+            return self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
+        at, extent = piece.at, shape_of(piece.source)[piece.dim]
+        if not same(shape_of(x)[dim], extent):  # a window of x, of which alone they are numbers, from its end, too
+            numbers = (self.sizes(first), self.sizes(first + extent))
+            device = {"device": at.meta["val"].device}
+            at = self._picked(self.compute(aten.arange.start, numbers, like, device), 0, at, like)
+        return self._picked(x, dim, at, like)
+
+    def _picked(self, x: Node, dim: int, at: Node, like: Node) -> Node:
+        args = ([None] * dim + [at],) if like.target is aten.index.Tensor else (dim, at)
+        return self.compute(like.target, (x, *args), like)
+
+    def _again(self, step: RowWise, made: dict[Node, Node], piece: RowsAsked) -> Node:
         """The step on the rows of the piece."""
         node, (call, rule) = step.node, _known(step.node)
         operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
@@ -172,11 +208,22 @@ class Hoist(Rewrite):
             return self.compute(node.target, args, node, kwargs)
 
 
-def _pieces(node: Node) -> dict[int, Piece]:
+def _pieces(node: Node) -> dict[int, RowsAsked]:
     """What is read of a cut, by number; nothing if the place of one is not known."""
-    found = {number: nth_piece(node, number) for number in ([0] if is_tensor(node) else results_read(node))}
+    numbers = [0] if is_tensor(node) else list(results_read(node))
+    found = {number: _picked(node) if node.target in READS else nth_piece(node, number) for number in numbers}
     known = {number: piece for number, piece in found.items() if piece is not None}
     return known if len(known) == len(found) else {}
+
+
+def _picked(node: Node) -> Picked | None:
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not rule.picks:
+        return None
+    source, at = call.operands
+    ((picked, factor),) = rule.picks.items()
+    dim = rule.operands[0].index(factor)
+    return Picked(source, dim, at, shape_of(node)[dim]) if rule.results[0][dim] == picked else None
 
 
 def _known(node: Node) -> tuple[Call, Factors]:
@@ -201,6 +248,24 @@ def _row_wise(node: Node, rows: RowsAt) -> RowWise | None:
     grouped = any(factor in flat(dims) and factor not in dims for dims in rule.operands)
     found = factor and operands and rule.kind(factor) == "pass" and not grouped
     return RowWise(node, dim, operands) if found else None
+
+
+def _made_late(cut: Node, source: Node, first: Node) -> list[Node] | None:
+    """What the cut reads besides its source, and is made behind the first step; None if that may not move.
+
+    Numbers of rows and sizes may: no mode (autocast, no_grad) changes what they are.
+    """
+    given = [x for x in nodes_in((cut.args, cut.kwargs)) if x is not source]
+    late = closure(given, lambda n: n.all_input_nodes if not n < first else ())
+    moved = [n for n in sorted(late) if not n < first]
+    return moved if all(is_pure(n) and _counts(n) and n is not first for n in moved) else None
+
+
+def _counts(node: Node) -> bool:
+    """Is it a size, or a tensor of integers or truth values?"""
+    value = node.meta.get("val")
+    exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return exact or isinstance(value, torch.SymInt)
 
 
 def _alike(a: RowsAt, b: RowsAt) -> bool:

@@ -20,6 +20,7 @@ from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.layers import layer_of
+from sp_compile.graph.modes import autocast_regions
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import sizes
@@ -88,7 +89,7 @@ class Tiles(Pass):
             self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
         late, ends = _late(view, region), at(view.source[region.nodes[-1]])
-        self._emit(view, region, program, tiles, late)
+        made_by_tiles = self._emit(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inside(region)
         way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
         back = f"; {way}" if program.gradients else ""
@@ -106,11 +107,16 @@ class Tiles(Pass):
         of_tile = whole * length // total
         made = RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends)
         job.tiled.append(made)
+        view.source.update(made_by_tiles)  # what the next regions read
         return True
 
-    def _emit(self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]) -> None:
-        last = view.source[region.nodes[-1]]
-        with self.graph.inserting_before(last.next):
+    def _emit(
+        self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]
+    ) -> dict[Node, Node]:
+        """Put it there; what the region's results have become."""
+        last, place = view.source[region.nodes[-1]], _place(view, region)
+        assert place is not None
+        with self.graph.inserting_before(place.next):
             rows = [self._apart(view, x, last) for x in region.rows]
             whole = [view.source[x] for x in region.whole]
             seed = self._seed(last) if any(is_dropout(n) for n in region.nodes) else None
@@ -122,6 +128,7 @@ class Tiles(Pass):
         for x, fresh in zip(region.results, made):
             inside = {view.source[n] for n in region.nodes}
             view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
+        return dict(zip(region.results, made))
 
     def _seed(self, like: Node) -> Node:
         """Drawn anew in each call."""
@@ -175,9 +182,8 @@ def _reason(view: TokenView, region: Region) -> str | None:
     mine = {view.source[n] for n in region.nodes}
     if any(not mine.isdisjoint(one) and not one <= mine for one in sorted_rows(view)):
         return "some of what is sorted with its rows is no part of it"
-    apart = {view.source[n] in view.without_grad for n in region.nodes}
-    if len(apart) == 2 and view.source[region.nodes[-1]] in view.without_grad:
-        return "it ends where no gradients are recorded, and begins where they are"
+    if _place(view, region) is None:
+        return "it ends where no gradients are recorded, and begins where they are, in another autocast"
     stuck = [n for n in _late(view, region) if not (is_pure(n) or n.target in COMPOSITES)]
     return f"{stuck[0].name} comes between its nodes and has an effect" if stuck else None
 
@@ -197,12 +203,29 @@ def programs_of(gm: GraphModule) -> list[TileProgram]:
     return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
 
 
+def _place(view: TokenView, region: Region) -> Node | None:
+    """The node behind which the region runs: its last one, or, if that has no gradients and others have, the one that
+    records them again; None where that is in another autocast.
+    """
+    nodes = [view.source[n] for n in region.nodes]
+    last = nodes[-1]
+    if last not in view.without_grad or view.without_grad.issuperset(nodes):
+        return last
+    place = next((n for n in view.local.nodes if last < n and n not in view.without_grad), None)
+    found = place is not None and place.op != "output" and autocast_regions(place) == autocast_regions(last)
+    return place if found else None
+
+
 def _late(view: TokenView, region: Region) -> list[Node]:
-    """What reads a result before the region's last node, and all that it leads to till there: it moves behind."""
+    """What reads a result before the place where the region runs, and all that it leads to till there: it moves behind.
+
+    Out of a part without gradients, too: what leaves that is read through a detach.
+    """
     inside = {view.source[n] for n in region.nodes}
+    place = _place(view, region)
     found: dict[Node, None] = {}
     for node in view.local.nodes:
-        if node is view.source[region.nodes[-1]]:
+        if node is place:
             return list(found)
         mine = inside.union(found)
         if node not in inside and not mine.isdisjoint(node.all_input_nodes):

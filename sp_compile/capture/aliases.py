@@ -12,6 +12,7 @@ from sp_compile._compat import is_functorch_tensor, set_grad_enabled, storage_of
 from sp_compile.graph.call import nodes_in, overloads, tensors_of
 from sp_compile.graph.mutation import SILENT_WRITERS
 from sp_compile.graph.record import record
+from sp_compile.sharding.matchers import LITERALS
 
 aten = torch.ops.aten
 
@@ -69,9 +70,12 @@ class Aliases:
             return False
         base = next((i for i in inputs if _storages(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
-        # What lift_fresh gives shares its argument's storage in the trace, but is new each time the program runs.
-        if base is None or node.target is aten.lift_fresh.default or element:
-            self._owner.setdefault(next(iter(storages)), node)
+        (storage,) = storages
+        if node.target in LITERALS:  # shares its storage in the trace, but is new each time the program runs
+            self._owner[storage] = node
+            return False
+        if base is None or element:
+            self._owner.setdefault(storage, node)
             return False
         self.parent[node] = base
         if not self.grad or node.target is aten.detach.default or base in self._cut:

@@ -29,7 +29,7 @@ class Record:
     aside: the node names no sequence.
     grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
     choice: how an attention will be split (a cost.attention.Candidate).
-    again: does the node do once more what tiles do, for others that read it?
+    again: does the node only repeat what tiles, or what was cut in front of it, do, for others that read it?
     combines: does each rank add up, or scale, its own sums, which are added to those of the others behind it?
     """
 

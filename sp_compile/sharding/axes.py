@@ -45,6 +45,7 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     sequences: set[int] = field(default_factory=set)
+    picked: list[tuple[Dim, Dim]] = field(default_factory=list)  # a dim, and the dim some positions of which it holds
     folds: int = 1  # of the frames of sequences: as `RowOrder` has them
 
     def find(self, name: int) -> int:
@@ -73,6 +74,11 @@ class Axes:
         """The dims of a value that contain a sequence."""
         dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
+
+    def longest(self) -> Size:
+        """Of the sequences' lengths: that of which all others are windows."""
+        atoms = (a for dims in self.dims.values() for dim in dims for a in dim if self.is_sequence(a))
+        return max((a.size for a in atoms), key=typical, default=0)
 
     def shard(self, node: Node) -> Shard | None:
         """How the value would be sharded: on its only sequence factor; None if it has none or several."""
@@ -130,6 +136,10 @@ def _name_results(axes: Axes, call: Call, rule: Factors) -> None:
                 known[f] = dim
     for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
         axes.dims[call.node, i] = tuple(_result(axes, known, d, rule, s) for s, d in zip(shape, dims))
+        for dim, f in zip(axes.dims[call.node, i], dims):
+            source = known.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
+            if source is not None and dim != source:
+                axes.picked.append((dim, source))
 
 
 def _factors(axes: Axes, operand: Node, rule: Factors, dims: Dims) -> Iterator[tuple[Dim, str]]:
@@ -170,8 +180,26 @@ def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) 
     return (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not same(new, 1) else (axes.fresh(new),)
 
 
-def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None) -> None:
-    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along."""
+def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
+    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along.
+
+    picks: positions picked from a sequence are one of their own, unless any value has both. What a table deals to
+    ranks is one sequence only.
+    """
+    _find_sequences(gm, axes, seq_dims)
+    for dim, source in axes.picked if picks else ():
+        names = {axes.find(a.name) for a in dim if not same(a.size, 1)} - axes.sequences
+        if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
+            axes.sequences |= names
+
+
+def _has_rivals(axes: Axes, name: int) -> bool:
+    """Has any value a dim of this class, and one of a sequence?"""
+    values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
+    return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
+
+
+def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
     if seq_dims is not None:
         for node, dim in seq_dims.items():
             shape = shape_of(node)

@@ -54,6 +54,7 @@ class Factors:
     normalises: what it needs whole it divides by its total, as softmax does.
     slides: for every factor of kind "halo", the rows that a result reads; its extent may differ in the result.
     spans: (start, length) in the factor of kind "window" for each result, a contiguous piece of the operand.
+    picks: factors of a result that hold some positions of an operand's factor, in any order: as long a sequence.
     wants, gives: where the call itself says that its operands and its results lie (an op that does its own exchanges).
     alias: with its operand where the call wants it, what a rank holds of it is what it holds of the result.
     """
@@ -75,6 +76,7 @@ class Factors:
     lenders: tuple[int, ...] = ()
     extents: Mapping[str, Size] = field(default_factory=dict)
     spans: tuple[tuple[Size, Size], ...] = ()
+    picks: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""

@@ -205,6 +205,23 @@ class Exported(nn.Module):
         return {"loss": (y * t + u.float() * scale["k"]).sum() * self.count, "y": [y]}
 
 
+class Literal(nn.Module):
+    """Numbers that the program writes down, and changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = torch.tensor([1, 2])
+        at[0] = 3
+        return x[:, at]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_literal_is_new_in_each_call(strict: bool) -> None:
+    x = torch.randn(2, 6)
+    captured = capture_export(torch.export.export(Literal(), (x,), strict=strict))
+    for _ in range(2):
+        assert_same(captured(x), Literal()(x))
+
+
 @pytest.mark.parametrize("as_module", [False, True])
 def test_exported_program(as_module: bool) -> None:
     model = Exported()

@@ -30,6 +30,29 @@ class Mixed(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class Returns(nn.Module):
+    """What is earned from each token on, of the window that values are predicted for: the scan begins as that window."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.embed, self.block, self.back = nn.Embedding(VOCAB, 16), Block(16, 4), back
+
+    def forward(self, ids: Tensor, rewards: Tensor) -> Tensor:
+        values = self.block(self.embed(ids)).mean(-1)
+        if self.back:
+            return F.mse_loss(values[:, :-1], rewards[:, 1:].flip(1).cumsum(1).flip(1))
+        return F.mse_loss(values[:, 1:], rewards[:, 1:].cumsum(1).exp().cumprod(1))
+
+
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_scan_that_begins_in_a_window(n: int, back: bool) -> None:
+    """A rank alone has rows beside its window, too."""
+    ids, _ = text(9)
+    rewards = torch.rand(*ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert sp_compile.verify(build(lambda: Returns(back)).double(), ids, rewards, sp=n).worst < 1e-9
+
+
 def mixed(**how: Any) -> Outcome:
     return against_eager(build(Mixed), *text(16), mesh=worker.mesh(), **how)
 

@@ -143,6 +143,13 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "bce": lambda z, t, how: F.binary_cross_entropy(z.sigmoid(), t, reduction=how),
     "bce, logits": lambda z, t, how: F.binary_cross_entropy_with_logits(z, t, pos_weight=WEIGHTS, reduction=how),
     "kl": lambda z, t, how: F.kl_div(z.log_softmax(-1), t, reduction=how),
+    "margins": lambda z, t, how: F.multi_margin_loss(
+        z.flatten(0, 1), t.argmax(-1).flatten(), weight=WEIGHTS, reduction=how
+    ),
+    "margins of labels": lambda z, t, how: F.multilabel_margin_loss(
+        z.flatten(0, 1), t.argsort(-1).where(t > t.mean(-1, keepdim=True), -1).flatten(0, 1), reduction=how
+    ),
+    "margins of triplets": lambda z, t, how: F.triplet_margin_loss(z, t, z.detach().roll(1, 2), reduction=how),
     "poisson": lambda z, t, how: F.poisson_nll_loss(z, t, reduction=how),
 }
 

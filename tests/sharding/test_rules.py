@@ -163,7 +163,7 @@ def test_a_text_is_its_rule() -> None:
             if one is None or one.wants is not None:
                 continue
             again = Pattern.parse(str(one)).at(call)
-            spelt = {"slides": one.slides, "spans": one.spans, "normalises": one.normalises}
+            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalises": one.normalises}
             assert again is not None, str(one)
             assert replace(again, **spelt) == one, str(one)
             read += 1

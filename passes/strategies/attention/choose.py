@@ -23,7 +23,7 @@ from sp_compile.cost.attention import Candidate, Shape, attention_strategies, ca
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError, at
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call
 from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
@@ -68,8 +68,8 @@ class ChooseAttention(Pass):
         machines = {n: job.machine_of(n) for n in nodes}
         waits = job.offload == "auto" and job.state == "sharded"  # its room is what weights in shards leave
         if nodes or waits:
-            one = nodes[0] if nodes else next(filter(is_tensor, gm.graph.nodes))
-            taken = memory_needed(gm, plan, job, trained, job.machine_of(one).memory)
+            machine = job.machine_among(nodes or gm.graph.nodes)
+            taken = memory_needed(gm, plan, job, trained, machine.memory)
             job.memory.append(taken)
             machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
         tried = orders(list(shapes.values()), plan, job)

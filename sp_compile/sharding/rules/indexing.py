@@ -49,7 +49,8 @@ def _index(call: Call) -> Factors | None:
     shapes = [call.shape(i) for i in range(1, len(call.operands))]
     dims = names(call.ndim())
     picked, drawn = _index_dims(shapes)
-    return Factors((dims, *drawn), (_instead(dims, at, picked),), {dims[d]: "whole" for d in at})
+    picks = {picked[0]: dims[at[0]]} if len(at) == len(picked) == 1 else {}
+    return Factors((dims, *drawn), (_instead(dims, at, picked),), {dims[d]: "whole" for d in at}, picks=picks)
 
 
 def _instead(dims: Dims, at: list[int], picked: Dims) -> Dims:
@@ -122,7 +123,8 @@ def _index_select(call: Call) -> Factors:
     dims, at = names(call.ndim()), call.dim()
     index = ("index",) * call.ndim("index")
     result = (*dims[:at], *(index or ("",)), *dims[at + 1 :]) if dims else ()
-    return Factors((dims, index), (result,), dict.fromkeys(dims[at : at + 1] or index, "whole"))
+    picks = {"index": dims[at]} if dims and index else {}
+    return Factors((dims, index), (result,), dict.fromkeys(dims[at : at + 1] or index, "whole"), picks=picks)
 
 
 @rule_of(aten.index_add.default, aten.index_copy.default)

@@ -250,7 +250,9 @@ def _slice(call: Call) -> Factors:
     else:
         start = _start_of(call["start"], call["end"], extent, length)
     if start is None:
-        return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "sliced"))
+        dims = names(call.ndim())
+        result = replaced(dims, [dim], "sliced")
+        return replace(_whole_at(call, [dim], result), picks={result[dim]: dims[dim]})
     return _cut(call, dim, [(start, length)])
 
 

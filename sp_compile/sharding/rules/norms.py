@@ -128,11 +128,24 @@ def _elementwise(call: Call) -> Factors | None:
     return bind(call, f"{operands} -> ", **{_ELEMENTWISE[call["reduction"]]: "..."})
 
 
-@rule_of(aten.cosine_embedding_loss.default)
-def _cosine_embedding_loss(call: Call) -> Factors | None:
+ROW_LOSSES = {
+    aten.cosine_embedding_loss.default: ("n d, n d, n", "n d, n d, n", "n"),
+    aten.multi_margin_loss.default: ("n d, n", "n d, n, d", "n"),
+    aten.multilabel_margin_loss.default: ("n d, n d", "n d, n d", "n"),
+    aten.triplet_margin_loss.default: ("... d, ... d, ... d", "", "..."),
+}
+"""What each row is compared with has all of a row; with a weight of each class, the second."""
+
+
+@rule_of(*ROW_LOSSES)
+def _row_loss(call: Call) -> Factors | None:
+    plain, weighted, rows = ROW_LOSSES[call.node.target]
+    if call.ndim() < 2:
+        return None
+    text = weighted if call.get("weight") is not None else plain
     if call["reduction"] == NONE:
-        return bind(call, "n d, n d, n -> n", whole="d")
-    return bind(call, "n d, n d, n -> ", whole="d", **{_ELEMENTWISE[call["reduction"]]: "n"})
+        return bind(call, f"{text} -> {rows}", whole="d")
+    return bind(call, f"{text} -> ", whole="d", **{_ELEMENTWISE[call["reduction"]]: rows})
 
 
 @rule_of(aten.cross_entropy_loss.default)

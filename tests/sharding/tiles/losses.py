@@ -170,6 +170,23 @@ def scattered(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
     return F.kl_div(head(h)[:, :-1].flatten(0, 1).log_softmax(-1), targets, reduction="sum") / (y != 0).sum()
 
 
+def picked(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Elements of a table of probabilities at two indices, and at three."""
+    z, y = flat(h, head, ids)
+    first = z.log_softmax(-1)[torch.arange(y.shape[0]), y]
+    rows, places = torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1] - 1)
+    again = head(h)[:, :-1].softmax(-1)[rows, places, ids[:, 1:] - VOCAB]
+    return again.square().mean() - first.mean()
+
+
+def of_table(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Rows of an identity matrix, at classes that count from its end, too."""
+    table = torch.eye(VOCAB).to(h.dtype)
+    smooth = 0.1 * table.index_select(0, ids[:, 1:].flatten()).view(*ids[:, 1:].shape, VOCAB)
+    targets = smooth + 0.8 * table[ids[:, 1:]] + 0.1 * table[ids[:, 1:] - VOCAB]
+    return F.cross_entropy(head(h)[:, :-1].flatten(0, 1), targets.flatten(0, 1))
+
+
 def policy(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """Clipped ratios to an older policy, advantages of tokens, a penalty of divergence, and the entropy."""
     new, old = (z[:, :-1].log_softmax(-1) for z in (head(h), reference(h, ids)))
@@ -194,7 +211,20 @@ def of_groups(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
 LOSSES: tuple[Loss, ...] = (
     *(mean, total, each, ignored, smoothed, of_classes, of_all, of_all_summed, likelihood, transformers),
     *(capped, scaled, with_z, with_z_summed, of_tokens, per_sequence),
-    *(distilled, divergence, of_mixture, soft_targets, one_hot, compared, scattered, preferred, policy, of_groups),
+    *(
+        distilled,
+        divergence,
+        of_mixture,
+        soft_targets,
+        one_hot,
+        compared,
+        scattered,
+        of_table,
+        picked,
+        preferred,
+        policy,
+        of_groups,
+    ),
 )
 
 

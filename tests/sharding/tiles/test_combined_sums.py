@@ -37,6 +37,20 @@ def learned(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return F.cross_entropy(z, y) + z.logsumexp(-1).square().mean() * head.weight.square().mean()
 
 
+def in_front(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Coefficients that are tensors stand before their sums, one of them learned; one is a sum of another kind."""
+    z, y = flat(h, head, ids)
+    aux, scale = z.logsumexp(-1).square().mean(), head.weight.square().mean()
+    return torch.tensor(0.5, dtype=h.dtype) * F.cross_entropy(z, y) + scale * (weights.mean() * aux)
+
+
+def of_two_sums(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """What is in front of a sum is a sum as well: their product is no sum of the ranks' products."""
+    z, y = flat(h, head, ids)
+    aux = z.logsumexp(-1).mean()
+    return F.cross_entropy(z, y) + z.square().mean() * aux + 0.1 * z.exp().mean() * z.sin().mean()
+
+
 def offset(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     """A number, which every rank would count."""
     z, y = flat(h, head, ids)
@@ -69,9 +83,9 @@ def by_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return (m.sum(1) * h.sum(-1) + m.square().sum(1)).square().mean()
 
 
-ONE = (three, summed, learned)
+ONE = (three, summed, learned, in_front)
 """Losses that become one sum."""
-LOSSES = (*ONE, offset, squared, of_two_heads, beside_a_sum, by_rows)
+LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

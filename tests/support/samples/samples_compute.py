@@ -148,6 +148,10 @@ def losses() -> None:
         one(aten.margin_ranking_loss.default, f(6), f(6), f(6).sign(), 0.5, reduction)
         one(aten.poisson_nll_loss.default, f(4, 6), i(4, 4, 6).double(), True, False, 1e-8, reduction)
         one(aten.cosine_embedding_loss.default, f(6, 4), f(6, 4), f(6).sign(), 0.5, reduction)
+        one(aten.multi_margin_loss.default, f(6, 4), i(4, 6), 1, 0.5, None, reduction)
+        one(aten.multi_margin_loss.default, f(6, 4), i(4, 6), 2, 0.5, f(4).abs(), reduction)
+        one(aten.multilabel_margin_loss.default, f(6, 4), i(4, 6, 4), reduction)
+        one(aten.triplet_margin_loss.default, f(2, 6, 4), f(2, 6, 4), f(1, 6, 4), 0.5, 2.0, 1e-6, True, reduction)
 
 
 def class_losses() -> None:
