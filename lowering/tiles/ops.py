@@ -189,9 +189,7 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = PROGRAMS[ctx.program]
         (given,) = (grads[i].reshape(()) for i in found.differentiable)
-        # What has no gradient has none of a mean over no tokens either, though that sends back an infinity.
-        scaled = (torch.where(x == 0, x, x * given) for x in ctx.saved_tensors)
-        made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        made = [(x * given).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return None, None, None, None, *_in_place_of([None] * ctx.count, found, made)
 
 

@@ -52,6 +52,8 @@ TILE_LOOPS = {
     torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
 }
 """Loops over tiles: where their operands begin, what of a program they call for each, and what comes of it."""
+ARITHMETIC = frozenset(overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
+DROPOUTS = frozenset(overloads("native_dropout native_dropout_backward"))
 FLASH_OF_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,

@@ -47,7 +47,7 @@ from .kinds import (
     TILE_LOOPS,
     TO_HOST,
 )
-from .workspace import workspace_of
+from .workspace import converted, workspace_of
 
 MOST_STEPS = 8
 """From a node without a line to one that has one."""
@@ -236,10 +236,12 @@ def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    if node.target not in ATTENTIONS:
-        return 0
     given = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
-    workspace = workspace_of(node.target, [x for x in given if isinstance(x, torch.Tensor)])
+    operands = [x for x in given if isinstance(x, torch.Tensor)]
+    if node.target not in ATTENTIONS:
+        made = [] if fused else tensors_of(node)
+        return converted(node.target, operands, made[0]) if made else 0
+    workspace = workspace_of(node.target, operands)
     return INSIDE[node.target](workspace, *given) if node.target in INSIDE else workspace
 
 

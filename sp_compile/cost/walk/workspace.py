@@ -1,4 +1,4 @@
-"""Memory that kernels of attention take for themselves while they run."""
+"""Memory that kernels of attention, and a CPU's elementwise ones, take for themselves while they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sp_compile._compat import size_hint
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.lowering.dtypes import HALF
 
-from .kinds import FLASH_OF_CPU
+from .kinds import ARITHMETIC, DROPOUTS, FLASH_OF_CPU
 
 BACKWARDS_OF_GPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (1, 2),
@@ -28,6 +28,19 @@ open, and as much is assumed.
 WORKSPACE_ROWS = 128
 QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
 """(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
+
+
+def converted(target: Any, operands: Sequence[torch.Tensor], result: torch.Tensor) -> int:
+    """Bytes of what a CPU's elementwise operator has in the result's dtype beside it.
+
+    PyTorch copies operands of other dtypes there, as a mask of dropout, before it computes.
+    """
+    if result.device.type != "cpu":
+        return 0
+    if target in DROPOUTS:
+        return bytes_now(result)
+    other = [x for x in operands if x.dtype != result.dtype and x.dim()] if target in ARITHMETIC else []
+    return sum(size_hint(x.numel()) * result.element_size() for x in other)
 
 
 def workspace_of(target: Any, operands: Sequence[torch.Tensor]) -> int:
