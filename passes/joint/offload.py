@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -32,7 +33,7 @@ from sp_compile.cost.offload import LEAST, OnHost, copy_seconds, seconds_of
 from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
 from sp_compile.cost.walk.liveness import nbytes_of
 from sp_compile.graph.call import is_tensor, tensors_of
-from sp_compile.graph.sizes import all_same, sizes
+from sp_compile.graph.sizes import Size, all_same, product, same, size, sizes, where_not_empty
 from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)
 from sp_compile.passes.base import Pass
 from sp_compile.spmd.named_groups import is_collective
@@ -183,7 +184,8 @@ class Offload(Pass):
         for value in kept.free[x].values:
             made, lies = fresh, value.meta["val"]
             if not _lie_alike(lies, x.meta["val"]):
-                args = (fresh, list(lies.shape), list(lies.stride()), lies.storage_offset())
+                offset, *numbers = self.sizes.list(_layout(lies))
+                args = (fresh, numbers[: lies.dim()], numbers[lies.dim() :], offset)
                 made = self.compute(aten.as_strided.default, args, value)
             kept.inputs[value].replace_all_uses_with(made, lambda one: one is not fresh)
 
@@ -216,6 +218,7 @@ class _Kept:
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in theirs]
         total = sum({storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in values}.values())
         theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in tensors_of(n)}
+        known = {size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)
         for n in values:
             pieces[storage_of(n.meta["val"])].append(n)
@@ -223,7 +226,7 @@ class _Kept:
         for node in filter(is_tensor, (*values, *forward.nodes)):
             found = pieces.get(storage_of(node.meta["val"]), [])
             whole = found and storage_of(node.meta["val"]) not in theirs and _is_free(node)
-            if whole and all(_lie_alike(n.meta["val"], node.meta["val"]) or _is_part(n, node) for n in found):
+            if whole and all(_lie_alike(n.meta["val"], node.meta["val"]) or _is_part(n, node, known) for n in found):
                 free[node] = _OneMemory(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
         return _Kept(inputs, total, {n: piece for n, piece in free.items() if piece.nbytes > LEAST * total})
 
@@ -302,21 +305,25 @@ def _read_by(node: Node) -> list[Tensor]:
 
 def _lie_alike(x: Tensor, y: Tensor) -> bool:
     """Are they the same numbers?"""
-    same = x.dtype == y.dtype and x.storage_offset() == y.storage_offset()
-    return same and all_same(sizes(x.shape), sizes(y.shape)) and all_same(sizes(x.stride()), sizes(y.stride()))
+    return x.dtype == y.dtype and all_same(_layout(x), _layout(y))
 
 
-def _is_part(node: Node, whole: Node) -> bool:
-    """May it be made again as a view of what fills the memory in which it lies?"""
+def _layout(x: Tensor) -> tuple[Size, ...]:
+    """Offset, shape and strides, as a view of the same memory has them."""
+    return tuple(map(where_not_empty, sizes((x.storage_offset(), *x.shape, *x.stride()))))
+
+
+def _is_part(node: Node, whole: Node, known: Set[Size]) -> bool:
+    """May it be made again as a view of what fills the memory in which it lies? known: sizes that a backward gets."""
     x, y = node.meta["val"], whole.meta["val"]
-    numbers = (*x.shape, *x.stride(), x.storage_offset())
-    return x.dtype == y.dtype and y.storage_offset() == 0 and all(isinstance(n, int) for n in numbers)
+    symbols = {one for n in _layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
+    return x.dtype == y.dtype and same(size(y.storage_offset()), 0) and symbols <= known
 
 
 def _is_free(node: Node) -> bool:
     """Is it a value that fills the memory in which it lies, and that no exchange writes any more?"""
     x = node.meta["val"]
-    whole = nbytes_of(x) == x.numel() * x.element_size() if isinstance(x.numel(), int) else x.is_contiguous()
+    whole = same(product(sizes(x.shape)) * x.element_size(), where_not_empty(size(x.untyped_storage().nbytes())))
     return whole and node.op == "call_function" and not is_collective(node)
 
 

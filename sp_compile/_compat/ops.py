@@ -25,7 +25,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode as enter_inference_mode
 from torch.autograd.grad_mode import _exit_inference_mode as exit_inference_mode
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max
 
 try:
     from torch._higher_order_ops.register_hook import register_hook_op

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile._compat import FloorDiv, size_hint
+from sp_compile._compat import FloorDiv, Max, size_hint
 from sp_compile.errors import SpError
 
 Size: TypeAlias = int | sympy.Expr
@@ -57,6 +57,13 @@ def same(a: Size, b: Size) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a == b or sympy.expand(a - b) == 0
+
+
+def where_not_empty(value: Size) -> Size:
+    """The size if no dim is of no elements: strides of new tensors are products of Max(1, extent)."""
+    if isinstance(value, int):
+        return value
+    return size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
 
 
 def all_same(a: Sequence[Size], b: Sequence[Size]) -> bool:

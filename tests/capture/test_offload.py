@@ -23,6 +23,8 @@ import sp_compile
 from sp_compile._compat import storage_of
 from sp_compile.config import SPConfig
 from sp_compile.cost.step import StepMemory
+from sp_compile.cost.walk.liveness import nbytes_of
+from sp_compile.graph.call import tensors_of
 from sp_compile.lowering import offload as ops
 from sp_compile.passes.joint.halves import Halves
 
@@ -53,8 +55,13 @@ ROWS = torch.zeros(1, 64, 8, dtype=torch.float64)
 
 
 @cache
-def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph, Graph, int]:
-    """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs."""
+def halves(
+    share: Any, model: str = "as written", attention: str = "ring", dynamic: bool = False, **options: Any
+) -> tuple[Graph, Graph, int]:
+    """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs.
+
+    dynamic: is it a program of any length?
+    """
     found: list[Any] = []
     plain = Halves.both
 
@@ -66,17 +73,18 @@ def halves(share: Any, model: str = "as written", **options: Any) -> tuple[Graph
         if model == "handed out":
             compile_halves(build(Handed), (ROWS,), 1, offload=share, **options)
         else:
-            compile_halves(build(MODELS[model], layers=1), text(32), 2, attention="ring", offload=share, **options)
+            given = text(32)
+            for x in given if dynamic else ():
+                torch._dynamo.mark_dynamic(x, 1)
+            compile_halves(build(MODELS[model], layers=1), given, 2, attention=attention, offload=share, **options)
     return found[0], found[1], found[2]
 
 
 def kept(forward: Graph, results: int) -> dict[Any, int]:
     """Bytes of what the device keeps for the backward beside its inputs, by where it lies."""
-    given = {storage_of(n.meta["val"]) for n in forward.find_nodes(op="placeholder")}
+    given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
     values: list[Node] = [n for n in forward.output_node().args[0][results:] if n.target is not sp.offload.default]
-    found = {
-        storage_of(x): x.untyped_storage().nbytes() for n in values if isinstance(x := n.meta["val"], torch.Tensor)
-    }
+    found = {storage_of(x): nbytes_of(x) for n in values for x in tensors_of(n)}
     return {place: nbytes for place, nbytes in found.items() if place not in given}
 
 
@@ -94,6 +102,14 @@ def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) ->
     assert len(backward.find_nodes(op="call_function", target=sp.reload.default)) == len(hosts) > 0
 
 
+@pytest.mark.parametrize("model", ["checkpointed", pytest.param("as written", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_program_of_any_length_leaves_no_more_than_one_of_that_length(model: str, attention: str) -> None:
+    """Attention's results do not lie row behind row, and queries, keys and values lie in one piece of memory."""
+    one, every = (kept(*halves(1.0, model, attention, dynamic)[::2]) for dynamic in (False, True))
+    assert sum(every.values()) <= sum(one.values())
+
+
 class Thirds(nn.Module):
     """(1, S, 8) -> a number; the parts of one product are read by other products."""
 
@@ -106,7 +122,8 @@ class Thirds(nn.Module):
         return (q @ k.t() @ v).square().sum()
 
 
-def test_parts_of_one_piece_of_memory() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
     """One copy is made of them, and all three are views of it again, once it is there."""
     model, backwards, plain = build(Thirds), list[Graph](), Halves.both
 
@@ -115,6 +132,8 @@ def test_parts_of_one_piece_of_memory() -> None:
         backwards.append(backward.graph)
 
     x = torch.randn(1, 6, 8, dtype=torch.float64)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
     gradients = []
     with mock.patch.object(Halves, "both", seen):
         for run in (model, compiled(model, offload=1.0, seq_dims={"x": 1})):

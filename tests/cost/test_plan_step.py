@@ -92,7 +92,8 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
     assert {row.state for row in fitting} == {SHARDED, WHOLE}
     for row in [plan.best]:
         (device,) = [r for r in plan.rows if r.way == replace(row.way, offload=0.0)]
-        less = row.memory + (device.memory - row.memory) * 0.15 / row.offload  # few values, that go whole or not
+        # Not 0.05, the step of shares: 75 % fit, too, and take as long as the 85 % that are the best, which come first.
+        less = row.memory + (device.memory - row.memory) * 0.15 / row.offload
         assert row.memory <= plan.memory < less
         assert row.host == pytest.approx(row.offload * row.kept, rel=0.2)
     assert plan.best == plan.of(2) == min(fitting, key=lambda row: row.seconds)
@@ -116,7 +117,7 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
     plan = sp_compile.plan(model, ids, memory="20MB", ranks=[8, 512], attention="ring", tiles="never", offload="never")
     state = plan.weights.parameters * 2 + ids.nbytes  # each rank is handed the whole input
     few, many = (min(row.memory for row in plan.rows if row.ranks == n) - state for n in (8, 512))
-    assert 0 < many < few / 8, (few, many)
+    assert 0 < many < few / 32, (few, many)
 
 
 def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:

@@ -28,7 +28,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.masks.spans import whole
 
-sp = torch.ops.sp
+sp, aten = torch.ops.sp, torch.ops.aten
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
 
 
@@ -113,6 +113,27 @@ def test_attention_of_a_rank_takes_what_is_predicted(
         predicted = max(moment.nbytes for moment in walked(fn, *given, fused=False).moments)
         measured = peak_activation_bytes(partial(fn, *given), [])
         assert 0 <= measured - predicted <= 72 << 10, (predicted, measured)
+
+
+ELEMENTWISE = {
+    "dropout": lambda x, mask: aten.native_dropout(x, 0.5, True),
+    "its backward": lambda x, mask: aten.native_dropout_backward(x, mask, 2.0),
+    "a mask": lambda x, mask: x * mask,
+    "a half type": lambda x, mask: x + x.bfloat16(),
+    "a row": lambda x, mask: x * mask[:1],
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_operands_of_another_dtype_are_copied_to_that_of_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On a CPU, operator by operator, against every allocation; numbers that an operator makes itself do not count."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
+    from peak_memory import peak_activation_bytes
+
+    x = torch.randn(1024, 8)
+    given = x, x > 0
+    predicted = max(moment.nbytes for moment in walked(ELEMENTWISE[name], *given, fused=False).moments)
+    assert 0 <= peak_activation_bytes(partial(ELEMENTWISE[name], *given), []) - predicted <= 64
 
 
 @pytest.mark.slow
