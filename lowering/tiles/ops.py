@@ -189,7 +189,9 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = PROGRAMS[ctx.program]
         (given,) = (grads[i].reshape(()) for i in found.differentiable)
-        made = [(x * given).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        # What has no gradient has none of a mean over no tokens either, though that sends back an infinity.
+        scaled = ((x * given).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
+        made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return None, None, None, None, *_in_place_of([None] * ctx.count, found, made)
 
 
