@@ -316,7 +316,7 @@ def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[in
 
 
 def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """What seems to be best on so many ranks; near: and of what would be faster, or where nothing fits, what nearly does.
+    """What seems best on so many ranks; near: and of what would be faster, or where nothing fits, what nearly does.
 
     Of these the one that holds least.
     """
