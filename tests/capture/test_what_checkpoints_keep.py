@@ -140,7 +140,7 @@ def test_lists_of_ops_are_policies() -> None:
 
 
 class Normed(nn.Module):
-    """(2, S, 8) -> a number: attention beside a norm over batch and sequence, and what is dropped of an MLP."""
+    """(2, S, 8) -> a number: a norm over batch and sequence, and what is dropped of attention and of an MLP."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -150,7 +150,8 @@ class Normed(nn.Module):
 
     def block(self, x: Tensor) -> Tensor:
         q = self.norm(x.flatten(0, 1)).view_as(x).unflatten(-1, (4, 2)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout.p, is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2)
         return x + self.down(self.dropout(F.gelu(self.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,10 +167,11 @@ def test_statistics_in_a_checkpoint(n: int, tiles: int | str) -> None:
     assert found.worst < 1e-9
 
 
-def dropped(tiles: int | str, offload: str | float) -> bool:
+def dropped(attention: str, tiles: int | str, offload: str | float, compiler: str) -> bool:
     """The gradient along a direction is the loss's difference there, under the same draws; ranks have draws of their own."""
     model = Normed(dropout=0.5).double()
-    options = {"mesh": worker.mesh(), "compiler": "aot_eager", "cost": {}, "tiles": tiles, "offload": offload}
+    options = {"mesh": worker.mesh(), "cost": {}, "attention": attention, "compiler": compiler}
+    options |= {"tiles": tiles, "offload": offload}
     run = torch.compile(model, backend="sp", options=options)
     x, along = (torch.randn(2, 13, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
 
@@ -187,9 +189,14 @@ def dropped(tiles: int | str, offload: str | float) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("tiles", "offload"), [("never", "never"), (3, "never"), (3, 1.0)])
-def test_dropout_in_a_checkpoint(ranks: Ranks, tiles: int | str, offload: str | float) -> None:
-    assert all(ranks.run(2, dropped, tiles, offload))
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("attention", "tiles", "offload"), [("ring", "never", "never"), ("ulysses", 3, "never"), ("ring", 3, 1.0)]
+)
+def test_dropout_in_a_checkpoint(
+    ranks: Ranks, attention: str, tiles: int | str, offload: str | float, compiler: str
+) -> None:
+    assert all(ranks.run(2, dropped, attention, tiles, offload, compiler))
 
 
 def trained(how: str, attention: str) -> Outcome:
