@@ -64,6 +64,20 @@ def test_weights(how: dict[str, bool]) -> None:
     assert found.tiled
 
 
+@pytest.mark.parametrize("items", [None, 29, torch.tensor(29)], ids=["mean", "number", "tensor"])
+def test_items_of_a_batch(items: int | Tensor | None) -> None:
+    """As transformers' Trainer hands them to a model, whose loss is computed in float32 beside logits that it returns."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, use_cache=False)
+    model, ids = transformers.LlamaForCausalLM(config).double(), torch.randint(512, (2, 19))
+    given = {"labels": ids.where(ids % 5 > 0, -100)} | ({} if items is None else {"num_items_in_batch": items})
+    found = sp_compile.verify(model, ids, sp=2, tiles=4, kwargs=given)
+    assert found.worst < 2e-6
+    assert {"lm_head" in one.where for one in found.tiled} == {True, False}
+
+
 def program_of(gm: GraphModule) -> tuple[Node, TileProgram]:
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)
     return node, PROGRAMS[node.args[3]]
