@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from sp_compile import passes
+from sp_compile._compat import DRAWS_AGAIN, FakeTensor
+from sp_compile.graph.fakes import infer
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.base import Passes, check_order, passes_in
 from sp_compile.spmd.session import ALONE
@@ -49,9 +51,18 @@ class Halves(Passes):
     def both(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
         """results: how many of the forward's are its caller's."""
         self.given.backward, self.given.results = backward, results
+        _say_what_is_drawn(backward)
         self.run(forward, self.given)
 
     def alone(self, forward: GraphModule) -> None:
         """Of an inference."""
         self.given.backward = None
         self.run(forward, self.given)
+
+
+def _say_what_is_drawn(gm: GraphModule) -> None:
+    """torch writes what draws again, in the backward of a checkpoint, without its value."""
+    fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
+    for target in DRAWS_AGAIN:
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            node.meta.setdefault("val", infer(target, node.args, node.kwargs, like=fake))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.fx.traceback
 from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap_activation_checkpoint
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_state
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 Policy = Callable[..., CheckpointPolicy | bool]
 _POLICY, _KEEPS = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers hand on
 _TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters  # 2.13 does, 2.11 does not
+DRAWS_AGAIN = (run_with_rng_state, graphsafe_run_with_rng_state)
+"""Random operators in the backward of a checkpoint: what they draw is what its forward drew."""
+_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
 SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -38,7 +42,7 @@ def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
 def checkpoint_of(node: Node) -> tuple[Any, str]:
     """The checkpoint that a node is in, or whose body it names, and the name of its policy; None if there is none."""
     if node.op == "get_attr":
-        named = any(user.target in (tag_activation_checkpoint, wrap_activation_checkpoint) for user in node.users)
+        named = any(user.target in _CHECKPOINTS for user in node.users)
         return (node, "") if named else (None, "")
     policy = node.meta.get("custom", {}).get(_POLICY)
     name = "" if policy is None else getattr(policy, "__qualname__", type(policy).__name__)
@@ -49,6 +53,23 @@ def in_checkpoint() -> bool:
     """Does what runs now run under a checkpoint, which will run it again in its backward?"""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
+
+
+def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a graph of Dynamo's; what is checkpointed in it is kept, and not run again by a backward.
+
+    torch refuses to run again what has written its inputs in place. A buffer is an input where Dynamo has traced it, so
+    that is what a BatchNorm does in a checkpoint.
+    """
+    graph = gm.graph
+    if not any(graph.find_nodes(op="call_function", target=target, sort=False) for target in _CHECKPOINTS):
+        return gm.forward(*inputs)
+    return _Once(gm).run(*inputs)
+
+
+class _Once(torch.fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return run_once(args[0], args[1:]) if target in _CHECKPOINTS else super().call_function(target, args, kwargs)
 
 
 def has_policy(node: Node) -> bool:
@@ -90,7 +111,7 @@ class AskPolicies(TorchDispatchMode):
 
     Every op that a node's trace comes to is asked about before it is decomposed, and what is written for it into the
     joint graph takes the answer. attention: ops of ours that no policy knows. Where a policy saves one of `named`, for
-    which they stand, they are marked as `keep` does.
+    which they stand, or all but these, they are marked as `keep` does.
     """
 
     def __init__(self, attention: Sequence[Any], named: Sequence[Any]) -> None:
@@ -122,11 +143,12 @@ class AskPolicies(TorchDispatchMode):
         return out
 
     def _ask(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        """Of attention of ours: what is said of a kernel that it stands for, if that is not what is said of any op."""
         given = {"op_output": out} if _TELLS_OUTPUT else {}
+        answers = list[CheckpointPolicy]()
         for op in (func, *self.named) if func in self.attention else (func,):
             answer = policy(SelectiveCheckpointContext(is_recompute=False, **given), op, *args, **kwargs)
             if isinstance(answer, bool):
                 answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-            if answer in SAVES:
-                break
-        return answer
+            answers.append(answer)
+        return next((answer for answer in answers if answer is not answers[0]), answers[0])

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile._compat import run_once
+
 ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
@@ -25,7 +27,7 @@ def outcome_of(gm: GraphModule, inputs: Sequence[Any]) -> Outcome:
     """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
-        results = gm.forward(*leaves)
+        results = run_once(gm, leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.zeros_like(x) for x in wanted]

@@ -10,16 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import parity
 from support import ranks as worker
 from support.capturing import compile_halves
 from support.parity import Checkpointed, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sp_compile
 from sp_compile import _compat
@@ -30,6 +31,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {"without a policy": {}}
 
 
 MUST = CheckpointPolicy.MUST_SAVE
+
+
+def all_but(again: Sequence[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """All stays but what these ops make."""
+    return CheckpointPolicy.MUST_RECOMPUTE if op in again else MUST
 
 
 def policy(saved: Sequence[Any], stays: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
@@ -48,6 +54,7 @@ CHECKPOINTS |= {
     "attention stays": selective(FLASH),
     "both had better stay": selective(FLASH, aten.mm.default, aten.addmm.default, stays=CheckpointPolicy.PREFER_SAVE),
     "nothing stays": selective(),
+    "all stays but attention": {"context_fn": partial(create_selective_checkpoint_contexts, partial(all_but, [FLASH]))},
 }
 
 
@@ -85,12 +92,19 @@ def test_what_is_computed_again(how: str, attends: bool, multiplies: bool) -> No
     assert (again[aten.addmm.default] > 0) == multiplies
 
 
+def test_attention_alone_is_computed_again() -> None:
+    """Of one kernel; in a ring what is merged of several is made by other ops, which stay."""
+    forward, again = cut("all stays but attention", "gather")
+    assert (forward[sp.attend.default], again[sp.attend.default]) == (1, 1)
+    assert not again[aten.addmm.default]
+
+
 class Sunk(parity.Block):
     """With a logit of each head beside its keys."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.sinks = torch.nn.Parameter(torch.randn(self.heads))
+        self.sinks = nn.Parameter(torch.randn(self.heads))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
@@ -123,6 +137,66 @@ def test_lists_of_ops_are_policies() -> None:
     asked = _compat.policy_of(partial(create_selective_checkpoint_contexts, [aten.mm.default]))
     assert asked is not None
     assert asked(None, aten.mm.default) is CheckpointPolicy.MUST_SAVE
+
+
+class Normed(nn.Module):
+    """(2, S, 8) -> a number: a norm over batch and sequence, and what is dropped of attention and of an MLP."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def block(self, x: Tensor) -> Tensor:
+        q = self.norm(x.flatten(0, 1)).view_as(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout.p, is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2)
+        return x + self.down(self.dropout(F.gelu(self.up(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).square().sum()
+
+
+@pytest.mark.parametrize("tiles", ["never", 3])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_statistics_in_a_checkpoint(n: int, tiles: int | str) -> None:
+    """Of one run of the block, gradients as well; eager code counts a checkpointed block's tokens twice."""
+    found = sp_compile.verify(Normed().double(), torch.randn(2, 13, 8, dtype=torch.float64), sp=n, tiles=tiles)
+    assert sum(name.startswith("mutated") for name, _ in found.errors) == 3, "mean, variance, and how many calls"
+    assert found.worst < 1e-9
+
+
+def dropped(attention: str, tiles: int | str, offload: str | float, compiler: str) -> bool:
+    """The gradient along a direction is the loss's difference there, under the same draws; ranks have draws of their own."""
+    model = Normed(dropout=0.5).double()
+    options = {"mesh": worker.mesh(), "cost": {}, "attention": attention, "compiler": compiler}
+    options |= {"tiles": tiles, "offload": offload}
+    run = torch.compile(model, backend="sp", options=options)
+    x, along = (torch.randn(2, 13, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+
+    def at(moved: float, seed: int = 5) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed + worker.dist.get_rank())
+        y = (x + moved * along).requires_grad_()
+        return run(y), y
+
+    loss, y = at(0.0)
+    torch.rand(7)  # the draws that a backward begins at are those of its forward
+    loss.backward()
+    difference = (at(1e-5)[0] - at(-1e-5)[0]).detach() / 2e-5
+    torch.testing.assert_close((y.grad * along).sum(), difference, rtol=1e-6, atol=0)
+    assert at(0.0, seed=6)[0] != loss
+    return True
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("attention", "tiles", "offload"), [("ring", "never", "never"), ("ulysses", 3, "never"), ("ring", 3, 1.0)]
+)
+def test_dropout_in_a_checkpoint(
+    ranks: Ranks, attention: str, tiles: int | str, offload: str | float, compiler: str
+) -> None:
+    assert all(ranks.run(2, dropped, attention, tiles, offload, compiler))
 
 
 def trained(how: str, attention: str) -> Outcome:

@@ -209,6 +209,15 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert "model.py:3: attend(x)" in found.text
 
 
+def test_a_page_says_what_waits_on_the_host() -> None:
+    whole = report()
+    assert whole.step is not None
+    whole.step.graphs[0].offloaded = OnHost(1, 2048, 1024, 0.5, 0.25)
+    said = "Of 3.0 KiB kept for the backward 2.0 KiB wait in the host's memory; copies take 0.5 s each way, 0.25 s of"
+    assert said in Page(page(of_report(whole))).text.replace("\n", "")
+    assert "host" not in Page(page(of_report(report()))).text
+
+
 def test_the_highest_of_many_points_is_drawn() -> None:
     """A spike between the points of a long step that have room in the picture."""
     found = of_report(report())

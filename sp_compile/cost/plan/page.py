@@ -109,6 +109,10 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         state += [("peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"])]
         names = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
         yield _table(("what", "of a rank"), [(names.get(name, name), written(nbytes)) for name, nbytes in state])
+        if sent := memory["offload"]:
+            whole, nbytes = written(sent["nbytes"] + sent["kept"]), written(sent["nbytes"])
+            yield f"<p>Of {whole} kept for the backward {nbytes} wait in the host's memory; copies take "
+            yield f"{sent['seconds']:.3g} s each way, {sent['waits']:.3g} s of them beside no other work.</p>"
         yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
             alive = [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]]

@@ -1,4 +1,4 @@
-"""Tiles beside what else changes a program on ranks: ways and orders of attention, AMP, FSDP2 whole and by blocks."""
+"""Tiles beside what else changes a program on ranks: ways of attention, AMP, checkpoints, FSDP2 whole and by blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import ranks as worker
-from support.parity import Decoder, text
+from support.parity import Checkpointed, Decoder, text
 from support.ranks import Ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,19 +21,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "gathered": {"attention": "gather", "layout": "zigzag"},
     "balanced": {"attention": "ring", "layout": "balanced"},
     "AMP": {"attention": "ring"},
+    "AMP, ulysses": {"attention": "ulysses"},
+    "checkpoints": {"attention": "ring"},
     "host": {"offload": 1.0},
     "FSDP2": {"param_grads": "partial"},
     "FSDP2 by blocks": {"param_grads": "partial"},
+    "FSDP2 by blocks, checkpoints, host": {"param_grads": "partial", "offload": 0.5},
 }
-FAST = ("ulysses", "ring", "zigzag", "balanced", "AMP")
+FAST = ("ulysses", "ring", "zigzag", "balanced", "AMP", "checkpoints")
 
 
 def step(way: str) -> bool:
     """Loss and gradients of a rank are those of one device."""
-    if way == "AMP":
+    if way.startswith("AMP"):
         return mixed(WAYS[way])
     torch.manual_seed(0)
-    model = Decoder(layers=1 if way in FAST else 2).double()
+    model = (Checkpointed if "checkpoints" in way else Decoder)(layers=1 if way in FAST else 2).double()
     alone = copy.deepcopy(model)
     if way.startswith("FSDP2"):
         for part in (*(model.blocks if "blocks" in way else ()), model):
