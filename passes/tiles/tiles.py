@@ -20,7 +20,7 @@ from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.layers import layer_of
-from sp_compile.graph.modes import autocast_regions
+from sp_compile.graph.modes import autocast_regions, settle_dtypes
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import sizes
@@ -52,6 +52,7 @@ class Tiles(Pass):
             _make_now(gm)
             return 0
         assert job.planned is not None
+        settle_dtypes(gm.graph)
         view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
         regions = [region for region in regions_of(view) if self._may(view, region)]
         if isinstance(job.tiles, int):

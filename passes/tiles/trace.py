@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
 from sp_compile.graph.fakes import traced
-from sp_compile.graph.modes import autocast_at
+from sp_compile.graph.modes import autocast_at, uncached_autocast
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import product, read_off_inputs, same, sizes
 from sp_compile.graph.strides import is_identity, order_of_strides
@@ -189,9 +189,7 @@ def _tracing(node: Node, mode: FakeTensorMode) -> Any:
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(autocast_at(node))
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        stack.callback(torch.set_autocast_cache_enabled, cached)
+        stack.enter_context(uncached_autocast())
         yield
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
-from sp_compile._compat import enter_autocast, exit_autocast, set_grad_enabled
+from sp_compile._compat import (
+    OpOverload,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    enter_autocast,
+    exit_autocast,
+    pytree,
+    set_grad_enabled,
+)
+
+from .call import tensors_of
 
 
 def without_grad(graph: Graph) -> set[Node]:
@@ -59,3 +70,49 @@ def autocast_at(node: Node) -> Iterator[None]:
         for device, dtype, enabled, cache in autocast_regions(node):
             regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
+
+
+def settle_dtypes(graph: Graph) -> None:
+    """Give values the dtypes that the graph's autocast regions make them: a capture records what they are without."""
+    values = [v for node in graph.nodes for v in tensors_of(node)]
+    mode = detect_fake_mode(values) if graph.find_nodes(op="call_function", target=enter_autocast) else None
+    if mode is None:
+        return
+    other: set[Node] = set()
+    entered: dict[Node, ExitStack] = {}
+    with mode, enable_python_dispatcher(), torch.no_grad(), uncached_autocast():
+        for node in graph.nodes:
+            if node.target is enter_autocast:
+                device, dtype, enabled, _ = node.args
+                entered[node] = ExitStack()
+                entered[node].enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            elif node.target is exit_autocast:
+                entered.pop(node.args[0]).close()
+            elif _has_dtype(node) and (entered or not other.isdisjoint(node.all_input_nodes)):
+                args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+                before = tensors_of(node)
+                node.meta["val"] = pytree.tree_map(_in_dtype, node.meta["val"], node.target(*args, **kwargs))
+                if [x.dtype for x in before] != [x.dtype for x in tensors_of(node)]:
+                    other.add(node)
+
+
+def _has_dtype(node: Node) -> bool:
+    """Is it an operator that gives tensors?"""
+    return bool(tensors_of(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
+
+
+def _in_dtype(x: Any, like: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dtype == like.dtype:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=like.dtype, device=x.device)
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Inside, autocast keeps no weights in less precision: those of a trace are none of the program's."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

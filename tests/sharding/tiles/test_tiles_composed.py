@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support import ranks as worker
 from support.parity import Checkpointed, Decoder, text
 from support.ranks import Ranks
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -22,19 +24,34 @@ WAYS: dict[str, dict[str, Any]] = {
     "balanced": {"attention": "ring", "layout": "balanced"},
     "AMP": {"attention": "ring"},
     "AMP, ulysses": {"attention": "ulysses"},
+    "AMP inside": {"attention": "ring"},
+    "AMP inside, ulysses, host": {"attention": "ulysses", "offload": 0.5},
+    "AMP inside, gathered, checkpoints": {"attention": "gather", "layout": "zigzag"},
     "checkpoints": {"attention": "ring"},
     "host": {"offload": 1.0},
     "FSDP2": {"param_grads": "partial"},
     "FSDP2 by blocks": {"param_grads": "partial"},
     "FSDP2 by blocks, checkpoints, host": {"param_grads": "partial", "offload": 0.5},
 }
-FAST = ("ulysses", "ring", "zigzag", "balanced", "AMP", "checkpoints")
+FAST = ("ulysses", "ring", "zigzag", "balanced", "AMP", "AMP inside", "checkpoints")
+
+
+class Mixed(nn.Module):
+    """Its model under an autocast of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*args)
 
 
 def step(way: str) -> bool:
     """Loss and gradients of a rank are those of one device."""
     if way.startswith("AMP"):
-        return mixed(WAYS[way])
+        return mixed(way)
     torch.manual_seed(0)
     model = (Checkpointed if "checkpoints" in way else Decoder)(layers=1 if way in FAST else 2).double()
     alone = copy.deepcopy(model)
@@ -51,16 +68,17 @@ def step(way: str) -> bool:
     return True
 
 
-def mixed(options: dict[str, Any]) -> bool:
-    """Under autocast, no further from float64 than one device under it."""
+def mixed(way: str) -> bool:
+    """Under autocast, around the program or inside of it, no further from float64 than one device under it."""
     torch.manual_seed(0)
-    model = Decoder(layers=1)
+    model: nn.Module = (Checkpointed if "checkpoints" in way else Decoder)(layers=1)
+    model = Mixed(model) if "inside" in way else model
     exact, alone = copy.deepcopy(model).double(), copy.deepcopy(model)
-    given = {"mesh": worker.mesh(), "tiles": TILES, "compiler": "aot_eager", "cost": {}, **options}
+    given = {"mesh": worker.mesh(), "tiles": TILES, "compiler": "aot_eager", "cost": {}, **WAYS[way]}
     exact(*text(SEQ)).backward()
     errors = []
     for one, run in ((model, torch.compile(model, backend="sp", options=given)), (alone, alone)):
-        with torch.autocast("cpu", torch.bfloat16):
+        with nullcontext() if "inside" in way else torch.autocast("cpu", torch.bfloat16):
             loss = run(*text(SEQ))
         loss.backward()
         pairs = zip(one.parameters(), exact.parameters(), strict=True)
