@@ -291,6 +291,8 @@ def _each_graph(
             total.n = _look(session, one.sp, simulate=compare is not None)
         whole = session.splits and compare is not None
         taken = replace(one.options, outputs="gather") if whole else one.options
+        if total.step is not None and settings.state == "sharded":
+            total.step.shards = total.n
         lowered = lower(gm, example_inputs, taken, session, repeats)
         walks = behind or total.step is not None
         if lowered.exchanges and compare is None and not settings.has_place:

@@ -177,11 +177,15 @@ class Point:
 
 @dataclass
 class StepMemory:
-    """Of one rank of `n`. per_weight: bytes of the optimizer's state for a byte of parameters."""
+    """Of one rank. per_weight: bytes of the optimizer's state for a byte of parameters.
+
+    shards: ranks over which the program says that parameters, gradients and that state lie; 1 if it does not.
+    """
 
     weights: ModelBytes
     per_weight: float = ADAMW
     graphs: list[GraphStep] = field(default_factory=list)
+    shards: int = 1
 
     @property
     def optimizer(self) -> int:
@@ -208,6 +212,15 @@ class StepMemory:
     def state(self) -> int:
         """Bytes that are there all the time, gradients apart."""
         return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
+
+    @property
+    def constant(self) -> int:
+        """Bytes beside values, as the program says that they lie."""
+        return self.state if self.shards == 1 else self.in_shards(self.shards)
+
+    def held(self, point: Point) -> int:
+        """Bytes of values then; of gradients, where these lie in shards, which are constant, none."""
+        return point.nbytes - (0 if self.shards == 1 else point.gradients)
 
     def points(self) -> Iterator[Point]:
         """The step, moment by moment."""
@@ -238,7 +251,7 @@ class StepMemory:
         """The largest moment of each phase."""
         found: dict[str, Point] = {}
         for point in self.points():
-            if point.phase not in found or point.nbytes > found[point.phase].nbytes:
+            if point.phase not in found or self.held(point) > self.held(found[point.phase]):
                 found[point.phase] = point
         return {phase: found[phase] for phase in PHASES if phase in found}
 
@@ -287,14 +300,20 @@ class StepMemory:
             lines.append(f"offload: {whole} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
-            total = written(self.state + point.nbytes)
-            rows.append((phase, total, written(point.nbytes), point.moment.name, short(point.moment.where)))
+            held = self.held(point)
+            total = written(self.constant + held)
+            rows.append((phase, total, written(held), point.moment.name, short(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
-            top = max(self.peaks().values(), key=lambda point: point.nbytes)
+            top = max(self.peaks().values(), key=self.held)
             rows = [(written(nbytes), what, times, short(where)) for what, where, nbytes, times in self.summary(top)]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
-        lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
+        if self.shards > 1:
+            lines.append(
+                f"peak of a rank {written(self.fsdp(self.shards))}, with parameters, gradients and optimizer in shards"
+            )
+        else:
+            lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
         return "\n".join(lines)
 
     def summary(self, point: Point, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:

@@ -31,7 +31,7 @@ from sp_compile.cost.plan.command import main
 from sp_compile.cost.plan.page import HEIGHT, MOST_POINTS, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
-from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
+from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, written
 from sp_compile.cost.walk.liveness import Alive
 from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
@@ -113,6 +113,19 @@ def test_a_report_as_json() -> None:
     assert sum(alive["bytes"] for alive in memory["peaks"][0]["alive"]) == 4096
 
 
+def test_what_lies_in_shards_is_drawn_so() -> None:
+    """Of 8 ranks each has an eighth of the state, and the gradients of a moment are in it."""
+    made = report()
+    assert made.step is not None
+    assert of_report(made)["memory"]["constant_bytes"] == made.step.state
+    made.step.shards = 8
+    memory = of_report(made)["memory"]
+    assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
+    assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
+    assert f"8 shards of the state, buffers, inputs: {written(made.step.in_shards(8))}" in page(of_report(made))
+    assert f"peak of a rank {written(made.step.fsdp(8))}, with" in made.step.text(8)
+
+
 def test_a_line_keeps_what_is_saved_of_it() -> None:
     whole, line = report(), "model.py:3: attend(x)"
     assert whole.step is not None
@@ -133,7 +146,7 @@ REPORT = {
     "tiles": dict.fromkeys(["node", "where", "tiles", "rows", "inside_bytes", "tile_bytes"]),
     "memory": {
         **dict.fromkeys(["parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes"]),
-        **dict.fromkeys(["kept_bytes", "peak_bytes", "peak_with_fsdp_bytes"]),
+        **dict.fromkeys(["kept_bytes", "constant_bytes", "shards", "peak_bytes", "peak_with_fsdp_bytes"]),
         "offload": dict.fromkeys(["values", "nbytes", "kept", "seconds", "waits"]),
         "peaks": {
             **dict.fromkeys(["phase", "node", "where", "values_bytes"]),

@@ -105,7 +105,8 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         state = [
             (name, memory[f"{name}_bytes"]) for name in "parameters gradients optimizer buffers inputs kept".split()
         ]
-        state += [("peak of the step", memory["peak_bytes"])]
+        where = "" if memory["shards"] == 1 else ", with the state on every rank"
+        state += [(f"peak of the step{where}", memory["peak_bytes"])]
         state += [("peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"])]
         names = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
         yield _table(("what", "of a rank"), [(names.get(name, name), written(nbytes)) for name, nbytes in state])
@@ -231,7 +232,7 @@ def _area(memory: Mapping[str, Any]) -> str:
     curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
     if not curve:
         return ""
-    state = sum(memory[f"{name}_bytes"] for name in STATE)
+    state = memory["constant_bytes"]
     top = 1.05 * (state + max(point["values_bytes"] for point in curve))
     x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
     y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
@@ -258,7 +259,8 @@ def _area(memory: Mapping[str, Any]) -> str:
     parts.append(
         f'<text x="{x[peak] + beside:.1f}" y="{max(12.0, y[peak] - 4):.1f}" text-anchor="{side}">{escape(words)}</text>'
     )
-    parts.append(f'<text x="3" y="{HEIGHT - 4}">there all the time: {", ".join(STATE)}: {written(state)}</text>')
+    what = ", ".join(STATE if memory["shards"] == 1 else (f"{memory['shards']} shards of the state", *STATE[2:]))
+    parts.append(f'<text x="3" y="{HEIGHT - 4}">there all the time: {what}: {written(state)}</text>')
     size = f"{-LEFT} -4 {WIDTH + LEFT} {HEIGHT + 24}"
     return f'<svg viewBox="{size}" role="img" aria-label="memory over the step">{"".join(parts)}</svg>'
 

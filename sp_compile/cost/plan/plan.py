@@ -114,15 +114,15 @@ class StepPlan:
 
     @property
     def best(self) -> Variant:
-        """The fastest of those that fit. Raises SpError: nothing does; it says what would have to change."""
+        """The fastest that fits, with the least on the host. Raises SpError: nothing does; it says what to change."""
         fitting = [row for row in self.rows if row.fits]
         if not fitting:
             raise SpError("plan: nothing fits: " + "; ".join([*self.changes.values(), *self.notes]))
-        return min(fitting, key=lambda row: row.seconds)
+        return min(fitting, key=_by_time)
 
     def of(self, ranks: int) -> Variant | None:
         """The fastest on so many ranks; None if nothing fits."""
-        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=lambda r: r.seconds, default=None)
+        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_by_time, default=None)
 
     def fits_on_device(self, ranks: int) -> bool:
         """Does anything fit on so many ranks with nothing on the host?"""
@@ -153,6 +153,11 @@ class StepPlan:
             beside = f", and in the program {best.asks}" if best.asks else ""
             lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{beside}")
         return "\n".join([*lines, *self.changes.values(), *self.notes])
+
+
+def _by_time(row: Variant) -> tuple[float, float]:
+    """Seconds; of ways that take as long, what waits on the host."""
+    return row.seconds, row.host
 
 
 ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
@@ -225,7 +230,7 @@ def plan(
     found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory), host_memory=host)
     _first_looks(planner, found, wanted, options.get("tiles"))
     _look_at_the_best(planner, found, wanted)
-    found.rows.sort(key=lambda row: (row.ranks, not row.fits, row.seconds))
+    found.rows.sort(key=lambda row: (row.ranks, not row.fits, *_by_time(row)))
     for n in wanted:
         if found.of(n) is None:
             found.changes[n] = _change(planner, found, n)

@@ -9,7 +9,7 @@
                       "done": []}],
      "tiles":       [{"node", "where", "tiles", "rows", "inside_bytes", "tile_bytes"}],
      "memory":      null | {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes",
-                    "kept_bytes", "peak_bytes", "peak_with_fsdp_bytes",
+                    "kept_bytes", "constant_bytes", "shards", "peak_bytes", "peak_with_fsdp_bytes",
                     "offload": null | {"values", "nbytes", "kept", "seconds", "waits"},
                     "peaks": [{"phase", "node", "where", "values_bytes", "alive": [{"origin", "where", "bytes"}]}],
                     "curve": [{"phase", "node", "where", "values_bytes"}]},
@@ -21,8 +21,9 @@
                "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
      "changes": {"8": "..."}, "notes": ["..."]}
 
-A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. unit: that of
-the memory which was asked for. looked: is the way predicted with these very options, or estimated from others? What
+A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant: what
+is there all the time, parameters, gradients and the optimizer's state on so many shards; values are beside it. unit: that
+of the memory which was asked for. looked: is the way predicted with these very options, or estimated from others? What
 options hold that is no JSON is there as its text.
 """
 
@@ -180,7 +181,7 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
 def _memory(step: StepMemory, n: int) -> dict[str, Any]:
     def at_moment(point: Any) -> dict[str, Any]:
         moment = point.moment
-        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": point.nbytes}
+        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.held(point)}
 
     def alive(point: Any) -> list[dict[str, Any]]:
         found = step.summary(point, MOST_ALIVE)
@@ -193,6 +194,8 @@ def _memory(step: StepMemory, n: int) -> dict[str, Any]:
         "buffers_bytes": step.weights.buffers,
         "inputs_bytes": step.inputs,
         "kept_bytes": step.saved,
+        "constant_bytes": step.constant,
+        "shards": step.shards,
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
         "peak_with_fsdp_bytes": step.fsdp(n),
