@@ -77,9 +77,9 @@ GROWTH = """# Peak against tokens, and compile time against tiles
 
 `python benchmarks/memory.py --growth`, {about}. The model of `tiles.md`: a vocabulary of 32,768, 4 layers of 256,
 float32, blocks checkpointed, one device, attention that only allocates. Peak of all tensors of a warm step by
-`aot_eager`, gradients included. "that fall": bytes a token without what stays whole with any number of tiles,
-attention's inputs and what is kept, found with the most tiles. CPU seconds of a first step by Inductor less those of a
-second one, without caches.
+`aot_eager`, gradients included; bytes a token between the two longest, since gradients are all that short ones hold in
+many tiles. "that fall": without what stays whole with any number of tiles, attention's inputs and what is kept, which
+is the last row's. CPU seconds of a first step by Inductor less those of a second one, without caches.
 
 """
 

@@ -327,8 +327,10 @@ def _error(true: Tensor, found: Tensor) -> float:
 
 # How the peak grows with the sequence by the number of tiles, and what compiling takes.
 
-LENGTHS = 1024, 2048, 4096
+LENGTHS = 1024, 4096, 8192
 TILES: tuple[int | str, ...] = "never", 4, 16, 64
+FINEST = 1024
+"""Tiles whose inside is next to nothing."""
 
 
 def step_of(tiles: int | str, tokens: int, compiler: str) -> tuple[torch.nn.Module, Any]:
@@ -353,20 +355,17 @@ def peak(tiles: int | str, tokens: int) -> int:
 
 
 def growth(lengths: Sequence[int] = LENGTHS) -> Table:
-    """Bytes a token, over the whole range; and of these what falls with the tiles.
+    """Bytes a token between the two longest, where gradients are no longer all there is; and of these what falls.
 
-    What does not (attention's inputs, and what is kept) is found with the most tiles: so much is left when 1 / tiles of
-    the rest is taken away, too.
+    What stays whole with any number of tiles (attention's inputs, and what is kept) is measured with `FINEST` tiles.
     """
     table = Table("tiles", *(f"peak MB, {n:,} tokens" for n in lengths), "bytes a token", "that fall", "of one tile's")
-    peaks = {tiles: [peak(tiles, n) for n in lengths] for tiles in TILES}
-    slopes = {tiles: (found[-1] - found[0]) / (lengths[-1] - lengths[0]) for tiles, found in peaks.items()}
-    most = int(TILES[-1])
-    stays = (most * slopes[most] - slopes["never"]) / (most - 1)
+    peaks = {tiles: [peak(tiles, n) for n in lengths] for tiles in (*TILES, FINEST)}
+    slopes = {tiles: (found[-1] - found[-2]) / (lengths[-1] - lengths[-2]) for tiles, found in peaks.items()}
     for tiles, found in peaks.items():
-        falls = slopes[tiles] - stays
-        part = (slopes["never"] - stays) / falls
-        numbers = f"{slopes[tiles]:,.0f}", f"{falls:,.0f}", f"1 / {part:.1f}"
+        falls = slopes[tiles] - slopes[FINEST]
+        part = f"1 / {(slopes['never'] - slopes[FINEST]) / falls:.1f}" if tiles != FINEST else ""
+        numbers = f"{slopes[tiles]:,.0f}", f"{falls:,.0f}" if part else "", part
         table.add_row(str(tiles), *(f"{nbytes / 1e6:.1f}" for nbytes in found), *numbers)
     return table
 

@@ -21,10 +21,10 @@
                "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
      "changes": {"8": "..."}, "notes": ["..."]}
 
-A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant: what
-is there all the time, parameters, gradients and the optimizer's state on so many shards; values are beside it. unit: that
-of the memory which was asked for. looked: is the way predicted with these very options, or estimated from others? What
-options hold that is no JSON is there as its text.
+A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
+what is there all the time, parameters, gradients and the optimizer's state on so many shards; values are beside it.
+unit: that of the memory which was asked for. looked: is the way predicted with these very options, or estimated from
+others? What options hold that is no JSON is there as its text.
 """
 
 from __future__ import annotations
