@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 import sp_compile
 from sp_compile.cost.plan.record import of_report
 from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight, written
-from sp_compile.cost.walk.liveness import walk
+from sp_compile.cost.walk.liveness import _inside, walk
 from sp_compile.errors import SpError
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.masks.spans import whole
@@ -311,3 +311,11 @@ def test_memory_is_a_question_and_no_size() -> None:
 
 def test_a_function_has_no_weights() -> None:
     assert ModelBytes.of(lambda x: x) == ModelBytes(0, 0, 0, 0)
+
+
+def test_an_operand_without_a_value_takes_nothing() -> None:
+    """As a part of a graph that an op calls: only Dynamo knows what that is."""
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.mul.Tensor, (graph.get_attr("part"), graph.placeholder("x")))
+    node.meta["val"] = torch.ones(4)
+    assert _inside(node, fused=False) == 0

@@ -236,7 +236,7 @@ def _inside(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    given = [one.meta["val"] if isinstance(one, Node) else one for one in node.args]
+    given = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
     operands = [x for x in given if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
         made = [] if fused else tensors_of(node)
