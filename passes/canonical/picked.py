@@ -16,7 +16,7 @@ from sp_compile.graph.call import Call, shape_of
 from sp_compile.graph.sizes import Size, all_same, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import before_reshapes
+from sp_compile.sharding.matchers import before_reshapes, counts_up
 
 aten = torch.ops.aten
 
@@ -59,10 +59,8 @@ def _is_picked(node: Node) -> bool:
 def _counts(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
     """Is it 0, 1, 2, ... along this dim of the rows, and nothing else?"""
     numbers, shape = before_reshapes(index), shape_of(index)
-    if numbers.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    if not counts_up(numbers):
         return False
-    call = Call(numbers)
-    plain = same(size(call.get("start", 0)), 0) and same(size(call.get("step", 1)), 1)
     ours = [extent if d == dim else 1 for d, extent in enumerate(rows)][len(rows) - len(shape) :]
     fits = len(rows) - len(shape) <= dim and all_same(shape, tuple(ours))
-    return plain and fits and same(size(call["end"]), rows[dim]) and not index.meta["val"].is_floating_point()
+    return fits and same(size(Call(numbers)["end"]), rows[dim]) and not index.meta["val"].is_floating_point()

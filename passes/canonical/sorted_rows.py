@@ -29,7 +29,7 @@ from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Spelling, register
 from sp_compile.passes.job import Job
 from sp_compile.sharding.factors import flat
-from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, origin, rearranges, source_of
+from sp_compile.sharding.matchers import counts_up, is_cast, is_copy, keeps_order, origin, rearranges, source_of
 from sp_compile.sharding.rule import lookup
 
 aten, sp = torch.ops.aten, torch.ops.sp
@@ -204,7 +204,7 @@ class _Uses:
         into, _, values = node.args[:3]
         if not same(shape_of(into)[0], self.length) or (self.knows(into) and into not in self.shapes | self.rows):
             return False
-        if _counts_up(values):
+        if counts_up(values):
             self.inverse.add(node)
             return True
         if values not in self.rows or not same(shape_of(values)[0], self.length):
@@ -304,13 +304,3 @@ def _before_casts(node: Node) -> Node:
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
     return _before_casts(source)
-
-
-def _counts_up(node: Any) -> bool:
-    """Is it 0, 1, 2, ...?"""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    if node.target is aten.arange.default:
-        return True
-    call = Call(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
-    return call is not None and call["start"] == 0 and call.get("step", 1) == 1

@@ -79,21 +79,17 @@ def settle_dtypes(graph: Graph) -> None:
     if mode is None:
         return
     other: set[Node] = set()
-    entered: dict[Node, ExitStack] = {}
-    with mode, enable_python_dispatcher(), torch.no_grad(), uncached_autocast():
-        for node in graph.nodes:
-            if node.target is enter_autocast:
-                device, dtype, enabled, _ = node.args
-                entered[node] = ExitStack()
-                entered[node].enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-            elif node.target is exit_autocast:
-                entered.pop(node.args[0]).close()
-            elif _has_dtype(node) and (entered or not other.isdisjoint(node.all_input_nodes)):
-                args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-                before = tensors_of(node)
-                node.meta["val"] = pytree.tree_map(_in_dtype, node.meta["val"], node.target(*args, **kwargs))
-                if [x.dtype for x in before] != [x.dtype for x in tensors_of(node)]:
-                    other.add(node)
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        for node in filter(_has_dtype, graph.nodes):
+            if other.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            with autocast_at(node), uncached_autocast():
+                found = node.target(*args, **kwargs)
+            before = tensors_of(node)
+            node.meta["val"] = pytree.tree_map(_in_dtype, node.meta["val"], found)
+            if [x.dtype for x in before] != [x.dtype for x in tensors_of(node)]:
+                other.add(node)
 
 
 def _has_dtype(node: Node) -> bool:

@@ -351,6 +351,16 @@ def pad_of(node: Node) -> Pad | None:
     return Pad(call.operands[0], dim, before, after, slides.tail[0]) if slides.first is None else None
 
 
+def counts_up(node: Any) -> bool:
+    """Is it 0, 1, 2, ...?"""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return False
+    if node.target is aten.arange.default:
+        return True
+    call = Call(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
+    return call is not None and call["start"] == 0 and call.get("step", 1) == 1
+
+
 def constant_of(node: Any) -> Number | None:
     """The number that every element of a tensor holds, where the graph itself says it; None if it is not known."""
     if not is_tensor(node) or is_written(node):
