@@ -48,7 +48,7 @@ def dealt(
 
     def work(rows: Sequence[int]) -> list[int]:
         parts = [[weight * pairs for pairs in pairs_before(one, rows)] for one, weight in zip(plans, weights)]
-        return [sum(column) for column in zip(*parts)]
+        return [sum(column) for column in zip([0] * len(rows), *parts)]  # of no attention, none
 
     found = deal(work, length, n // stride, stride * -(-length // n), front, behind)
     log.debug(

@@ -178,7 +178,7 @@ def _value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any
     named = tuple(extent if isinstance(extent, int) else extent.subs(names) for extent in apart)
     if have is not None:
         return TileValue(named, dtype, row_dim(have))
-    order = order_of_strides(x.meta["val"].stride())
+    order = order_of_strides(sizes(x.meta["val"].stride()))
     return TileValue(named, dtype, None, order=() if is_identity(order) else tuple(order))
 
 

@@ -1,8 +1,8 @@
 """Regions without gradients end in detaches: whoever joins two nodes of a graph sees where a gradient stops.
 
 Dynamo writes `with torch.no_grad():` as calls that switch the mode, so a node has a gradient or not by its place in the
-graph. A value that was made without one and is read with one is read through a detach instead. A hook of such a value
-goes: torch lets one be registered where the value is a view of a leaf, and never calls it.
+graph. A value that was made without one and is read with one is read through a detach instead. A hook of a value that
+has none goes, which torch would refuse, or never call: it was a view of a leaf, or was overwritten whole, in place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
-from sp_compile._compat import register_hook_op, set_grad_enabled
+from sp_compile._compat import register_hook_op
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.modes import without_grad
@@ -21,8 +21,6 @@ aten = torch.ops.aten
 
 def detach_regions(graph: Graph) -> None:
     """Put a detach behind every value that leaves a region without gradients."""
-    if not graph.find_nodes(op="call_function", target=set_grad_enabled):
-        return
     off, editor = without_grad(graph), Editor().edit(graph)
     for node in [n for n in graph.nodes if n in off and n.op == "call_function" and is_tensor(n)]:
         outside = [user for user in node.users if user not in off or user.op == "output"]

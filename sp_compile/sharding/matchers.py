@@ -24,7 +24,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import FakeTensor
-from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.graph.call import Call, is_tensor, overloads, shape_of, tensors_of
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure, is_written
 from sp_compile.graph.record import record
@@ -82,7 +82,8 @@ def carries_gradient(node: Node) -> bool:
 
 
 def _floats(node: Node) -> bool:
-    return not is_tensor(node) or node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
+    """Are there floats in what it gives? A size of floats is none."""
+    return any(x.is_floating_point() or x.is_complex() for x in tensors_of(node))
 
 
 def source_of(node: Any) -> Node | None:

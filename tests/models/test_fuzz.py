@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fuzz import ledger, op_db, oracle, programs
+from support.fuzz import ledger, op_db, oracle, programs, tiled_programs
 from support.fuzz.fault_table import FAULTS
 from support.fuzz.faults import AFTERWARDS, BROKEN, NEXT_CALL, judged
 from support.fuzz.loop import AFTER, Event, Scene
@@ -20,6 +20,7 @@ from support.fuzz.outcomes import Outcome, Result
 from support.fuzz.programs import Setting, made, minimal, without
 from support.fuzz.random_programs import Program, Step
 from support.fuzz.runner import Fuzzing, run
+from support.fuzz.tiled_programs import TiledSetting
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -33,6 +34,13 @@ RIGHT = (Outcome.EXACT, Outcome.GATHERED)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_equal_one_device(seed: int) -> None:
     result = programs.run(f"programs:{seed}")
+    assert not result.outcome.is_bad, f"{result}\n{result.program}"
+
+
+@pytest.mark.sampled(every=101)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_tiles_equal_one_device(seed: int) -> None:
+    result = tiled_programs.run(f"tiles:{seed}")
     assert not result.outcome.is_bad, f"{result}\n{result.program}"
 
 
@@ -99,6 +107,38 @@ FOUND = {
 def test_programs_that_were_wrong_once(steps: list[Step], where: tuple[Any, ...]) -> None:
     sizes, ranks, dim, *dynamic = where
     result = Setting(sizes, (ranks,), dim, bool(dynamic), {}).outcome(steps)
+    assert result.outcome in RIGHT, result
+
+
+HEAD = Step("head head", (0,), (0, False))
+FOUND_TILES = {
+    "a head's weights are a piece of a symbol's length": (
+        [
+            Step("rows mlp", (0,), ("gated residual",)),
+            Step("rows sum of both", (1, 0)),
+            Step("head head", (2,), (700, False)),
+            Step("wide copied", (3,), (), "no_grad"),
+        ],
+        TiledSetting((2, 6, 3), (4,), 1, True, {"tiles": 40}),
+    ),
+    "balanced, and an attention that nobody reads": (
+        [Step("rows attend", (0,)), HEAD, Step("each bce", (2,)), Step("sum mean", (3,))],
+        TiledSetting((1, 6, 3), (2,), 1, False, {"layout": "balanced", "tiles": 5}),
+    ),
+    "a hook of what was overwritten whole": (
+        [HEAD, Step("wide put", (1,), ("rows",)), Step("each column", (2,), (-1,), "hooked")],
+        TiledSetting((1, 8, 3), (2,), 1, False, {"tiles": 3}, results=3),
+    ),
+    "a hook of what was overwritten whole, of a symbol's length": (
+        [HEAD, Step("wide put", (1,), ("rows",)), Step("each column", (2,), (-1,), "hooked")],
+        TiledSetting((1, 8, 3), (2,), 1, True, {"tiles": 3}, results=3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("steps", "setting"), FOUND_TILES.values(), ids=FOUND_TILES)
+def test_tiles_that_were_wrong_once(steps: list[Step], setting: TiledSetting) -> None:
+    result = setting.outcome(steps)
     assert result.outcome in RIGHT, result
 
 

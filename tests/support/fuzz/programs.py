@@ -33,10 +33,10 @@ SCRIPT = '''\
 The same case: PYTHONPATH=tests python -m support.fuzz --case {name}
 """
 
-from support.fuzz.programs import Setting
+from {module} import {kind}
 from support.fuzz.random_programs import Step
 
-print(Setting({setting}).outcome([
+print({kind}({setting}).outcome([
 {steps}
 ]))
 '''
@@ -77,14 +77,19 @@ def made(seed: int) -> tuple[Setting, list[Step]]:
 
 
 def run(name: str) -> Result:
-    setting, steps = made(int(name.partition(":")[2]))
+    return shrunk(name, *made(int(name.partition(":")[2])))
+
+
+def shrunk(name: str, setting: Setting, steps: list[Step]) -> Result:
+    """What comes of a program; where that is bad, a script of a smaller one."""
     result = setting.outcome(steps)
     if not result.outcome.is_bad:
         return result
     setting, steps, result = minimal(setting, steps, result)
     fields = ", ".join(f"{key}={value!r}" for key, value in vars(setting).items())
     lines = "\n".join(f"    Step({s.name!r}, {s.operands!r}, {s.args!r}, {s.around!r})," for s in steps)
-    return replace(result, program=SCRIPT.format(result=result, name=name, setting=fields, steps=lines))
+    made_of = {"module": type(setting).__module__, "kind": type(setting).__name__}
+    return replace(result, program=SCRIPT.format(result=result, name=name, setting=fields, steps=lines, **made_of))
 
 
 def minimal(setting: Setting, steps: list[Step], result: Result) -> tuple[Setting, list[Step], Result]:

@@ -6,7 +6,7 @@ equal size meet all the time: sizes alone do not say which dim is the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
@@ -38,11 +38,13 @@ class Step:
 
 
 class Program(nn.Module):
-    """x is v0; every step appends a value; the last three values are returned. Neighbours share what is around them."""
+    """x is v0; every step appends a value; the last ones are returned. Neighbours share what is around them."""
 
-    def __init__(self, steps: list[Step]) -> None:
+    def __init__(
+        self, steps: list[Step], ops: Mapping[str, Callable[..., Tensor]] | None = None, last: int = 3
+    ) -> None:
         super().__init__()
-        self.steps = steps
+        self.steps, self.ops, self.last = steps, OPS if ops is None else ops, last
         self.regions = [(around, list(some)) for around, some in groupby(steps, lambda step: step.around)]
 
     def forward(self, x: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -52,11 +54,11 @@ class Program(nn.Module):
             def run(weight: Tensor, *given: Tensor, steps: list[Step] = steps) -> tuple[Tensor, ...]:
                 made = list(given)
                 for step in steps:
-                    made.append(OPS[step.name](weight, ids, *(made[i] for i in step.operands), *step.args))
+                    made.append(self.ops[step.name](weight, ids, *(made[i] for i in step.operands), *step.args))
                 return tuple(made[len(given) :])
 
             values = (*values, *STOPS[around](run, weight, *values))
-        return values[-3:]
+        return values[-self.last :]
 
     def __repr__(self) -> str:
         return "; ".join(f"v{i} = {step}" for i, step in enumerate(self.steps, 1))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from support.fuzz import faults, ledger, op_db, programs
+from support.fuzz import faults, ledger, op_db, programs, tiled_programs
 from support.fuzz.outcomes import Outcome, Result, table
 from support.ranks import without_timing_guards
 
@@ -32,6 +32,7 @@ class Source:
 
 SOURCES = {
     "programs": Source(programs.cases, programs.run, 3),
+    "tiles": Source(tiled_programs.cases, tiled_programs.run, 2),
     "op_db": Source(op_db.cases, op_db.run, 2),
     "faults": Source(faults.cases, faults.run, 1),
 }
