@@ -1,4 +1,4 @@
-"""Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of ten models.
+"""Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of models.
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
 python benchmarks/memory.py --plan    predicted against measured tensors of a step, to results/memory_plan.md
@@ -9,7 +9,9 @@ python benchmarks/memory.py --growth   how the peak grows with tokens, compile t
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -18,23 +20,35 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from compare import memory_table, run_alone, run_ranks
-from measuring.steps import CASES, RANKS, compare
+from measuring import shards
+from measuring.steps import CASES, compare
 from measuring.tables import markdown, processor
 from measuring.tiled_ways import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
-WORDS = f"""# Memory of a training step, predicted and measured
+WORDS = """# Memory of a training step, predicted and measured
 
-`python benchmarks/memory.py --plan`, {{about}}.
+`python benchmarks/memory.py --plan`, {about}.
 
-Bytes of all tensors that a step of one of {RANKS} ranks makes, gradients included, at their peak, on a CPU, one thread.
+Bytes of all tensors that a step of one rank makes, gradients included, at their peak, on a CPU, one thread.
 Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
 others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
-and not counted. `aot_eager` runs each operator by itself; `inductor` fuses them, which is modelled.
+and not counted, nor what waits on the host, as it would beside a GPU. `aot_eager` runs each operator by itself;
+`inductor` fuses them, which is modelled.
 
 """
+SHARDS = f"""
+
+## With FSDP2
+
+A decoder on {shards.RANKS} Gloo ranks, `fully_shard` of each block and of the model, each part compiled by itself. All
+that a rank holds at the peak of a warm step, its optimizer's included: shards of parameters and of AdamW's state, what
+FSDP has whole, values, gradients, inputs. Predicted by `explain(memory=True, state="sharded")` of the whole model.
+
+"""
+"""Then the second table."""
 
 TILES = f"""# Head and MLPs in tiles beside peers
 
@@ -49,14 +63,20 @@ By hand: chunks, each computed again, with heads exchanged for rows.
 
 
 def predictions(console: Console) -> None:
-    table = Table("model", "compiler", "predicted MB", "measured MB", "off by")
-    for compiler in COMPILERS:
-        for name in CASES:
+    numbers = "predicted MB", "measured MB", "off by"
+    values, sharded = Table("model", "ranks", "compiler", *numbers), Table("decoder", "compiler", *numbers)
+
+    def fill(table: Table, names: Iterable[str], compare: Callable[[str, str], tuple[float, float]]) -> None:
+        for compiler, name in product(COMPILERS, names):
             predicted, measured = compare(name, compiler)
-            numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
-            table.add_row(name, compiler, *numbers)
-            console.print(name, compiler, *numbers)
-    RESULTS.write_text(WORDS.format(about=f"{date.today()}, {processor()}") + markdown(table) + "\n")
+            found = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
+            table.add_row(name, *([str(CASES[name].ranks)] if table is values else []), compiler, *found)
+            console.print(name, compiler, *found)
+            text = WORDS.format(about=f"{date.today()}, {processor()}") + markdown(values)
+            RESULTS.write_text(text + SHARDS + markdown(sharded) + "\n")
+
+    fill(sharded, shards.WAYS, shards.compare)
+    fill(values, CASES, compare)
 
 
 def beside_peers(console: Console, given: argparse.Namespace) -> None:

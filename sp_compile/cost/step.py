@@ -5,8 +5,13 @@
     loss       from the last matrix product of the last forward (the logits) to the first one of its backward
     backward   what is kept, until it is read; values; and gradients, as they are made
 
-Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` by layers does it: state and gradients in
-shards, the weights of one layer whole while the next one's arrive, and one layer's gradients whole.
+Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` of each layer, and of the model around them,
+does it: parameters and state in shards, and beside them
+
+    weights     of what is in no layer, whole from the forward to the backward's end; inside of a layer twice its own:
+                as they arrived (in a forward until the next ones do) or as the next ones arrive, and as parameters
+    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which is on its way
+                into shards; and these shards
 """
 
 from __future__ import annotations
@@ -45,13 +50,14 @@ COLUMN = 56
 class ModelBytes:
     """Bytes of a model on every rank. learned: of parameters that want a gradient.
 
-    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules, or what is in none.
+    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules. rest: of what is in none.
     """
 
     parameters: int
     learned: int
     buffers: int
     unit: int
+    rest: int = 0
 
     @staticmethod
     def of(model: Any) -> ModelBytes:
@@ -64,16 +70,30 @@ class ModelBytes:
             nbytes = _local_bytes(p)
             learned += nbytes if p.requires_grad else 0
             found = re.match(r"(.*?\.)?\d+(?=\.)", name)
-            units[found[0] if found else name.rpartition(".")[0]] += nbytes
-        buffers = sum(map(_local_bytes, model.buffers()))
-        return ModelBytes(sum(units.values()), learned, buffers, max(units.values(), default=0))
+            units[found[0] if found else ""] += nbytes
+        buffers, rest = sum(map(_local_bytes, model.buffers())), units.pop("", 0)
+        return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
+
+    def in_shards(self, n: int, per_weight: float = ADAMW) -> int:
+        """A rank's shards of parameters and of the optimizer's state, of n."""
+        return -(-(self.parameters + round(per_weight * self.learned)) // n)
 
     def sharded(self, n: int, per_weight: float = ADAMW) -> tuple[int, int]:
-        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers."""
-        whole = min(2 * self.unit, self.parameters), min(self.unit, self.learned)
-        return -(-(self.parameters + round(per_weight * self.learned)) // n) + whole[0], -(-self.learned // n) + whole[
-            1
-        ]
+        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers.
+
+        At most: with all that is ever whole.
+        """
+        return self.in_shards(n, per_weight) + self.whole(True, False), self.gradients(self.learned, n)
+
+    def whole(self, in_layer: bool, behind: bool) -> int:
+        """Of weights that FSDP has whole, inside of a layer or outside, in a forward or in a backward behind it."""
+        if not self.unit:  # what arrived stays until the forward has ended
+            return self.rest if behind else 2 * self.rest
+        return self.rest + (2 if in_layer else 1) * self.unit
+
+    def gradients(self, made: int, n: int) -> int:
+        """Of so many bytes of gradients that are made: those that FSDP has whole, and a rank's shards of all, of n."""
+        return min(made, self.rest + 2 * self.unit) + -(-made // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -215,12 +235,17 @@ class StepMemory:
 
     @property
     def constant(self) -> int:
-        """Bytes beside values, as the program says that they lie."""
+        """Bytes that are there all the time, as the program says that they lie."""
         return self.state if self.shards == 1 else self.in_shards(self.shards)
 
     def held(self, point: Point) -> int:
-        """Bytes of values then; of gradients, where these lie in shards, which are constant, none."""
-        return point.nbytes - (0 if self.shards == 1 else point.gradients)
+        """Bytes beside these then."""
+        return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
+
+    def held_in_shards(self, point: Point, n: int) -> int:
+        """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
+        weights = self.weights.whole(bool(point.moment.layer), point.behind)
+        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n)
 
     def points(self) -> Iterator[Point]:
         """The step, moment by moment."""
@@ -271,22 +296,21 @@ class StepMemory:
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
-    def but_gradients(self) -> int:
-        """Bytes at the peak of what is no gradient of a parameter."""
-        return max((point.nbytes - point.gradients for point in self.points()), default=0)
-
-    @property
     def peak(self) -> int:
         """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
         return self.state + max(self.values, self.weights.learned)
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
-        return self.in_shards(n) + self.but_gradients
+        return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
+
+    def peak_in_shards(self, held: float, n: int) -> float:
+        """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
+        return self.in_shards(n) + max(held, -(-self.weights.learned // n))
 
     def in_shards(self, n: int) -> int:
-        """All but values, where n ranks share parameters, gradients and state by layers."""
-        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers + self.inputs
+        """Bytes that are there all the time, where n ranks share parameters and state by layers."""
+        return self.weights.in_shards(n, self.per_weight) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
         """For people. n: the ranks that FSDP would share the state over."""
