@@ -1,16 +1,18 @@
 """Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of models.
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
-python benchmarks/memory.py --plan    predicted against measured tensors of a step, to results/memory_plan.md
+python benchmarks/memory.py --plan [--only "Llama|experts"]
+                                       predicted against measured tensors of a step, to results/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
                                        work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
 python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/tiles_growth.md
 """
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterable
 from datetime import date
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -28,9 +30,10 @@ from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
+COLUMNS = "model", "ranks", "compiler", "predicted MB", "measured MB", "off by", "made"
 WORDS = """# Memory of a training step, predicted and measured
 
-`python benchmarks/memory.py --plan`, {about}.
+`python benchmarks/memory.py --plan`, {}.
 
 Bytes of all tensors that a step of one rank makes, gradients included, at their peak, on a CPU, one thread.
 Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
@@ -62,21 +65,29 @@ By hand: chunks, each computed again, with heads exchanged for rows.
 """Then a section for each length and number of ranks."""
 
 
-def predictions(console: Console) -> None:
-    numbers = "predicted MB", "measured MB", "off by"
-    values, sharded = Table("model", "ranks", "compiler", *numbers), Table("decoder", "compiler", *numbers)
+def predictions(console: Console, only: str) -> None:
+    """Make the rows that a regular expression finds, and leave others as they were made."""
+    ranks = {name: str(case.ranks) for name, case in CASES.items()} | dict.fromkeys(shards.WAYS, str(shards.RANKS))
+    known = _rows_of(RESULTS.read_text()) if RESULTS.exists() else {}
+    for compiler, (names, made) in product(COMPILERS, ((CASES, compare), (shards.WAYS, shards.compare))):
+        for name in filter(partial(re.search, only), names):
+            predicted, measured = made(name, compiler)
+            numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
+            known[name, compiler] = [name, ranks[name], compiler, *numbers, str(date.today())]
+            console.print(*known[name, compiler])
+            tables = []
+            for rows in (CASES, shards.WAYS):
+                tables.append(Table(*COLUMNS))
+                for key in product(COMPILERS, rows):
+                    if key[::-1] in known:
+                        tables[-1].add_row(*known[key[::-1]])
+            RESULTS.write_text(WORDS.format(processor()) + SHARDS.join(map(markdown, tables)) + "\n")
 
-    def fill(table: Table, names: Iterable[str], compare: Callable[[str, str], tuple[float, float]]) -> None:
-        for compiler, name in product(COMPILERS, names):
-            predicted, measured = compare(name, compiler)
-            found = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
-            table.add_row(name, *([str(CASES[name].ranks)] if table is values else []), compiler, *found)
-            console.print(name, compiler, *found)
-            text = WORDS.format(about=f"{date.today()}, {processor()}") + markdown(values)
-            RESULTS.write_text(text + SHARDS + markdown(sharded) + "\n")
 
-    fill(sharded, shards.WAYS, shards.compare)
-    fill(values, CASES, compare)
+def _rows_of(text: str) -> dict[tuple[str, str], list[str]]:
+    """The cells of rows that were made before, by name and compiler."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {(row[0], row[2]): row for row in rows if row[2:3] and row[2] in COMPILERS}
 
 
 def beside_peers(console: Console, given: argparse.Namespace) -> None:
@@ -120,7 +131,10 @@ def _numbers(section: str) -> list[int]:
 def main() -> None:
     console = Console()
     if "--plan" in sys.argv[1:]:
-        predictions(console)
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--plan", action="store_true")
+        parser.add_argument("--only", default="", help="a regular expression of rows")
+        predictions(console, parser.parse_args().only)
         return
     if "--growth" in sys.argv[1:]:
         growing(console)

@@ -66,11 +66,11 @@ class Parts(nn.Module):
 
 
 WAYS: dict[str, tuple[int, int, bool, int, Mapping[str, Any]]] = {
-    "4 layers of 512, 1,024 tokens": (512, 4, False, 1024, {}),
-    "4 layers of 256, 2,048 tokens": (256, 4, False, 2048, {}),
-    "4 layers of 512, 2,048 tokens, checkpointed blocks": (512, 4, True, 2048, {}),
-    "the same, head and MLPs in 4 tiles": (512, 4, True, 2048, {"tiles": 4}),
-    "2 layers of 128, 512 tokens": (128, 2, False, 512, {}),
+    "decoder, 4 layers of 512, 1,024 tokens": (512, 4, False, 1024, {}),
+    "decoder, 4 layers of 256, 2,048 tokens": (256, 4, False, 2048, {}),
+    "decoder, 4 layers of 512, 2,048 tokens, checkpointed blocks": (512, 4, True, 2048, {}),
+    "the same, and head and MLPs in 4 tiles": (512, 4, True, 2048, {"tiles": 4}),
+    "decoder, 2 layers of 128, 512 tokens": (128, 2, False, 512, {}),
 }
 """Width, layers, are blocks computed again, tokens, and options."""
 

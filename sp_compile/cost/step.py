@@ -8,10 +8,11 @@
 Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` of each layer, and of the model around them,
 does it: parameters and state in shards, and beside them
 
-    weights     of what is in no layer, whole from the forward to the backward's end; inside of a layer twice its own:
-                as they arrived (in a forward until the next ones do) or as the next ones arrive, and as parameters
-    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which is on its way
-                into shards; and these shards
+    weights     of what is in no layer, whole from the forward to the backward's end; of one layer as they arrive, and
+                in a forward until the next ones do, in a backward but for the last layer of it; inside of a layer its
+                own as parameters, too
+    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which are on their
+                way into shards; and these shards
 """
 
 from __future__ import annotations
@@ -83,17 +84,20 @@ class ModelBytes:
 
         At most: with all that is ever whole.
         """
-        return self.in_shards(n, per_weight) + self.whole(True, False), self.gradients(self.learned, n)
+        return self.in_shards(n, per_weight) + self.whole(True, True), self.gradients(self.learned, n)
 
-    def whole(self, in_layer: bool, behind: bool) -> int:
-        """Of weights that FSDP has whole, inside of a layer or outside, in a forward or in a backward behind it."""
+    def whole(self, in_layer: bool, arriving: bool) -> int:
+        """Of weights that FSDP has whole, inside of a layer or outside, and where others arrive, or have arrived."""
         if not self.unit:  # what arrived stays until the forward has ended
-            return self.rest if behind else 2 * self.rest
-        return self.rest + (2 if in_layer else 1) * self.unit
+            return (1 + arriving) * self.rest
+        return self.rest + (in_layer + arriving) * self.unit
 
-    def gradients(self, made: int, n: int) -> int:
-        """Of so many bytes of gradients that are made: those that FSDP has whole, and a rank's shards of all, of n."""
-        return min(made, self.rest + 2 * self.unit) + -(-made // n)
+    def gradients(self, made: int, n: int, whole: int | None = None) -> int:
+        """Of so many bytes of gradients that are made: those that are whole, and a rank's shards of all, of n.
+
+        whole: at most what is in no layer, and two layers; as many if it is not known.
+        """
+        return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -183,7 +187,8 @@ def _is_row_major(x: torch.Tensor) -> bool:
 class Point:
     """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
 
-    behind: is it one of a backward?
+    behind: is it one of a backward? arriving: of weights in shards, do any arrive then, or lie there as they arrived?
+    whole: of the gradients, those that are not in shards by then, where they go there layer by layer.
     """
 
     phase: str
@@ -193,6 +198,8 @@ class Point:
     index: int
     behind: bool = False
     gradients: int = 0
+    arriving: bool = True
+    whole: int = 0
 
 
 @dataclass
@@ -244,8 +251,8 @@ class StepMemory:
 
     def held_in_shards(self, point: Point, n: int) -> int:
         """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
-        weights = self.weights.whole(bool(point.moment.layer), point.behind)
-        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n)
+        weights = self.weights.whole(bool(point.moment.layer), point.arriving)
+        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[Point]:
         """The step, moment by moment."""
@@ -265,10 +272,15 @@ class StepMemory:
             if g < last:  # the backward of a later graph made them
                 held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
+            arrived = 0 if not self.weights.unit else _begin_of_last_layer(graph.backward.moments) if g == 0 else None
+            whole = _not_in_shards(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
-                begins = graph.copied if i == 0 else 0
-                yield Point(phase, moment, held + begins + moment.nbytes, g, i, True, moment.results)
+                nbytes, arriving = (
+                    held + (graph.copied if i == 0 else 0) + moment.nbytes,
+                    arrived is None or i < arrived,
+                )
+                yield Point(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
             ended = graph.backward.end
             held += ended
 
@@ -304,7 +316,7 @@ class StepMemory:
         """The peak where n ranks share parameters, gradients and state by layers."""
         return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
 
-    def peak_in_shards(self, held: float, n: int) -> float:
+    def peak_in_shards(self, held: int, n: int) -> int:
         """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
         return self.in_shards(n) + max(held, -(-self.weights.learned // n))
 
@@ -356,6 +368,26 @@ class StepMemory:
 
 def _last_product(moments: Sequence[Moment]) -> int | None:
     return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
+
+
+def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
+    """The moment from which on no other layer runs."""
+    layers = [moment.layer for moment in moments]
+    last = next(filter(None, reversed(layers)), "")
+    others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
+    return layers.index(last, others[-1] if others else 0)
+
+
+def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
+    """Of a backward, at each moment: gradients made before any layer, in this one, and those of the one before it."""
+    found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    for moment in moments:
+        if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
+            apart, before = (apart if begin[0] else made), made
+            begin = moment.layer, moment.name
+        found.append(apart + min(unit, before - apart) + moment.results - before)
+        made = moment.results
+    return found
 
 
 def short(where: str) -> str:

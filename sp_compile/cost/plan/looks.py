@@ -135,7 +135,7 @@ class _Held:
         (near, phase), away = self.near[whole], self.away[whole]
         values, phase = max((near + more, phase), away)
         if not whole:
-            return self.step.peak_in_shards(values, n), phase
+            return self.step.peak_in_shards(int(values), n), phase
         return self.step.state + max(values, self.step.weights.learned), phase
 
 
