@@ -375,7 +375,7 @@ def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
     others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
-    return layers.index(last, others[-1] if others else 0)
+    return layers.index(last, others[-1] if others else 0) if last else 0
 
 
 def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
