@@ -58,7 +58,7 @@ def held(way: str, compiler: str) -> int:
     return shards.held(way, compiler, worker.mesh())
 
 
-@pytest.mark.parametrize(("way", "compiler"), rows(SHARDS, set(SHARDS[-1:])))
+@pytest.mark.parametrize(("way", "compiler"), rows(SHARDS, set()))
 def test_fsdp(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, way: str, compiler: str) -> None:
     """By blocks, on two ranks: all that is alive in a warm step, state in shards and the optimizer's step included."""
     monkeypatch.syspath_prepend(EXAMPLES)
