@@ -1,15 +1,19 @@
-"""Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of ten models.
+"""Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of models.
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
-python benchmarks/memory.py --plan    predicted against measured tensors of a step, to results/memory_plan.md
+python benchmarks/memory.py --plan [--only "Llama|experts"]
+                                       predicted against measured tensors of a step, to results/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
                                        work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
 python benchmarks/memory.py --growth   how the peak grows with tokens, compile time, to results/tiles_growth.md
 """
 
 import argparse
+import re
 import sys
 from datetime import date
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -18,23 +22,36 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from compare import memory_table, run_alone, run_ranks
-from measuring.steps import CASES, RANKS, compare
+from measuring import shards
+from measuring.steps import CASES, compare
 from measuring.tables import markdown, processor
 from measuring.tiled_ways import VOCAB, Run, compared, compile_seconds, growth
 from train_lm import parse_args
 
 RESULTS = Path(__file__).parent / "results" / "memory_plan.md"
 COMPILERS = ("aot_eager", "inductor")
-WORDS = f"""# Memory of a training step, predicted and measured
+COLUMNS = "model", "ranks", "compiler", "predicted MB", "measured MB", "off by", "made"
+WORDS = """# Memory of a training step, predicted and measured
 
-`python benchmarks/memory.py --plan`, {{about}}.
+`python benchmarks/memory.py --plan`, {}.
 
-Bytes of all tensors that a step of one of {RANKS} ranks makes, gradients included, at their peak, on a CPU, one thread.
+Bytes of all tensors that a step of one rank makes, gradients included, at their peak, on a CPU, one thread.
 Predicted by `explain(memory=True)`, measured by every allocation of a warm step of the first and the last rank, whose
 others are torch's "fake" group; the larger counts. Parameters, inputs and the optimizer's state are known beforehand
-and not counted. `aot_eager` runs each operator by itself; `inductor` fuses them, which is modelled.
+and not counted, nor what waits on the host, as it would beside a GPU. `aot_eager` runs each operator by itself;
+`inductor` fuses them, which is modelled.
 
 """
+SHARDS = f"""
+
+## With FSDP2
+
+A decoder on {shards.RANKS} Gloo ranks, `fully_shard` of each block and of the model, each part compiled by itself. All
+that a rank holds at the peak of a warm step, its optimizer's included: shards of parameters and of AdamW's state, what
+FSDP has whole, values, gradients, inputs. Predicted by `explain(memory=True, state="sharded")` of the whole model.
+
+"""
+"""Then the second table."""
 
 TILES = f"""# Head and MLPs in tiles beside peers
 
@@ -48,15 +65,29 @@ By hand: chunks, each computed again, with heads exchanged for rows.
 """Then a section for each length and number of ranks."""
 
 
-def predictions(console: Console) -> None:
-    table = Table("model", "compiler", "predicted MB", "measured MB", "off by")
-    for compiler in COMPILERS:
-        for name in CASES:
-            predicted, measured = compare(name, compiler)
+def predictions(console: Console, only: str) -> None:
+    """Make the rows that a regular expression finds, and leave others as they were made."""
+    ranks = {name: str(case.ranks) for name, case in CASES.items()} | dict.fromkeys(shards.WAYS, str(shards.RANKS))
+    known = _rows_of(RESULTS.read_text()) if RESULTS.exists() else {}
+    for compiler, (names, made) in product(COMPILERS, ((CASES, compare), (shards.WAYS, shards.compare))):
+        for name in filter(partial(re.search, only), names):
+            predicted, measured = made(name, compiler)
             numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
-            table.add_row(name, compiler, *numbers)
-            console.print(name, compiler, *numbers)
-    RESULTS.write_text(WORDS.format(about=f"{date.today()}, {processor()}") + markdown(table) + "\n")
+            known[name, compiler] = [name, ranks[name], compiler, *numbers, str(date.today())]
+            console.print(*known[name, compiler])
+            tables = []
+            for rows in (CASES, shards.WAYS):
+                tables.append(Table(*COLUMNS))
+                for key in product(COMPILERS, rows):
+                    if key[::-1] in known:
+                        tables[-1].add_row(*known[key[::-1]])
+            RESULTS.write_text(WORDS.format(processor()) + SHARDS.join(map(markdown, tables)) + "\n")
+
+
+def _rows_of(text: str) -> dict[tuple[str, str], list[str]]:
+    """The cells of rows that were made before, by name and compiler."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {(row[0], row[2]): row for row in rows if row[2:3] and row[2] in COMPILERS}
 
 
 def beside_peers(console: Console, given: argparse.Namespace) -> None:
@@ -100,7 +131,10 @@ def _numbers(section: str) -> list[int]:
 def main() -> None:
     console = Console()
     if "--plan" in sys.argv[1:]:
-        predictions(console)
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--plan", action="store_true")
+        parser.add_argument("--only", default="", help="a regular expression of rows")
+        predictions(console, parser.parse_args().only)
         return
     if "--growth" in sys.argv[1:]:
         growing(console)

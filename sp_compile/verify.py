@@ -141,7 +141,7 @@ def _of_few(
     passes: bool = False, unrolled: bool = False, entry: str = "explain", traced: Traced | None = None,
 ) -> list[Look] | None:  # fmt: skip
     """The reports on all layers, from a few; None if the graphs do not say of each node which layer it is of."""
-    repeats, few = FewLayers(depth.times, ModelBytes.of(model)), len(depth.few)
+    repeats, few = FewLayers(depth.order, ModelBytes.of(model)), len(depth.few)
     with depth.only(depth.few):
         looks = _each_graph(
             entry, refused, model, args, ways, per_weight, behind=passes, repeats=repeats, unrolled=unrolled,
@@ -191,7 +191,7 @@ def attentions_of(
     if depth is None:
         (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], traced=traced)
         return look.report.attention
-    repeats = FewLayers(depth.times, ModelBytes.of(model))
+    repeats = FewLayers(depth.order, ModelBytes.of(model))
     with depth.only(depth.few):
         (look,) = _each_graph("plan", LOOK_OPTIONS, model, args, [way], repeats=repeats, traced=traced)
     return look.report.attention
@@ -451,7 +451,7 @@ def _unrolled(
     settings, n = lowered.settings, lowered.ranks.n
     nodes = lowered.graph.graph.find_nodes(op="placeholder")
     machine = settings.machine_among(nodes)
-    whole = Unroll.of(step, {} if repeats is None else repeats.times, machine)
+    whole = Unroll.of(step, () if repeats is None else repeats.order, machine)
     if steps is not None:
         steps.append(whole)
     if repeats is None or settings.offload == "never" or step.hosted is None:

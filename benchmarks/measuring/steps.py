@@ -1,7 +1,7 @@
-"""Ten small models, what `explain` predicts of a rank's training step, and what lies in memory when one rank runs it.
+"""Small models, what `explain` predicts of a rank's training step, and what lies in memory when one rank runs it.
 
 The other ranks are those of torch's "fake" group: exchanges move nothing, and take the memory that they take: what is
-sent stays until it is waited for.
+sent stays until it is waited for. What waits on the host lies where no tensor of torch's does.
 """
 
 import gc
@@ -18,19 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 
-RANKS, LENGTH, VOCAB = 4, 2048, 512
+LENGTH, VOCAB = 2048, 512
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
 MORE = {**SIZES, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
 
 
 @dataclass(frozen=True)
 class Case:
-    """make: the model. labelled: does it take labels, and give a loss? options: of the backend."""
+    """make: the model. labelled: does it take labels, and give a loss? options: of the backend. ranks: of how many."""
 
     make: Callable[[], nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
     labelled: bool = True
     length: int = LENGTH
+    ranks: int = 4
 
     def step(self, model: nn.Module, run: Callable[..., Any]) -> None:
         out = run(*self.inputs(), **self.named())
@@ -83,33 +84,57 @@ class Recurrent(nn.Module):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+def of_transformers(name: str, kind: str = "ForCausalLM", again: bool = False, **sizes: Any) -> Callable[[], nn.Module]:
+    """again: are its blocks computed again?"""
+
     def make() -> nn.Module:
         import transformers
 
         config = getattr(transformers, f"{name}Config")(**sizes)
-        kind = "ForConditionalGeneration" if name == "T5" else "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-        return getattr(transformers, f"{name}{kind}")(config)
+        model = getattr(transformers, f"{name}{kind}")(config)
+        if again:
+            model.gradient_checkpointing_enable()
+        return model
 
     return make
 
 
 GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH, "use_cache": False}
 T5 = {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "use_cache": False}
+BERT = {**SIZES, "intermediate_size": 128, "max_position_embeddings": LENGTH}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 64}
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT_WITHOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LLAMA, AGAIN = (of_transformers("Llama", again=n > 2, **{**MORE, "num_hidden_layers": n}) for n in (2, 4))
+TILES, HOST = {"tiles": 4}, {"offload": 1.0}
 CASES = {
     **{f"decoder, {way}": Case(decoder, {"attention": way}, False) for way in ("ulysses", "ring", "hybrid", "gather")},
     "decoder, checkpointed blocks": Case(Checkpointed, {"attention": "ulysses"}, False),
     "recurrences and convolutions": Case(Recurrent, {}, False),
-    "Llama": Case(of_transformers("Llama", **MORE)),
+    "Llama": Case(LLAMA),
     "Gemma 2, windows": Case(of_transformers("Gemma2", **MORE, sliding_window=256, head_dim=16)),
-    "GPT-2": Case(of_transformers("GPT2", **GPT2, **WITHOUT_DROPOUT)),
-    "Mixtral": Case(
-        of_transformers(
-            "Mixtral", **MORE, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"
-        )
+    "GPT-2": Case(of_transformers("GPT2", "LMHeadModel", **GPT2, **WITHOUT_DROPOUT)),
+    "Mixtral": Case(of_transformers("Mixtral", **MORE, num_local_experts=4, **EXPERTS)),
+    "T5": Case(
+        of_transformers("T5", "ForConditionalGeneration", **T5, decoder_start_token_id=0, dropout_rate=0.0), length=512
     ),
-    "T5": Case(of_transformers("T5", **T5, decoder_start_token_id=0, dropout_rate=0.0), length=512),
+    "BERT, masked tokens": Case(of_transformers("Bert", "ForMaskedLM", **BERT, **BERT_WITHOUT)),
+    "Mamba 2": Case(of_transformers("Mamba2", **{**SIZES, **MAMBA2})),
+    "gpt-oss, sinks, windows and experts": Case(
+        of_transformers("GptOss", **MORE, **EXPERTS, head_dim=16, num_local_experts=4, sliding_window=256)
+    ),
+    "Llama on one rank": Case(LLAMA, ranks=1),
+    "Llama on two": Case(LLAMA, ranks=2),
+    "Llama, head and MLPs in 4 tiles": Case(LLAMA, TILES),
+    "Llama on one rank, head and MLPs in 4 tiles": Case(LLAMA, TILES, ranks=1),
+    "Llama, half of what is kept on the host": Case(LLAMA, {"offload": 0.5}),
+    "Llama, checkpointed blocks": Case(AGAIN, ranks=2),
+    "Llama, checkpointed blocks, all that is kept on the host": Case(AGAIN, HOST, ranks=2),
+    "Llama, the same in 4 tiles": Case(AGAIN, {**TILES, **HOST}, ranks=2),
+    "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host": Case(
+        Checkpointed, {"attention": "ring", **TILES, **HOST}, False
+    ),
 }
 
 
@@ -122,15 +147,15 @@ def compare(name: str, compiler: str) -> tuple[int, int]:
     options: dict[str, Any] = {"compiler": compiler, "cost": {}, **case.options}
     torch.manual_seed(0)
     model = case.make().train()
-    found = sp_compile.explain(model, *case.inputs(), sp=RANKS, memory=True, kwargs=case.named(), **options).step
-    return found.values, max(_measured(case, model, options, rank) for rank in (0, RANKS - 1))
+    found = sp_compile.explain(model, *case.inputs(), sp=case.ranks, memory=True, kwargs=case.named(), **options).step
+    return found.values, max(_measured(case, model, options, rank) for rank in {0, case.ranks - 1})
 
 
 def _measured(case: Case, model: nn.Module, options: Mapping[str, Any], rank: int) -> int:
     import torch.distributed as dist
 
-    dist.init_process_group("fake", rank=rank, world_size=RANKS, store=dist.HashStore())
-    _held = sent_until_it_has_arrived()
+    dist.init_process_group("fake", rank=rank, world_size=case.ranks, store=dist.HashStore())
+    _held = sent_until_it_has_arrived(), on_a_host()
     try:
         torch.compiler.reset()
         run = torch.compile(model, backend="sp", options=options, dynamic=False)
@@ -175,4 +200,16 @@ def sent_until_it_has_arrived() -> torch.library.Library:
     library = torch.library.Library("_c10d_functional", "IMPL")
     for name, kernel in kernels.items():
         library.impl(name, kernel, "CPU", allow_override=True)
+    return library
+
+
+def on_a_host() -> torch.library.Library:
+    """While this is held, what waits on the host lies where a profiler of torch's allocations does not see it."""
+
+    def offload(x: Tensor) -> Tensor:
+        nbytes = x.untyped_storage().nbytes()
+        return torch.frombuffer(bytearray(nbytes), dtype=x.dtype).as_strided(x.shape, x.stride()).copy_(x)
+
+    library = torch.library.Library("sp", "IMPL")
+    library.impl("offload", offload, "CPU", allow_override=True)
     return library

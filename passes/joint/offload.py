@@ -58,7 +58,7 @@ class Offload(Pass):
         assert backward is not None
         self.machine = job.machine_among(gm.graph.nodes)
         self.asked, self.fused = job.offload, job.fused
-        self.shards = job.memory[-1] if job.memory and job.state == "sharded" else None
+        self.shards, self.n = job.memory[-1].state if job.memory and job.state == "sharded" else None, job.ranks.n
         self.given_bytes = job.given_bytes
         kept = _Kept.of(forward.graph, backward.graph, job.results)
         at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
@@ -82,18 +82,19 @@ class Offload(Pass):
         """The nodes of both halves at which more is in memory than the device has, and how many bytes more."""
         if math.isinf(self.machine.memory):
             return {}
-        step = StepMemory(ModelBytes(0, 0, 0, 0), 0.0, [GraphStep.of(forward, backward, self.fused, 0)])
+        graph = GraphStep.of(forward, backward, self.fused, self.given_bytes)
+        step = StepMemory(self.shards or ModelBytes(0, 0, 0, 0), graphs=[graph])
         stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
         always = sum(stays.values())
         if self.shards is not None:
-            always = self.shards.weights + self.shards.gradients + self.given_bytes
+            always = step.in_shards(self.n)
         behind = step.graphs[0].backward
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()
         for point in step.points():
             of_backward = behind is not None and point.moment in behind.moments
-            theirs = point.gradients if self.shards is not None else 0
-            more = always + point.nbytes - theirs - self.machine.memory
+            held = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
+            more = always + held - self.machine.memory
             if more > 0:
                 found[halves[of_backward][point.moment.name]] = more
         return found

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -28,13 +28,18 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class FewLayers:
-    """What a program of a few layers stands for. times: how many layers each one is, by its path; others are one.
+    """What a program of a few layers stands for. order: all layers as they run, each by the path of the one it is like.
 
     weights: of all of them.
     """
 
-    times: Mapping[str, int]
+    order: Sequence[str]
     weights: ModelBytes
+
+    @cached_property
+    def times(self) -> Mapping[str, int]:
+        """How many layers each one is, by its path; others are one."""
+        return Counter(self.order)
 
     def of(self, node: Node) -> int:
         """How many nodes the node stands for."""
@@ -79,12 +84,12 @@ class Depth:
         return (one, two, *(place for k, place in enumerate(first) if k != self.kinds[one]))
 
     @property
-    def times(self) -> dict[str, int]:
-        """How many layers each of these stands for, by its path where there are no others; the first one is itself."""
-        _, *others = self.few
-        counts = [self.kinds.count(self.kinds[i]) for i in others]
+    def order(self) -> list[str]:
+        """All layers, each by the path that one like it has where there are few; the first one is itself."""
+        first, *others = self.few
+        likes = {self.kinds[i]: place for place, i in enumerate(others, 1)}
         path = f"{self.name}." if self.name else ""
-        return {f"{path}{i}": count - (i == 1) for i, count in enumerate(counts, 1)}
+        return [f"{path}{0 if i == first else likes[kind]}" for i, kind in enumerate(self.kinds)]
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:

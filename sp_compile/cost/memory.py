@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .step import ModelBytes
 
 GIB = 1 << 30
 
@@ -11,6 +15,7 @@ GIB = 1 << 30
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one rank. device: of its device. weights: parameters and buffers. gradients: of parameters.
+    state: what both are of, whole.
 
     kept: what a forward leaves for the backward; tiled: of that, what it would not with losses in tiles, if they may.
     State of an optimizer is nothing that a program shows: where FSDP has weights in shards, they count with an AdamW's.
@@ -21,6 +26,7 @@ class Memory:
     gradients: int
     kept: int
     tiled: int = 0
+    state: ModelBytes | None = None
 
     @property
     def taken(self) -> int:

@@ -5,8 +5,14 @@
     loss       from the last matrix product of the last forward (the logits) to the first one of its backward
     backward   what is kept, until it is read; values; and gradients, as they are made
 
-Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` by layers does it: state and gradients in
-shards, the weights of one layer whole while the next one's arrive, and one layer's gradients whole.
+Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` of each layer, and of the model around them,
+does it: parameters and state in shards, and beside them
+
+    weights     of what is in no layer, whole from the forward to the backward's end; of one layer as they arrive, and
+                in a forward until the next ones do, in a backward but for the last layer of it; inside of a layer its
+                own as parameters, too
+    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which are on their
+                way into shards; and these shards
 """
 
 from __future__ import annotations
@@ -45,13 +51,14 @@ COLUMN = 56
 class ModelBytes:
     """Bytes of a model on every rank. learned: of parameters that want a gradient.
 
-    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules, or what is in none.
+    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules. rest: of what is in none.
     """
 
     parameters: int
     learned: int
     buffers: int
     unit: int
+    rest: int = 0
 
     @staticmethod
     def of(model: Any) -> ModelBytes:
@@ -64,16 +71,33 @@ class ModelBytes:
             nbytes = _local_bytes(p)
             learned += nbytes if p.requires_grad else 0
             found = re.match(r"(.*?\.)?\d+(?=\.)", name)
-            units[found[0] if found else name.rpartition(".")[0]] += nbytes
-        buffers = sum(map(_local_bytes, model.buffers()))
-        return ModelBytes(sum(units.values()), learned, buffers, max(units.values(), default=0))
+            units[found[0] if found else ""] += nbytes
+        buffers, rest = sum(map(_local_bytes, model.buffers())), units.pop("", 0)
+        return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
+
+    def in_shards(self, n: int, per_weight: float = ADAMW) -> int:
+        """A rank's shards of parameters and of the optimizer's state, of n."""
+        return -(-(self.parameters + round(per_weight * self.learned)) // n)
 
     def sharded(self, n: int, per_weight: float = ADAMW) -> tuple[int, int]:
-        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers."""
-        whole = min(2 * self.unit, self.parameters), min(self.unit, self.learned)
-        return -(-(self.parameters + round(per_weight * self.learned)) // n) + whole[0], -(-self.learned // n) + whole[
-            1
-        ]
+        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers.
+
+        At most: with all that is ever whole.
+        """
+        return self.in_shards(n, per_weight) + self.whole(True, True), self.gradients(self.learned, n)
+
+    def whole(self, in_layer: bool, arriving: bool) -> int:
+        """Of weights that FSDP has whole, inside of a layer or outside, and where others arrive, or have arrived."""
+        if not self.unit:  # what arrived stays until the forward has ended
+            return (1 + arriving) * self.rest
+        return self.rest + (in_layer + arriving) * self.unit
+
+    def gradients(self, made: int, n: int, whole: int | None = None) -> int:
+        """Of so many bytes of gradients that are made: those that are whole, and a rank's shards of all, of n.
+
+        whole: at most what is in no layer, and two layers; as many if it is not known.
+        """
+        return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:
@@ -163,7 +187,8 @@ def _is_row_major(x: torch.Tensor) -> bool:
 class Point:
     """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
 
-    behind: is it one of a backward?
+    behind: is it one of a backward? arriving: of weights in shards, do any arrive then, or lie there as they arrived?
+    whole: of the gradients, those that are not in shards by then, where they go there layer by layer.
     """
 
     phase: str
@@ -173,6 +198,8 @@ class Point:
     index: int
     behind: bool = False
     gradients: int = 0
+    arriving: bool = True
+    whole: int = 0
 
 
 @dataclass
@@ -215,12 +242,17 @@ class StepMemory:
 
     @property
     def constant(self) -> int:
-        """Bytes beside values, as the program says that they lie."""
+        """Bytes that are there all the time, as the program says that they lie."""
         return self.state if self.shards == 1 else self.in_shards(self.shards)
 
     def held(self, point: Point) -> int:
-        """Bytes of values then; of gradients, where these lie in shards, which are constant, none."""
-        return point.nbytes - (0 if self.shards == 1 else point.gradients)
+        """Bytes beside these then."""
+        return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
+
+    def held_in_shards(self, point: Point, n: int) -> int:
+        """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
+        weights = self.weights.whole(bool(point.moment.layer), point.arriving)
+        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[Point]:
         """The step, moment by moment."""
@@ -240,10 +272,15 @@ class StepMemory:
             if g < last:  # the backward of a later graph made them
                 held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
+            arrived = 0 if not self.weights.unit else _begin_of_last_layer(graph.backward.moments) if g == 0 else None
+            whole = _not_in_shards(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
-                begins = graph.copied if i == 0 else 0
-                yield Point(phase, moment, held + begins + moment.nbytes, g, i, True, moment.results)
+                nbytes, arriving = (
+                    held + (graph.copied if i == 0 else 0) + moment.nbytes,
+                    arrived is None or i < arrived,
+                )
+                yield Point(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
             ended = graph.backward.end
             held += ended
 
@@ -271,22 +308,21 @@ class StepMemory:
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
-    def but_gradients(self) -> int:
-        """Bytes at the peak of what is no gradient of a parameter."""
-        return max((point.nbytes - point.gradients for point in self.points()), default=0)
-
-    @property
     def peak(self) -> int:
         """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
         return self.state + max(self.values, self.weights.learned)
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
-        return self.in_shards(n) + self.but_gradients
+        return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
+
+    def peak_in_shards(self, held: int, n: int) -> int:
+        """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
+        return self.in_shards(n) + max(held, -(-self.weights.learned // n))
 
     def in_shards(self, n: int) -> int:
-        """All but values, where n ranks share parameters, gradients and state by layers."""
-        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers + self.inputs
+        """Bytes that are there all the time, where n ranks share parameters and state by layers."""
+        return self.weights.in_shards(n, self.per_weight) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
         """For people. n: the ranks that FSDP would share the state over."""
@@ -332,6 +368,26 @@ class StepMemory:
 
 def _last_product(moments: Sequence[Moment]) -> int | None:
     return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
+
+
+def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
+    """The moment from which on no other layer runs."""
+    layers = [moment.layer for moment in moments]
+    last = next(filter(None, reversed(layers)), "")
+    others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
+    return layers.index(last, others[-1] if others else 0) if last else 0
+
+
+def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
+    """Of a backward, at each moment: gradients made before any layer, in this one, and those of the one before it."""
+    found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    for moment in moments:
+        if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
+            apart, before = (apart if begin[0] else made), made
+            begin = moment.layer, moment.name
+        found.append(apart + min(unit, before - apart) + moment.results - before)
+        made = moment.results
+    return found
 
 
 def short(where: str) -> str:

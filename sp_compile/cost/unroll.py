@@ -1,11 +1,11 @@
 """A step of a model with many layers, from one of a program with a few of them that stand for the others.
 
 What a layer takes while it runs is the same for each that it stands for; what it leaves for its backward, and the
-gradients that it makes, add up. So the moments of a layer are there as often as the layer is, each beside what those
-before it have left:
+gradients that it makes, add up. So the moments of a layer are there as often as the layer is, in the model's order,
+each beside what those before it have left. Of layers 0, 1, and 2, which is of another kind, for the model's eight:
 
-    forward   ... 0 | 1 1 1 ...    what is kept grows with every layer
-    backward  ... 1 1 1 | 0        what is kept falls, gradients grow
+    forward   ... 0 1 1 2 1 1 1 2 ...    what is kept grows with every layer
+    backward  ... 2 1 1 1 2 1 1 0 ...    what is kept falls, gradients grow
 
 Of what may wait on the host, that goes first which frees most, as `Offload` has it: bytes, times the layers that run
 until it is read. Copies are taken to end before the next layer does, as they do where it works for long.
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate, chain
 
 from .machine import Machine
 from .offload import LEAST, OnHost, copy_seconds
@@ -30,30 +31,23 @@ Sent = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class _AlikeLayer:
-    """One of the program. times: how many it stands for. kept: what each leaves. may: names of that which may go.
+    """One of the program. kept: what each that is like it leaves. may: names of that which may go.
 
     made: bytes of the gradients that each makes.
     """
 
     path: str
-    times: int
     kept: Sequence[Alive]
     may: frozenset[str]
     made: int = 0
 
-    def leaves(self, sent: Sent, upto: int | None = None) -> list[Alive]:
-        """What the first `upto` of them leave on the device."""
-        upto = self.times if upto is None else upto
-        return [held for held in self.kept for _ in range(upto - min(sent[self.path, held.name], upto))]
-
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Moments of a walk that are there so often. layer: by its number in the forward."""
+    """Moments of a walk."""
 
     begin: int
     end: int
-    layer: int | None = None
 
 
 @dataclass
@@ -70,42 +64,49 @@ class _Unrolled(Walk):
 
 @dataclass(frozen=True)
 class Unroll:
-    """One graph's step, whatever of what layers keep is on the host. rest: bytes of what no layer keeps."""
+    """One graph's step, whatever of what layers keep is on the host. layers: of the program, as they run.
+
+    order: all that these stand for, each by the number of the one it is like. rest: bytes of what no layer keeps.
+    """
 
     graph: GraphStep
     layers: tuple[_AlikeLayer, ...]
+    order: tuple[int, ...]
     machine: Machine
     rest: int
 
     @staticmethod
-    def of(graph: GraphStep, times: Mapping[str, int], machine: Machine) -> Unroll:
-        """times: how many layers each stands for, by its path, where that is not one."""
+    def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
+        """order: as `FewLayers` has it; layers that are not in it are one each."""
         paths = [path for path, _ in _begins(graph.forward)]
-        back = _parts(graph.backward, {}) if graph.backward is not None else []
-        made = {path: _made(graph.backward, part) for path, part in back} if graph.backward is not None else {}
+        back = _parts(graph.backward, paths) if graph.backward is not None else {}
+        made = {path: _made(graph.backward, part) for path, part in back.items()} if graph.backward is not None else {}
         left = {held.name for _, held in (graph.hosted or graph).kept}
         layers = list[_AlikeLayer]()
         for path in paths:
             kept = [held for one, held in graph.kept if one == path]
             may = frozenset(held.name for held in kept) - left
-            layers.append(_AlikeLayer(path, times.get(path, 1), kept, may, made.get(path, 0)))
+            layers.append(_AlikeLayer(path, kept, may, made.get(path, 0)))
         rest = graph.saved - sum(_bytes(layer.kept) for layer in layers)
-        return Unroll(graph, tuple(layers), machine, rest)
+        alike = [path for path in order if path in paths]
+        begin = min(map(paths.index, alike), default=len(paths))
+        others = [path for path in paths if path not in alike]
+        numbers = map(paths.index, [*others[:begin], *alike, *others[begin:]])
+        return Unroll(graph, tuple(layers), tuple(numbers), machine, rest)
 
     @cached_property
     def kept(self) -> int:
         """Bytes of all that is kept, where nothing is on the host."""
-        return self.rest + sum(_bytes(layer.kept) * layer.times for layer in self.layers)
+        return self.rest + sum(_bytes(self.layers[i].kept) for i in self.order)
 
     @cached_property
     def pieces(self) -> list[tuple[tuple[str, str], int]]:
         """What may go and its bytes, as often as it is kept; first what frees most."""
-        found, place, count = list[tuple[tuple[str, str], int, int]](), 0, sum(layer.times for layer in self.layers)
-        for layer in self.layers:
+        found = list[tuple[tuple[str, str], int, int]]()
+        for place, i in enumerate(self.order):
+            layer, idle = self.layers[i], len(self.order) - place
             may = [held for held in layer.kept if held.name in layer.may and held.nbytes > LEAST * self.kept]
-            for idle in range(count - place, count - place - layer.times, -1):
-                found += [((layer.path, held.name), held.nbytes, held.nbytes * idle) for held in may]
-            place += layer.times
+            found += [((layer.path, held.name), held.nbytes, held.nbytes * idle) for held in may]
         return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
 
     def share(self, share: float) -> Sent:
@@ -132,7 +133,7 @@ class Unroll:
     def step(self, sent: Sent | None = None) -> GraphStep:
         """Of all layers, where this is on the host."""
         graph, sent = self.graph, Sent() if sent is None else sent
-        saved = self.rest + sum(_bytes(layer.leaves(sent)) for layer in self.layers)
+        saved = self.rest + sum(map(_bytes, self._leave(sent)))
         nbytes = self.kept - saved
         backward = None if graph.backward is None else self._walk(graph.backward, sent, behind=True)
         offloaded = None
@@ -142,29 +143,42 @@ class Unroll:
         forward = self._walk(graph.forward, sent, behind=False)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
+    def _leave(self, sent: Sent) -> Iterator[list[Alive]]:
+        """What each layer leaves on the device, in their order."""
+        before = Counter[int]()
+        for i in self.order:
+            layer = self.layers[i]
+            yield [held for held in layer.kept if before[i] >= sent[layer.path, held.name]]
+            before[i] += 1
+
     def _walk(self, walk: Walk, sent: Sent, behind: bool) -> _Unrolled:
         """behind: is it the backward, which takes the layers in the other order and makes gradients?"""
-        numbers = {layer.path: i for i, layer in enumerate(self.layers)}
-        before = _all_before(self.layers, sent)
-        extra = [_bytes(held) - sum(_bytes(layer.kept) for layer in self.layers[:i]) for i, held in enumerate(before)]
+        parts = _parts(walk, [layer.path for layer in self.layers])
+        leave = list(self._leave(sent))
+        kept, counts = [*chain(*leave)], [0, *accumulate(map(len, leave))]
+        more_kept = [0, *accumulate(map(_bytes, leave))]  # before each layer of all
+        own_kept = [0, *accumulate(_bytes(layer.kept) for layer in self.layers)]  # of the program
+        more_made = _from_each([self.layers[i].made for i in self.order])
+        own_made = _from_each([layer.made for layer in self.layers])
         found = _Unrolled(walk=walk)
-        done = 0  # gradients of those that are counted already, beside the program's own
-        now = len(self.layers) if behind else 0
-        for _, part in _parts(walk, numbers):
-            if part.layer is None:
-                more = partial(_beside, before[now], self.layers[:now], done, behind)
-                self._add(found, part, extra[now], done, more)
-                continue
-            i, layer = part.layer, self.layers[part.layer]
-            for r in reversed(range(layer.times)) if behind else range(layer.times):
-                own = layer.leaves(sent, r)
-                made = done + (layer.times - 1 - r) * layer.made if behind else 0
-                more = partial(_beside, [*before[i], *own], self.layers[:i], made, behind)
-                self._add(found, part, extra[i] + _bytes(own), made, more)
-            done += (layer.times - 1) * layer.made if behind else 0
-            now = i if behind else i + 1
-        found.start = walk.start + (extra[-1] if behind else 0)
-        found.end = walk.end + (done if behind else extra[-1])
+
+        def add(path: str, place: int, i: int, ended: int) -> None:
+            """A part, beside what all before that place keep in place of i of the program. ended: 1 for a layer."""
+            made = more_made[place + ended] - own_made[i + ended] if behind else 0
+            extra = more_kept[place] - own_kept[i]
+            self._add(
+                found, parts[path], extra, made, partial(_beside, kept, counts[place], self.layers[:i], made, behind)
+            )
+
+        last = len(self.order), len(self.layers)
+        add(BEFORE, *(last if behind else (0, 0)), 0)
+        for place, i in reversed([*enumerate(self.order)]) if behind else enumerate(self.order):
+            if self.layers[i].path in parts:
+                add(self.layers[i].path, place, i, 1)
+        add(BEHIND, *((0, 0) if behind else last), 0)
+        of_all = more_kept[-1] - own_kept[-1]
+        found.start = walk.start + (of_all if behind else 0)
+        found.end = walk.end + (more_made[0] - own_made[0] if behind else of_all)
         return found
 
     @staticmethod
@@ -181,22 +195,20 @@ def _bytes(held: Sequence[Alive]) -> int:
     return sum(one.nbytes for one in held)
 
 
-def _all_before(layers: Sequence[_AlikeLayer], sent: Sent) -> list[list[Alive]]:
-    """What is kept before each layer, and behind the last one, of all that they stand for."""
-    found: list[list[Alive]] = [[]]
-    for layer in layers:
-        found.append([*found[-1], *layer.leaves(sent)])
-    return found
+def _from_each(numbers: Sequence[int]) -> list[int]:
+    """Sums of each and all behind it, and of none."""
+    return [*accumulate(reversed(numbers), initial=0)][::-1]
 
 
-def _beside(kept: Sequence[Alive], layers: Sequence[_AlikeLayer], made: int, behind: bool) -> list[Alive]:
-    """What is kept and made, without what the program itself has of these layers."""
+def _beside(kept: Sequence[Alive], count: int, layers: Sequence[_AlikeLayer], made: int, behind: bool) -> list[Alive]:
+    """What is kept, the first so many, and made, without what the program itself has of these layers."""
     origin = "saved" if behind else "result"
     own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.kept]
-    found = [replace(held, origin=origin) for held in [*kept, *own]]
+    found = [replace(held, origin=origin) for held in [*kept[:count], *own]]
     return [*found, Alive("gradients", OF_OTHER_LAYERS, made, "result")] if made else found
 
 
+BEFORE, BEHIND = "before the layers", "behind the layers"
 OF_OTHER_LAYERS = "gradients of layers that are alike"
 
 
@@ -209,14 +221,14 @@ def _begins(walk: Walk) -> list[tuple[str, int]]:
     return sorted(found.items(), key=lambda item: item[1])
 
 
-def _parts(walk: Walk, numbers: Mapping[str, int]) -> list[tuple[str, _Stretch]]:
-    """What lies before the layers, each of them up to the next one, and what lies behind."""
-    begins = _begins(walk)
+def _parts(walk: Walk, paths: Sequence[str]) -> dict[str, _Stretch]:
+    """What lies before these layers, each of them up to the next one, and what lies behind."""
+    begins = [(path, begin) for path, begin in _begins(walk) if path in paths]
     last = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     ends = [*(begin for _, begin in begins[1:]), last]
+    inside = {path: _Stretch(begin, end) for (path, begin), end in zip(begins, ends)}
     first = begins[0][1] if begins else last
-    inside = [(path, _Stretch(begin, end, numbers.get(path))) for (path, begin), end in zip(begins, ends)]
-    return [("", _Stretch(0, first)), *inside, ("", _Stretch(last, len(walk.moments)))]
+    return {BEFORE: _Stretch(0, first), **inside, BEHIND: _Stretch(last, len(walk.moments))}
 
 
 def _made(walk: Walk, part: _Stretch) -> int:

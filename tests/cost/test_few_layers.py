@@ -82,7 +82,6 @@ def test_a_few_layers_say_what_all_do(
     Not fused: Inductor sums gradients of such small layers over two or three of them at once.
     """
     cost = {"memory": memory, "host_bandwidth": 1e15}
-    near, more = (0.01, 0.01) if offload == "never" else (0.12, 0.2)
     options = {"offload": offload, "cost": cost, "state": "sharded", "param_grads": "partial", "tiles": tiles}
     options["compiler"] = "aot_eager"
     few = explained(True, wider, normed=tiles != "never", **options)
@@ -99,13 +98,13 @@ def test_a_few_layers_say_what_all_do(
     assert one is not None
     assert all_of_them is not None
     assert one.weights == all_of_them.weights
-    assert one.saved == pytest.approx(all_of_them.saved, rel=near)
+    assert one.saved == pytest.approx(all_of_them.saved, rel=0.01)
     for phase, point in all_of_them.peaks().items():
-        assert 1 - near <= one.peaks()[phase].nbytes / point.nbytes <= 1 + more, phase
-    assert one.fsdp(RANKS) == pytest.approx(all_of_them.fsdp(RANKS), rel=near)
+        assert one.peaks()[phase].nbytes == pytest.approx(point.nbytes, rel=0.01), phase
+    assert one.fsdp(RANKS) == pytest.approx(all_of_them.fsdp(RANKS), rel=0.01)
     assert one.fsdp(RANKS) <= memory
     sent_by = [0 if step.offloaded is None else step.offloaded.nbytes for step in (one, all_of_them)]
-    assert sent_by[0] == pytest.approx(sent_by[1], rel=0.4)
+    assert sent_by[0] == pytest.approx(sent_by[1], rel=0.01)
     assert (sent_by[0] > 0) == (offload != "never")
     point = one.peaks()["backward"]
     assert sum(held.nbytes for held in one.alive(point)) == point.nbytes

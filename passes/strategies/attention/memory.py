@@ -51,6 +51,7 @@ def memory_needed(gm: GraphModule, plan: Plan, job: Settings, trained: set[Node]
     may = isinstance(job.tiles, str)  # or they go in tiles whatever there is room for
     return Memory(
         device=device,
+        state=state,
         weights=weights + state.buffers,
         gradients=gradients,
         kept=known if may else known - tiled,
@@ -65,10 +66,10 @@ def _state(inputs: Iterable[Node], plan: Plan, n: int) -> ModelBytes:
     units: Counter[str] = Counter()
     for node in parameters:
         found = re.match(r".*?_modules_\d+(?=_)", node.name)
-        units[found[0] if found else node.name.rpartition("_parameters_")[0] or node.name] += weights[node]
-    total, unit = sum(weights[node] for node in parameters), max(units.values(), default=0)
+        units[found[0] if found else ""] += weights[node]
+    total, rest = sum(weights[node] for node in parameters), units.pop("", 0)
     learned = sum(weights[node] for node in parameters if record(node).requires_grad)
-    return ModelBytes(total, learned, sum(weights.values()) - total, unit)
+    return ModelBytes(total, learned, sum(weights.values()) - total, max(units.values(), default=0), rest)
 
 
 def _is_of_product(node: Node, trained: set[Node]) -> bool:

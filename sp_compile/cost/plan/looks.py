@@ -99,7 +99,7 @@ Largest: TypeAlias = tuple[float, str]
 class _Held:
     """Of a step with a share on the host: the largest moments at attention's lines, and elsewhere; host: bytes there.
 
-    Each without the gradients that are made by then, which FSDP takes away, and with them.
+    Each where FSDP shares the state over the way's ranks, and where it does not.
     """
 
     step: StepMemory
@@ -108,14 +108,14 @@ class _Held:
     host: float
 
     @staticmethod
-    def of(step: StepMemory) -> _Held:
+    def of(step: StepMemory, n: int) -> _Held:
         points = list(step.points())
         lines = {point.moment.where for point in points if _is_attention(point.moment.name)} - {""}
         most: dict[tuple[bool, bool], Largest] = {}
         for point in points:
             for whole in (False, True):
                 key = point.moment.where in lines, whole
-                found = point.nbytes - (0 if whole else point.gradients), point.phase
+                found = point.nbytes if whole else step.held_in_shards(point, n), point.phase
                 most[key] = max(most.get(key, found), found)
         nothing = 0.0, "forward"
         near, away = ((most.get((at, False), nothing), most.get((at, True), nothing)) for at in (True, False))
@@ -135,7 +135,7 @@ class _Held:
         (near, phase), away = self.near[whole], self.away[whole]
         values, phase = max((near + more, phase), away)
         if not whole:
-            return self.step.in_shards(n) + values, phase
+            return self.step.peak_in_shards(int(values), n), phase
         return self.step.state + max(values, self.step.weights.learned), phase
 
 
@@ -191,11 +191,11 @@ class LookedStep:
     def _held(self, share: float) -> _Held:
         steps = self.look.steps or []
         if share == self.way.offload:
-            return _Held.of(self.step)
+            return _Held.of(self.step, self.way.ranks)
         if self.exact:
-            return _Held.of(replace(self.step, graphs=[one.step(one.share(share)) for one in steps]))
+            return _Held.of(replace(self.step, graphs=[one.step(one.share(share)) for one in steps]), self.way.ranks)
         if share == 1.0:
-            return _Held.of(replace(self.step, graphs=[one.graph.hosted or one.graph for one in steps]))
+            return _Held.of(replace(self.step, graphs=[one.graph.hosted or one.graph for one in steps]), self.way.ranks)
         return self.held(0.0).towards(self.held(1.0), share)
 
     @property

@@ -1,0 +1,93 @@
+"""Rows of `benchmarks/results/memory_plan.md`, made again: what a step of a rank holds is what `explain` said, to 10 %."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ranks as worker
+from support.ranks import Ranks
+
+from sp_compile.cost.step import ModelBytes, Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMPILERS = "aot_eager", "inductor"
+QUICK = {
+    "Llama on one rank, head and MLPs in 4 tiles",
+    "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host",
+}
+"""By `aot_eager`; all others take minutes."""
+CASES = [
+    *(f"decoder, {way}" for way in ("ulysses", "ring", "hybrid", "gather", "checkpointed blocks")),
+    *("recurrences and convolutions", "Llama", "Gemma 2, windows", "GPT-2", "Mixtral", "T5"),
+    *("BERT, masked tokens", "Mamba 2", "gpt-oss, sinks, windows and experts", "Llama on one rank", "Llama on two"),
+    *("Llama, head and MLPs in 4 tiles", "Llama on one rank, head and MLPs in 4 tiles"),
+    *("Llama, half of what is kept on the host", "Llama, checkpointed blocks"),
+    *("Llama, checkpointed blocks, all that is kept on the host", "Llama, the same in 4 tiles"),
+    "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host",
+]
+SHARDS = [
+    *(f"decoder, 4 layers of {size} tokens" for size in ("512, 1,024", "256, 2,048")),
+    "decoder, 4 layers of 512, 2,048 tokens, checkpointed blocks",
+    "the same, and head and MLPs in 4 tiles",
+    "decoder, 2 layers of 128, 512 tokens",
+]
+
+
+def rows(names: list[str], quick: set[str]) -> list[Any]:
+    return [
+        pytest.param(name, how, marks=() if how == "aot_eager" and name in quick else pytest.mark.slow)
+        for how, name in product(COMPILERS, names)
+    ]
+
+
+@pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))
+def test_values(monkeypatch: pytest.MonkeyPatch, name: str, compiler: str) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from measuring.steps import compare
+
+    predicted, measured = compare(name, compiler)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def held(way: str, compiler: str) -> int:
+    from measuring import shards
+
+    return shards.held(way, compiler, worker.mesh())
+
+
+@pytest.mark.parametrize(("way", "compiler"), rows(SHARDS, set()))
+def test_fsdp(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, way: str, compiler: str) -> None:
+    """By blocks, on two ranks: all that is alive in a warm step, state in shards and the optimizer's step included."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from measuring import shards
+
+    found = max(ranks.run(shards.RANKS, held, way, compiler, timeout=600))
+    assert shards.predicted(way, compiler) == pytest.approx(found, rel=0.1)
+
+
+def test_all_rows_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from measuring import shards, steps
+
+    assert (list(steps.CASES), list(shards.WAYS)) == (CASES, SHARDS)
+
+
+def test_what_fsdp_has_whole() -> None:
+    """Gradients of a head, then of three layers that are alike, then of an embedding: 5, 20 each, and 7."""
+    names = [("head", ""), *((name, "1") for name in "abab"), ("first", "0"), ("embed", "")]
+    made = [5, 10, 25, 30, 45, 65, 72]
+    moments = [Moment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]
+    assert _begin_of_last_layer(moments) == 5
+    whole = _not_in_shards(moments, unit=20)
+    assert whole == [5, 5 + 5, 5 + 20, 5 + 20 + 5, 5 + 20 + 20, 5 + 20 + 20, 5 + 20 + 27]
+    step = StepMemory(ModelBytes(parameters=72, learned=72, buffers=0, unit=20, rest=12))
+    beside = [
+        step.held_in_shards(Point("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
+        for i, (moment, nbytes) in enumerate(zip(moments, made))
+    ]
+    weights = [12 + 20, *[12 + 2 * 20] * 4, 12 + 20, 12]
+    most = 12 + 2 * 20
+    assert beside == [w + min(g, most) + -(-m // 2) for w, g, m in zip(weights, whole, made)]
