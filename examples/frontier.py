@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -52,13 +53,16 @@ class Way:
     offload: float | str = "never"
 
 
-WAYS = {
-    "as written": Way(False, "never"),
-    "checkpoints": Way(True, "never"),
-    "tiles": Way(False, 32),
-    "both": Way(True, 32),
-    "both and offload": Way(True, 32, 1.0),
-}
+FEATURES = "checkpoints", "tiles", "offload"
+
+
+def way_of(features: tuple[str, ...]) -> Way:
+    tiles, offload = 32 if "tiles" in features else "never", 1.0 if "offload" in features else "never"
+    return Way("checkpoints" in features, tiles, offload)
+
+
+SETS = [features for n in range(len(FEATURES) + 1) for features in combinations(FEATURES, n)]
+WAYS = {" and ".join(features) or "as written": way_of(features) for features in SETS}
 
 
 class Again(nn.Module):
@@ -222,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=64, help="MiB of a process, once it is compiled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--chart", type=Path, default=Path("frontier.png"))
     args = parser.parse_args()
     # Every freed tensor goes back to the system, or what a shorter sequence left would count; so does what MKL has kept
@@ -231,8 +236,8 @@ def main() -> None:
     mp.set_forkserver_preload(["torch", "sp_compile", "sp_compile.backend", "torch._dynamo", "models"])
     limit, console, found = args.limit << 20, Console(), {}
     table = Table("", *(f"{n} rank{'s' if n > 1 else ''}" for n in args.ranks), title=f"tokens in {args.limit} MiB")
-    for name, way in WAYS.items():
-        found[name] = {}
+    for name in args.ways:
+        way, found[name] = WAYS[name], {}
         for ranks in args.ranks:
             likely = predicted(way, ranks, limit)
             made = longest(way, ranks, limit, int(FIRST * likely))
