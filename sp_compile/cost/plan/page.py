@@ -158,7 +158,6 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
 
 def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """What a rank holds, and the peak that it comes to, as the program says that its state lies; then the other way."""
-    whole, apart = memory["peak_bytes"], memory["peak_with_fsdp_bytes"]
     n = memory["shards"]
     state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
     if n == 1:
@@ -169,8 +168,13 @@ def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         yield f"{n} shards of the state ({words}), and of one layer what is whole", shards
     for name, words in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
         yield words, memory[f"{name}_bytes"]
-    ends = ("peak of the step", whole), ("peak, with FSDP over the ranks", apart)
-    yield from ends if n == 1 else (("peak of the step", apart), ("peak, with the state on every rank", whole))
+    if n == 1:
+        yield "peak of the step", memory["peak_bytes"]
+        yield "peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"]
+    else:
+        most = max((point["values_bytes"] for point in memory["curve"]), default=0)
+        yield "peak of the step", memory["constant_bytes"] + most
+        yield "peak, with the state on every rank", memory["peak_bytes"]
 
 
 def _waiting(sent: Mapping[str, Any]) -> str:
