@@ -12,6 +12,7 @@ from support import ranks as worker
 from support.parity import Checkpointed, Decoder, text
 from support.ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -71,6 +72,20 @@ class InBfloat16(nn.Module):
         return functional_call(self.model, low, args)
 
 
+def decoder(way: str, layers: int) -> Decoder:
+    """The same weights for each way. By blocks, fully_shard is around a block's checkpoint, as in torchtitan.
+
+    Inside of one it has hooks, for which Dynamo leaves the checkpoint to eager code.
+    """
+    torch.manual_seed(0)
+    if "checkpoints" in way and "blocks" not in way:
+        return Checkpointed(layers=layers)
+    model = Decoder(layers=layers)
+    if "checkpoints" in way:
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    return model
+
+
 def shared(model: Decoder, way: str) -> None:
     """Over the ranks, if the way says so."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -96,8 +111,7 @@ def step(way: str, compiler: str) -> bool:
 
 
 def exact(way: str, compiler: str) -> None:
-    torch.manual_seed(0)
-    model = (Checkpointed if "checkpoints" in way else Decoder)(layers=1 if way in FAST else 2).double()
+    model = decoder(way, layers=1 if way in FAST else 2).double()
     alone = copy.deepcopy(model)
     shared(model, way)
     found, right = torch.compile(model, backend="sp", options=given(way, compiler))(*text(SEQ)), alone(*text(SEQ))
@@ -108,11 +122,10 @@ def exact(way: str, compiler: str) -> None:
 
 def mixed(way: str, compiler: str) -> None:
     """No further from float64 than one device in the same precisions; parameters and their gradients are in float32."""
-    torch.manual_seed(0)
-    model: nn.Module = (Checkpointed if "checkpoints" in way else Decoder)(layers=1)
-    right, alone = copy.deepcopy(model).double(), copy.deepcopy(model)
+    model, alone = decoder(way, layers=1), decoder("", layers=1)
+    right = copy.deepcopy(alone).double()
     shared(model, way)
-    runs = model, InBfloat16(alone) if "bfloat16" in way else alone
+    runs: tuple[nn.Module, nn.Module] = model, InBfloat16(alone) if "bfloat16" in way else alone
     if "inside" in way:
         runs = Mixed(model), Mixed(alone)
     around = way.startswith("AMP") and "inside" not in way
