@@ -203,6 +203,7 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for i, (name, of_ranks) in enumerate(found.items()):
@@ -214,8 +215,11 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
     axes.plot([], [], "k:", label="predicted by explain")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens of the longest sequence")
     axes.set_title(f"What trains in {limit >> 20} MiB a process")
-    axes.set_xticks(ranks, labels=ranks)
+    shown = sorted({ranks for of_ranks in found.values() for ranks in of_ranks})
+    axes.set_xticks(shown, labels=shown)
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.15)
     axes.legend()
     figure.savefig(path, dpi=120)

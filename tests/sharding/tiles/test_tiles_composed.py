@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import ranks as worker
 from support.parity import Checkpointed, Decoder, text
-from support.ranks import Ranks
+from support.ranks import TIMEOUT, Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -154,4 +154,4 @@ SLOW = pytest.mark.slow
     [(2, "aot_eager"), pytest.param(2, "inductor", marks=SLOW), pytest.param(4, "aot_eager", marks=SLOW)],
 )
 def test_one_device(ranks: Ranks, way: str, n: int, compiler: str) -> None:
-    assert all(ranks.run(n, step, way, compiler))
+    assert all(ranks.run(n, step, way, compiler, timeout=TIMEOUT if compiler == "aot_eager" else 5 * TIMEOUT))
