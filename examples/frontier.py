@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -52,13 +53,16 @@ class Way:
     offload: float | str = "never"
 
 
-WAYS = {
-    "as written": Way(False, "never"),
-    "checkpoints": Way(True, "never"),
-    "tiles": Way(False, 32),
-    "both": Way(True, 32),
-    "both and offload": Way(True, 32, 1.0),
-}
+FEATURES = "checkpoints", "tiles", "offload"
+
+
+def way_of(features: tuple[str, ...]) -> Way:
+    tiles, offload = 32 if "tiles" in features else "never", 1.0 if "offload" in features else "never"
+    return Way("checkpoints" in features, tiles, offload)
+
+
+SETS = [features for n in range(len(FEATURES) + 1) for features in combinations(FEATURES, n)]
+WAYS = {" and ".join(features) or "as written": way_of(features) for features in SETS}
 
 
 class Again(nn.Module):
@@ -199,6 +203,7 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for i, (name, of_ranks) in enumerate(found.items()):
@@ -210,8 +215,11 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
     axes.plot([], [], "k:", label="predicted by explain")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens of the longest sequence")
     axes.set_title(f"What trains in {limit >> 20} MiB a process")
-    axes.set_xticks(ranks, labels=ranks)
+    shown = sorted({ranks for of_ranks in found.values() for ranks in of_ranks})
+    axes.set_xticks(shown, labels=shown)
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.15)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -222,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=64, help="MiB of a process, once it is compiled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--chart", type=Path, default=Path("frontier.png"))
     args = parser.parse_args()
     # Every freed tensor goes back to the system, or what a shorter sequence left would count; so does what MKL has kept
@@ -231,8 +240,8 @@ def main() -> None:
     mp.set_forkserver_preload(["torch", "sp_compile", "sp_compile.backend", "torch._dynamo", "models"])
     limit, console, found = args.limit << 20, Console(), {}
     table = Table("", *(f"{n} rank{'s' if n > 1 else ''}" for n in args.ranks), title=f"tokens in {args.limit} MiB")
-    for name, way in WAYS.items():
-        found[name] = {}
+    for name in args.ways:
+        way, found[name] = WAYS[name], {}
         for ranks in args.ranks:
             likely = predicted(way, ranks, limit)
             made = longest(way, ranks, limit, int(FIRST * likely))

@@ -5,8 +5,9 @@
     h -> each k times, sorted -> experts -> back, summed      so does a mixture of experts
 
 A region begins at a product that makes rows wider (a seed) and grows over all that is token-wise and reads or makes
-wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens. Rows that are sorted
-by a key are in no order that a tile has a part of: a region has all that is made of such a sort, or nothing.
+wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens. Copies of a row that
+it alone reads are made in it, so that nobody keeps them, or their gradients, for all rows. Rows that are sorted by a
+key are in no order that a tile has a part of: a region has all that is made of such a sort, or nothing.
 """
 
 from __future__ import annotations
@@ -115,6 +116,11 @@ def regions_of(view: TokenView) -> Iterator[Region]:
                 grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
             _add_group(view, groups, seed, nodes)
     for seed, nodes in groups.items():
+        copies = _copies(view, seed, nodes)
+        for others in groups.values():
+            others -= copies
+        nodes |= copies
+    for seed, nodes in groups.items():
         yield _region(view, nodes, _came_in(view, seed))
 
 
@@ -156,6 +162,19 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
         return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if joins(x)]
 
     return _with_all_terms(view, closure([seed], onwards))
+
+
+def _copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
+    """What repeats rows for these alone, as those of a mixture, one for each of a token's experts."""
+
+    def repeats(x: Node) -> bool:
+        alike = view.is_inside(x) and view.states[x] == view.states[seed] and _sizes(view, x) == _sizes(view, seed)
+        return alike and source_of(x) is not None and width(view, _before_moves(view, x)) < width(view, x)
+
+    found = closure(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
+    while others := {n for n in found - nodes if read_outside(view, n, found)}:
+        found -= others
+    return found - nodes
 
 
 def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:

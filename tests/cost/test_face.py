@@ -8,7 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from html import unescape
 from html.parser import HTMLParser
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -124,6 +127,17 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
     assert f"8 shards of the state, buffers, inputs: {written(made.step.in_shards(8))}" in page(of_report(made))
     assert f"peak of a rank {written(made.step.fsdp(8))}, with" in made.step.text(8)
+
+
+def test_a_page_has_a_ranks_own_state_in_its_table() -> None:
+    made = report()
+    assert made.step is not None
+    assert "shards of the state" not in page(of_report(made))
+    made.step.shards = 8
+    text = Page(page(of_report(made))).text
+    assert f"8 shards of the state (parameters 256 B, gradients 256 B, state of the optimizer {written(512)})" in text
+    assert f"peak of the step{written(made.step.fsdp(8))}" in text
+    assert f"peak, with the state on every rank{written(made.step.peak)}" in text
 
 
 def test_a_line_keeps_what_is_saved_of_it() -> None:
@@ -306,6 +320,73 @@ def test_a_browser_searches_the_page(tmp_path: Path) -> None:
     shown = [text for attributes, text in rows if "display: none" not in attributes]
     assert 1 <= len(shown) < len(rows)
     assert all("sort" in text for text in shown)
+
+
+LOOK = """
+const box = node => { const { left, right, top, bottom } = node.getBoundingClientRect(); return [left, right, top, bottom]; };
+const boxes = found => [...document.querySelectorAll(found)].map(box);
+const words = found => [...document.querySelectorAll(found)].map(node => node.textContent);
+const seen = {
+  strip: boxes(".strip"), cells: boxes(".strip div"), numbers: boxes(".strip strong"), names: words(".strip div"),
+  chart: boxes("svg"), areas: boxes("svg path[fill]"), dot: boxes("svg circle"),
+  labels: boxes("svg text"), words: words("svg text"), text: document.body.innerText,
+};
+document.body.textContent = "SEEN" + JSON.stringify(seen) + "SEEN";
+"""
+
+
+def seen_by_a_browser(path: Path, of: Any) -> dict[str, Any]:
+    """(left, right, top, bottom) of what a page shows, and its words."""
+    path.write_text(page(of).replace("</body>", f"<script>{LOOK}</script></body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,3000", "--dump-dom", path.as_uri()]
+    found = subprocess.run([str(BROWSER), *options], capture_output=True, text=True, timeout=240, check=True)
+    return json.loads(unescape(found.stdout.split("<body>SEEN")[1].split("SEEN\n</body>")[0]))
+
+
+def apart(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[1] <= b[0] + 0.5 or b[1] <= a[0] + 0.5 or a[3] <= b[2] + 0.5 or b[3] <= a[2] + 0.5
+
+
+def within(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] >= b[0] - 0.5 and a[1] <= b[1] + 0.5 and a[2] >= b[2] - 0.5 and a[3] <= b[3] + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> None:
+    """Whole, nothing on top of another, the peak where the area is highest, and of a rank what its options say."""
+    options = {"param_grads": "partial", "state": "sharded"} if state == "sharded" else {}
+    found = of_report(sp_compile.explain(Decoder(), tokens(64), sp=2, memory=True, tiles=2, **options))
+    seen = seen_by_a_browser(tmp_path / "page.html", found)
+
+    (strip,), cells = seen["strip"], seen["cells"]
+    assert strip[1] - strip[0] > 500
+    assert len(cells) == len(found["blocks"])
+    assert all(within(cell, strip) and cell[1] - cell[0] > 10 and cell[3] - cell[2] > 10 for cell in cells)
+    assert all(a[1] <= b[0] + 0.5 for a, b in pairwise(cells))
+    assert all(map(within, seen["numbers"], cells))
+    for i in (0, -1):
+        code = found["blocks"][i]["where"].partition(": ")[2] or found["blocks"][i]["where"]
+        number, _, name = seen["names"][i].partition(" ")
+        assert int(number) == (i % len(cells)) + 1
+        assert name
+        assert code.endswith(name)
+
+    (chart,), labels, words = seen["chart"], seen["labels"], seen["words"]
+    assert chart[1] - chart[0] > 500
+    assert chart[3] - chart[2] > 100
+    assert all(within(label, chart) for label in labels), words
+    assert all(apart(a, b) for a, b in combinations(labels, 2)), words
+    assert {"forward", "loss", "backward"} <= set(words)
+    (dot,) = seen["dot"]
+    assert (dot[2] + dot[3]) / 2 == pytest.approx(min(area[2] for area in seen["areas"]), abs=2)
+
+    memory = found["memory"]
+    most = max(point["values_bytes"] for point in memory["curve"]) + memory["constant_bytes"]
+    assert any(word.startswith(f"{written(most)} at ") for word in words)
+    assert (memory["shards"], "2 shards of the state" in seen["text"]) == ((2, True) if options else (1, False))
+    assert any(("2 shards" in word) == bool(options) for word in words if word.startswith("there all the time"))
 
 
 def test_a_page_of_a_plan() -> None:

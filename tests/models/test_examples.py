@@ -83,17 +83,21 @@ def test_demo(tmp_path):
     assert (tmp_path / "chart.png").exists()
 
 
+ALL, STRIDE = "checkpoints and tiles and offload", 32
+"""Of the frontier's ways the one with all features, and what divides the lengths that it tries."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_frontier(ranks, tmp_path):
     """Tiles take longer sequences into the same memory, checkpoints beside them longer ones, and the host still longer."""
-    chart = tmp_path / "frontier.png"
-    out = run("examples/frontier.py", "--limit", "48", "--ranks", str(ranks), "--chart", str(chart))
+    chart, ways = tmp_path / "frontier.png", ("as written", "tiles", "checkpoints and tiles", ALL)
+    out = run("examples/frontier.py", *f"--limit 32 --ranks {ranks} --chart {chart} --ways".split(), *ways)
     rows = re.findall(rf"([\w ]+), {ranks} ranks: ([\d,]+) tokens; predicted ([\d,]+)", out)
     tokens, likely = ({row[0]: int(row[i].replace(",", "")) for row in rows} for i in (1, 2))
-    assert tokens["both and offload"] > tokens["both"] > tokens["tiles"] > 2 * tokens["as written"]
+    assert tokens[ALL] > tokens["checkpoints and tiles"] > tokens["tiles"] > 2 * tokens["as written"]
     for name, found in tokens.items():
-        assert 0.85 * likely[name] < found < 1.05 * likely[name]
+        assert 0.9 * likely[name] - STRIDE < found < 1.05 * likely[name]
     assert chart.exists()
 
 

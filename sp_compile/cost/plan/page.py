@@ -25,6 +25,8 @@ BESIDE, LEFT = 8, 60
 """Between a point and its label; and the room of the axis' labels."""
 PARTS = 4
 """Of the axis, at least half as many."""
+FEW = 24
+"""Lines of a program that are shown before anybody asks."""
 KINDS = {
     "sharded": "each rank has its rows",
     "tiled": "rows of a rank, some at a time",
@@ -36,6 +38,10 @@ MOVED = {
     "all_to_all": "heads for positions, and back",
     "unshard": "what ranks have, put together on all of them",
     "all_gather": "what ranks have, put together on all of them",
+    "ring_attention": "keys and values, from rank to rank",
+    "hybrid_attention": "heads for positions, then keys and values from rank to rank",
+    "gathered_attention": "keys and values, put together on all of them",
+    "shift": "a neighbour's rows",
     "all_reduce": "sums of the ranks, added",
     "shard": "nothing: a rank takes its rows of what is whole",
 }
@@ -52,10 +58,13 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); margin: 2rem aut
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 td, th { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
+table + table { margin-top: 1rem; }
 code { font-size: 12px; overflow-wrap: anywhere; }
 .strip { display: flex; height: 3.2rem; border-radius: 4px; overflow: hidden; }
-.strip div { min-width: 5px; flex-basis: 0; border-right: 1px solid #fff; overflow: hidden; white-space: nowrap; }
+.strip div { min-width: 15px; flex-basis: 0; border-right: 1px solid #fff; overflow: hidden; white-space: nowrap; }
 .strip div { font: 10px/3.2rem monospace; color: #fff; padding-left: 2px; text-overflow: ellipsis; }
+.strip div { container-type: inline-size; } .strip i { font-style: normal; }
+@container (max-width: 5rem) { .strip i { display: none; } }
 td:not(:last-child):not(:has(code)) { white-space: nowrap; }
 td.wide { width: 45%; }
 .sharded { background: var(--sharded); } .exchanged { background: var(--exchanged); }
@@ -102,18 +111,10 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
     memory = found["memory"]
     if memory is not None:
         yield f"<h2>Memory of a rank over a training step</h2>{_area(memory)}"
-        state = [
-            (name, memory[f"{name}_bytes"]) for name in "parameters gradients optimizer buffers inputs kept".split()
-        ]
-        where = "" if memory["shards"] == 1 else ", with the state on every rank"
-        state += [(f"peak of the step{where}", memory["peak_bytes"])]
-        state += [("peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"])]
-        names = {"kept": "kept for the backward", "optimizer": "state of the optimizer"}
-        yield _table(("what", "of a rank"), [(names.get(name, name), written(nbytes)) for name, nbytes in state])
+        yield "<p>From left to right the operators of a step, in the order in which they run; the dot is the peak.</p>"
+        yield _table(("what", "of a rank"), [(what, written(nbytes)) for what, nbytes in _shares(memory)])
         if sent := memory["offload"]:
-            whole, nbytes = written(sent["nbytes"] + sent["kept"]), written(sent["nbytes"])
-            yield f"<p>Of {whole} kept for the backward {nbytes} wait in the host's memory; copies take "
-            yield f"{sent['seconds']:.3g} s each way, {sent['waits']:.3g} s of them beside no other work.</p>"
+            yield _waiting(sent)
         yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
             alive = [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]]
@@ -123,7 +124,7 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         yield "<h2>Work in tiles</h2>" + _table(
             ("times", "tiles", "rows of a rank", "inside, of all rows", "of a tile", "line"),
             _counted(
-                (t["tiles"], t["rows"], written(t["inside_bytes"]), written(t["tile_bytes"]), _code(t["where"]))
+                (t["tiles"], f"{t['rows']:,}", written(t["inside_bytes"]), written(t["tile_bytes"]), _code(t["where"]))
                 for t in found["tiles"]
             ),
         )
@@ -143,9 +144,9 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
     yield _table(("times", "pass", "line", "what and why"), _counted(_rewrites(found)), wide=True)
     if found["attention"]:
         yield "<h2>Attention</h2>" + _table(
-            ("attention", "nodes", "chosen", "layout", "ms", "memory"),
+            ("attention", "nodes", "chosen", "layout", "ms of a step", "memory"),
             [
-                (escape(a["attention"]), a["nodes"], a["chosen"], a["layout"], f"{1e3 * a['seconds']:.3g}",
+                (escape(a["attention"]), a["nodes"], a["chosen"], a["layout"], f"{1e3 * a['seconds']:,.1f}",
                  written(a["memory_bytes"]))
                 for a in found["attention"]
             ],
@@ -153,6 +154,35 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
     if found["errors"]:
         rows = [(escape(e["name"]), f"{e['error']:.2e}") for e in found["errors"]]
         yield "<h2>Against one device</h2>" + _table(("what", "largest relative error"), rows)
+
+
+def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    """What a rank holds, and the peak that it comes to, as the program says that its state lies; then the other way."""
+    n = memory["shards"]
+    state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
+    if n == 1:
+        yield from ((words, memory[f"{name}_bytes"]) for name, words in state.items())
+    else:
+        shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
+        words = ", ".join(f"{words} {written(memory[f'{name}_bytes'])}" for name, words in state.items())
+        yield f"{n} shards of the state ({words}), and of one layer what is whole", shards
+    for name, words in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
+        yield words, memory[f"{name}_bytes"]
+    if n == 1:
+        yield "peak of the step", memory["peak_bytes"]
+        yield "peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"]
+    else:
+        most = max((point["values_bytes"] for point in memory["curve"]), default=0)
+        yield "peak of the step", memory["constant_bytes"] + most
+        yield "peak, with the state on every rank", memory["peak_bytes"]
+
+
+def _waiting(sent: Mapping[str, Any]) -> str:
+    whole, nbytes = written(sent["nbytes"] + sent["kept"]), written(sent["nbytes"])
+    if not sent["nbytes"]:
+        return f"<p>Of {whole} kept for the backward nothing waits in the host's memory.</p>"
+    copies = f"copies take {sent['seconds']:.3g} s each way, {sent['waits']:.3g} s of them beside no other work"
+    return f"<p>Of {whole} kept for the backward {nbytes} wait in the host's memory; {copies}.</p>"
 
 
 def _rewrites(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
@@ -201,27 +231,31 @@ def _plan(found: Mapping[str, Any]) -> Iterable[str]:
 def _strip(blocks: Sequence[Mapping[str, Any]]) -> str:
     most = max((block["kept_bytes"] for block in blocks), default=0) or 1
     cells = []
-    for block in blocks:
+    for number, block in enumerate(blocks, 1):
         kept, sent = written(block["kept_bytes"]), written(block["sent_bytes"])
         words = f"{block['where']} | {block['kind']}, keeps {kept}, sends {sent} {', '.join(block['done'])}"
         grow = 1 + 9 * block["kept_bytes"] / most
         cells.append(
             f'<div class="{block["kind"]}" style="flex-grow:{grow:.2f}" title="{escape(words)}" data-find>'
-            f"{escape(_called(block['where']))}</div>"
+            f"<strong>{number}</strong><i> {escape(_called(block['where']))}</i></div>"
         )
-    key = " ".join(
+    key = "<br>".join(
         f'<span class="named"><span class="key {kind}"></span>{kind}: {words}</span>' for kind, words in KINDS.items()
     )
     rows = [
-        (_code(b["where"]), b["kind"], written(b["kept_bytes"]), written(b["sent_bytes"]), escape(", ".join(b["done"])))
-        for b in blocks
+        (
+            *(number, _code(b["where"]), f'<span class="key {b["kind"]}"></span>{b["kind"]}'),
+            *(written(b["kept_bytes"]), written(b["sent_bytes"]), escape(", ".join(b["done"]))),
+        )
+        for number, b in enumerate(blocks, 1)
     ]
-    shown = _table(("line", "kind", "kept for the backward", "sent", "passes"), rows)
+    shown = _table(("", "line", "kind", "kept for the backward", "sent", "passes"), rows)
     return (
         f'<div class="strip">{"".join(cells)}</div>'
-        "<p>A line of the model each, in the order in which they run; wider ones keep more for the backward."
+        "<p>A line of the model each, in the order in which they run; wider ones keep more for the backward. "
+        "Numbers are those of the list below."
         f"<br>{key}</p>"
-        f"<details><summary>{len(blocks)} lines</summary>{shown}</details>"
+        f"<details{' open' if len(blocks) <= FEW else ''}><summary>{len(blocks)} lines</summary>{shown}</details>"
     )
 
 

@@ -25,6 +25,7 @@ def picture(plan: StepPlan, path: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     ranks, unit = sorted({row.ranks for row in plan.rows}), UNITS[plan.unit.name]
+    missed = set()
     for i, (again, label, style) in enumerate(WAYS):
         ways = [[row for row in plan.rows if (row.ranks, row.checkpoint) == (n, again)] for n in ranks]
         if not any(ways):
@@ -39,12 +40,17 @@ def picture(plan: StepPlan, path: Path) -> None:
             misses = [(row.ranks, value) for row, value in zip(rows, values, strict=True) if not row.fits]
             if misses:
                 axes.plot(*zip(*misses, strict=True), style[0], color=f"C{i}", markerfacecolor="white")
+                missed.add(axes)
+        for row in least:
+            if row.host:
+                words, at = f"and {plan.unit(row.host)} on the host", (row.ranks, row.memory / unit)
+                left.annotate(words, at, xytext=(0, -14), textcoords="offset points", ha="center", fontsize="x-small")
     device = plan.memory / unit
     left.axhline(device, color="0.4", linestyle="--", label=f"a device: {device:.3g} {plan.unit.name}")
     left.set(ylabel=plan.unit.name, title="Peak memory of a rank, the way that holds least")
     right.set(ylabel="seconds", title="A training step, the fastest way that fits")
     for axes in (left, right):
-        if not all(row.fits for row in plan.rows):
+        if axes in missed:
             axes.plot([], [], "o", color="0.4", markerfacecolor="white", label="does not fit")
         axes.set(xlabel="ranks that share the sequence", xscale="log", yscale="log")
         axes.set_xticks(ranks, labels=ranks)

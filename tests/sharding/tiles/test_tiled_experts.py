@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -116,6 +117,20 @@ def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> 
     found = sp_compile.verify(qwen3(experts).double(), ids, sp=n, tiles=5, kwargs={"labels": ids})
     assert found.worst < 1e-6
     assert any("moe.py" in one.where for one in found.tiled)
+
+
+def test_a_row_goes_in_once() -> None:
+    """And so does its gradient come out: a tile makes the copies, one for each of a token's experts, itself.
+
+    The output projection of attention, which widens rows, too, reads as far as to them.
+    """
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4}
+    program = torch.export.export(qwen3("grouped_mm", **wide), (torch.zeros(1, 8, dtype=torch.int64),))
+    (tiled,) = sp_compile.parallelize(program, sp=1, tiles=2).graph.find_nodes(
+        op="call_function", target=torch.ops.sp.tiled.default
+    )
+    rows = [x.meta["val"].shape for x in tiled.args[0] if x.meta["val"].is_floating_point()]
+    assert max(map(math.prod, rows)) == 8 * 64, rows
 
 
 def test_heads_narrower_than_the_model() -> None:
