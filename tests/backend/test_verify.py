@@ -155,3 +155,22 @@ def test_nothing_is_compared_on_the_meta_device() -> None:
     for args in ((model, x), (model, torch.zeros(1, 8, 4)), (lambda y: y.cumsum(1), x)):
         with pytest.raises(sp_compile.SpError, match="on the meta device, which has no numbers to compare"):
             sp_compile.verify(*args, sp=2)
+
+
+class Projected(nn.Module):
+    """Attention and a product, whose result is of the dtype of whatever autocast is around."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+def test_ranks_run_in_the_autocast_of_the_caller():
+    """Their threads begin without any: what one device gives in bfloat16 would be of another dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sp_compile.verify(Projected(), torch.randn(2, 8, 8), sp=2)
+    assert found.worst < 0.1
