@@ -8,6 +8,7 @@ processes with one seed do, and a rank that does not come to a collective is not
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -45,14 +46,17 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
     """
     world = _World(n)
     results: dict[int, T] = {}
-    grad_enabled = torch.is_grad_enabled()
+    grad_enabled, casts = torch.is_grad_enabled(), _autocast()
 
     def live(rank: int) -> None:
         with (
+            ExitStack() as modes,
             torch.set_grad_enabled(grad_enabled),
             torch.autograd.set_multithreading_enabled(False),
             use(_SimulatedRank(world, rank)),
         ):
+            for given in casts:
+                modes.enter_context(torch.autocast(*given))
             results[rank] = fn(rank)
 
     if threads is not None:
@@ -65,6 +69,13 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
             thread.join()
     world.end()
     return [results[rank] for rank in range(n)]
+
+
+def _autocast() -> list[tuple[str, torch.dtype, bool, bool]]:
+    """The caller's autocast: a thread begins without."""
+    cached = torch.is_autocast_cache_enabled()
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [(kind, torch.get_autocast_dtype(kind), True, cached) for kind in on]
 
 
 class _World:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -78,16 +79,17 @@ def _again(node: Node) -> list[Node] | None:
 
 
 def _apart(gm: GraphModule, inside: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
-    """These nodes as a graph of their own, in the autocast where they are, and what it takes."""
+    """These nodes as a graph of their own, each in the autocast where it is, and what it takes."""
     graph, made = Graph(), dict[Node, Node]()
     operands = [x for x in dict.fromkeys(x for n in inside for x in n.all_input_nodes) if x not in inside]
     for x in operands:
         made[x] = graph.placeholder(x.name)
-    regions = [graph.call_function(enter_autocast, tuple(one)) for one in autocast_regions(result)]
-    for n in inside:
-        made[n] = graph.node_copy(n, made.__getitem__)
-    for one in reversed(regions):
-        graph.call_function(exit_autocast, (one,))
+    for regions, together in groupby(inside, autocast_regions):
+        entered = [graph.call_function(enter_autocast, tuple(one)) for one in regions]
+        for n in together:
+            made[n] = graph.node_copy(n, made.__getitem__)
+        for token in reversed(entered):
+            graph.call_function(exit_autocast, (token,))
     graph.output(made[result])
     return GraphModule(gm, graph), operands
 

@@ -11,11 +11,13 @@ single valid target divides by the same number as the others. Bytes: one all_red
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.graph.modes import settle_dtypes
 from sp_compile.graph.sizes import Size, product
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
+from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial
 from sp_compile.sharding.rules.norms import NONE, SUM
@@ -31,6 +33,10 @@ class Means(Rewrite):
     name = "mean"
     provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        settle_dtypes(gm.graph)  # of half types it takes wider sums
+        return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         with self.graph.inserting_before(node):

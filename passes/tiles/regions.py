@@ -145,10 +145,10 @@ def sorted_rows(view: TokenView) -> list[set[Node]]:
 
 
 def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
-    narrow, state, size = _came_in(view, seed), view.states[seed], _size(view, seed)
+    narrow, checkpoint, size = _came_in(view, seed), view.checkpoints[seed], _size(view, seed)
 
     def joins(node: Node) -> bool:
-        return view.is_inside(node) and view.states[node] == state and _sizes(view, node) <= {size}
+        return view.is_inside(node) and view.checkpoints[node] == checkpoint and _sizes(view, node) <= {size}
 
     def goes_on(node: Node) -> bool:
         if not is_tensor(node):  # several results, which are read one by one

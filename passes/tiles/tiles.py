@@ -15,12 +15,12 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import SYMBOLIC_GRAPHS, has_policy, pytree
+from sp_compile._compat import SYMBOLIC_GRAPHS, OpOverload, has_autocast_kernel, has_policy, pytree
 from sp_compile.errors import at
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.layers import layer_of
-from sp_compile.graph.modes import autocast_regions, settle_dtypes
+from sp_compile.graph.modes import same_autocast, settle_dtypes
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import sizes
@@ -183,10 +183,24 @@ def _reason(view: TokenView, region: Region) -> str | None:
     mine = {view.source[n] for n in region.nodes}
     if any(not mine.isdisjoint(one) and not one <= mine for one in sorted_rows(view)):
         return "some of what is sorted with its rows is no part of it"
-    if _place(view, region) is None:
-        return "it ends where no gradients are recorded, and begins where they are, in another autocast"
-    stuck = [n for n in _late(view, region) if not (is_pure(n) or n.target in COMPOSITES)]
+    place, late = _place(view, region), _late(view, region)
+    if place is None:
+        return "it ends where no gradients are recorded, and begins where they are"
+    cast = next((n for n in late if not same_autocast([n, place]) and _is_cast(n)), None)
+    if cast is not None:
+        return f"{cast.name} comes between its nodes, in another autocast than its end"
+    stuck = [n for n in late if not (is_pure(n) or n.target in COMPOSITES)]
     return f"{stuck[0].name} comes between its nodes and has an effect" if stuck else None
+
+
+def _is_cast(node: Node) -> bool:
+    """May autocast say what it computes in? Of operators of ours, it does not of those that add up numbers."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    if node.target in COMPOSITES:
+        return value.dim() > 0
+    return isinstance(node.target, OpOverload) and has_autocast_kernel(node.target, value.device.type)
 
 
 def _reads_symbols(node: Node) -> bool:
@@ -206,15 +220,14 @@ def programs_of(gm: GraphModule) -> list[TileProgram]:
 
 def _place(view: TokenView, region: Region) -> Node | None:
     """The node behind which the region runs: its last one, or, if that has no gradients and others have, the one that
-    records them again; None where that is in another autocast.
+    records them again; None where nothing does.
     """
     nodes = [view.source[n] for n in region.nodes]
     last = nodes[-1]
     if last not in view.without_grad or view.without_grad.issuperset(nodes):
         return last
     place = next((n for n in view.local.nodes if last < n and n not in view.without_grad), None)
-    found = place is not None and place.op != "output" and autocast_regions(place) == autocast_regions(last)
-    return place if found else None
+    return place if place is not None and place.op != "output" else None
 
 
 def _late(view: TokenView, region: Region) -> list[Node]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import FakeTensorMode, enable_python_dispatcher, symbolic_mode
 from sp_compile.graph.fakes import traced
-from sp_compile.graph.modes import autocast_at, uncached_autocast
+from sp_compile.graph.modes import autocast_at, uncached_autocast, without_autocast
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import product, read_off_inputs, same, sizes
 from sp_compile.graph.strides import is_identity, order_of_strides
@@ -111,12 +111,12 @@ class TileOf:
             return operands[0].reshape(self.shape(node, length, of))
         sized = {rule.sizes: self.shape(node, length, of)} if rule.sizes else {}
         args, kwargs = call.rebuild(operands, **sized)
-        return node.target(*args, **kwargs)
+        with autocast_at(self.view.source[node]):
+            return node.target(*args, **kwargs)
 
 
 def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     """The region's program for so many tiles; registered."""
-    first = next(x for x in region.nodes)
     total = row_count(view, region)
     length: Any = tile_length(total, tiles)
     places = symbol_places(view, region)
@@ -130,7 +130,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
             lengths = {ANY_LENGTH: length}
     operands = (*region.rows, *region.whole)
     wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
-    with _tracing(view.source[first], mode):
+    with _tracing(mode):
         each = {n: TileOf(view, region, places, rows, of) for n, rows in lengths.items()}
         differentiable = _differentiable(next(iter(each.values())), wanted)
         wanted = wanted if differentiable else ()
@@ -183,13 +183,9 @@ def _value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[Any, Any
 
 
 @contextmanager
-def _tracing(node: Node, mode: FakeTensorMode) -> Any:
-    """The place of the node: its autocast, on fake tensors."""
-    with ExitStack() as stack:
-        stack.enter_context(mode)
-        stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(autocast_at(node))
-        stack.enter_context(uncached_autocast())
+def _tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """On fake tensors, under the caller's autocast."""
+    with mode, enable_python_dispatcher(), uncached_autocast():
         yield
 
 
@@ -221,6 +217,8 @@ def _body(
             made = tile.results(*leaves)
             through = [made[i] for i in differentiable]
             cotangents = [torch.ones_like(x) for x in through] if at_once else list(given[many:])
+        # Gradients of a part in full precision are made in that, as by a backward that is called outside of autocast.
+        with without_autocast(inputs[0].device.type):
             found = torch.autograd.grad(
                 through, [leaves[i] for i in wanted], cotangents, allow_unused=True, materialize_grads=True
             )

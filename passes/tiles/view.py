@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import enter_autocast, size_hint
+from sp_compile._compat import size_hint
 from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.modes import autocast_regions, without_grad
+from sp_compile.graph.modes import without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
@@ -39,8 +39,8 @@ class TokenView:
     """A copy (gm) of a local graph in which all that is not token-wise is an input.
 
     source: the node of the local graph that an input or a call stands for. flags: inputs that tell which rows a mask
-    fills, which the local graph does not have yet. plan: where rows lie in each value. states: what a node's result
-    depends on besides its operands (autocast, a checkpoint); a tile has one. without_grad: what runs in no_grad, which
+    fills, which the local graph does not have yet. plan: where rows lie in each value. checkpoints: the one that a node
+    is in, if any; a tile has one. without_grad: what runs in no_grad, which
     a detach follows, so that it may be part of a tile with gradients.
     """
 
@@ -49,7 +49,7 @@ class TokenView:
     source: dict[Node, Node]
     flags: set[Node]
     plan: Plan
-    states: dict[Node, Any]
+    checkpoints: dict[Node, Any]
     without_grad: set[Node]
 
     def rows(self, node: Node) -> Shard | None:
@@ -86,23 +86,14 @@ def is_dropout(node: Node) -> bool:
 
 def view_of(local: GraphModule, planned: Plan, n: int, tiles: int) -> TokenView:
     """The view, from the plan that the local graph of n ranks was made from."""
-    states, off = _states(local.graph), without_grad(local.graph)
+    off = without_grad(local.graph)
     refused: set[Node] = set()
     while True:
-        view = _TokenCopy(local, planned, n, states, refused).view(tiles, off)
+        view = _TokenCopy(local, planned, n, refused).view(tiles, off)
         demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
         if not demanding:
             return view
         refused |= demanding
-
-
-def _states(graph: Graph) -> dict[Node, Any]:
-    out: dict[Node, Any] = {}
-    scopes = bool(graph.find_nodes(op="call_function", target=enter_autocast))
-    for node in graph.nodes:
-        cast = tuple(map(tuple, autocast_regions(node))) if scopes and node.op == "call_function" else ()
-        out[node] = cast, node.meta.get("ac_graph_id")
-    return out
 
 
 def lies(node: Node, planned: Plan, n: int) -> Placement:
@@ -128,7 +119,6 @@ class _TokenCopy:
     local: GraphModule
     planned: Plan
     n: int
-    states: dict[Node, Any]
     refused: set[Node]
     made: dict[Node, Node] = field(default_factory=dict)
     source: dict[Node, Node] = field(default_factory=dict)
@@ -145,8 +135,8 @@ class _TokenCopy:
                 self.source.setdefault(self.made[node], node)
         gm = GraphModule({}, graph)
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
-        states = {new: self.states[old] for new, old in self.source.items()}
-        return TokenView(gm, self.local.graph, self.source, self.flags, plan, states, without_grad)
+        checkpoints = {new: old.meta.get("ac_graph_id") for new, old in self.source.items()}
+        return TokenView(gm, self.local.graph, self.source, self.flags, plan, checkpoints, without_grad)
 
     def _copied(self, graph: Graph, node: Node) -> Node:
         if self._fills(node):
@@ -171,7 +161,7 @@ class _TokenCopy:
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
-        return is_pure(node) or is_dropout(node)
+        return is_pure(node) or node.target is aten.dropout.default  # which may draw nothing, too
 
     def _fills(self, node: Node) -> bool:
         return node.target in MASKS and node.meta["val"].is_floating_point() and node not in self.refused

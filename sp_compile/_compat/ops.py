@@ -62,8 +62,10 @@ def namespace_of(target: Any) -> str:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Does autocast change the dtype that `op` computes in?"""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autocast{device_type.upper()}")
+    """Does autocast change the dtype that `op` computes in? Of no op on a device that it does not know ("meta")."""
+    return torch.amp.is_autocast_available(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), f"Autocast{device_type.upper()}"
+    )
 
 
 @contextmanager

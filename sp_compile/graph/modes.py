@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ def autocast_at(node: Node) -> Iterator[None]:
     with ExitStack() as regions:
         for device, dtype, enabled, cache in autocast_regions(node):
             regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+@contextmanager
+def without_autocast(device: str) -> Iterator[None]:
+    """Inside, nothing is cast on this device; "meta" has no autocast that could be left."""
+    known = torch.amp.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if known else nullcontext():
         yield
 
 

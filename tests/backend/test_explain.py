@@ -194,3 +194,23 @@ def test_flex_attention_that_trains_is_looked_at_without_a_gpu(device: str) -> N
         assert not sp_compile.verify(model, x, sp=3, attention="ring").fallbacks
     with pytest.raises((NotImplementedError, ValueError), match=r"(?i)flexattention"):
         model(x)
+
+
+class Tempered(Decoder):
+    """Logits that an operator which autocast knows changes in place."""
+
+    def forward(self, ids, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            q = self.qkv(self.embed(ids))[..., :16].unflatten(-1, (4, 4)).transpose(1, 2)
+            z = self.head(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+            z.exp_()
+            return F.cross_entropy(z[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_device_that_knows_no_autocast():
+    """A model on "meta" is looked at within autocast, too, in tiles and without."""
+    with torch.device("meta"):
+        model, given = Tempered(), [torch.zeros(1, 64, dtype=torch.int64) for _ in range(2)]
+    for tiles in ("never", 4):
+        found = sp_compile.explain(model, *given, sp=2, tiles=tiles)
+        assert bool(found.tiled) == (tiles == 4)

@@ -155,3 +155,52 @@ def test_nothing_is_compared_on_the_meta_device() -> None:
     for args in ((model, x), (model, torch.zeros(1, 8, 4)), (lambda y: y.cumsum(1), x)):
         with pytest.raises(sp_compile.SpError, match="on the meta device, which has no numbers to compare"):
             sp_compile.verify(*args, sp=2)
+
+
+class Projected(nn.Module):
+    """Attention and a product, whose result is of the dtype of whatever autocast is around."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+def test_ranks_run_in_the_autocast_of_the_caller():
+    """Their threads begin without any: what one device gives in bfloat16 would be of another dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sp_compile.verify(Projected(), torch.randn(2, 8, 8), sp=2)
+    assert found.worst < 0.1
+
+
+class HalfInside(Projected):
+    """A product under an autocast of its own, and what becomes of it outside: sums of it are more than it holds."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            z = super().forward(x)
+        return self.loss(z)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: (z + 9).mean(),
+        lambda z: F.mse_loss(z, torch.full_like(z, 4)),
+        lambda z: F.cross_entropy(z.flatten(0, 1), torch.arange(2048) % 8),
+    ],
+    ids=["mean", "squares", "classes"],
+)
+@pytest.mark.parametrize("tiles", ["never", 3])
+def test_means_of_half_types_that_autocast_makes(loss, tiles):
+    """They are sums in float32, and of the dtype that one device gives."""
+    torch.manual_seed(0)
+    found = sp_compile.verify(HalfInside(loss), torch.randn(1, 2048, 8), sp=2, tiles=tiles)
+    assert found.worst < 1e-2

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharding.tiles.losses import Model, batch, mean
+from sharding.tiles.losses import VOCAB, Model, batch, mean
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
@@ -96,3 +96,34 @@ def test_on_ranks(ranks: Ranks, n: int, tied: bool) -> None:
 
 def test_on_one_device() -> None:
     assert on_a_rank(tied=False)
+
+
+class Cast(Model):
+    """A head in float32 within autocast, whose logits are multiplied in that once more."""
+
+    def __init__(self) -> None:
+        super().__init__(mean)
+        self.again = nn.Linear(VOCAB, VOCAB)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.autocast("cpu", enabled=False):
+                    z = head(h)
+                seen.append(self.again(z))
+            return F.cross_entropy(seen[0][:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+        self.loss = loss
+        return super().forward(ids, weights), seen[0]
+
+
+def test_each_product_is_made_in_its_autocast() -> None:
+    model = Cast()
+    loss, logits = torch.compile(model, backend="sp", options=OPTIONS)(*batch(SEQ))
+    right, whole = model(*batch(SEQ))
+    assert isinstance(logits, Sharded)
+    assert logits.dtype == whole.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.full(), whole, rtol=0, atol=0)
+    torch.testing.assert_close(loss, right, rtol=1e-5, atol=0)

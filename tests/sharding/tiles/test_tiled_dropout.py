@@ -65,6 +65,24 @@ def test_tiles_draw_differently() -> None:
     assert after == torch.rand(1), "they leave the generator as it was behind their seed"
 
 
+class Undropped(Model):
+    """In evaluation, or at a rate of nothing, as adapters have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        z = F.dropout(F.gelu(self.up(h)), 0.5, training=False)
+        return self.down(F.dropout(z, 0.0)).square().sum()
+
+
+def test_what_drops_nothing() -> None:
+    """It draws nothing, so that it is one device's to the bit of float64, and its tiles need no seed."""
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+    found = sp_compile.verify(Undropped().double(), x, sp=2, tiles=2)
+    assert found.worst < 1e-9
+    assert [note.done for note in found.notes if "tiles" in note.done] == ["tiles"]
+
+
 @pytest.mark.parametrize("model", [Model, Rows])
 @pytest.mark.parametrize("n", [1, 2])
 def test_it_is_tiled(model: type[Model], n: int) -> None:

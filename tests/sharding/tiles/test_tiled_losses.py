@@ -306,11 +306,48 @@ class Halves(nn.Module):
         return self.down(F.gelu(h.float()))
 
 
-def test_a_tile_ends_where_autocast_does() -> None:
-    """The second product is of float32, whatever the first one is of."""
-    model, x = Halves(), torch.randn(1, 16, WIDTH)
-    run = torch.compile(model, backend="sp", options={"tiles": 4, "compiler": "aot_eager", "cost": {}})
-    torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-6)
+class Exact(nn.Module):
+    """A head in float32 within autocast, and its loss outside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = x.cumsum(1)
+            with torch.autocast("cpu", enabled=False):
+                z = self.head(h)
+            return F.cross_entropy(z.flatten(0, 1), torch.arange(z.shape[1]))
+
+
+@pytest.mark.parametrize("ambient", [False, True], ids=["by itself", "within autocast"])
+@pytest.mark.parametrize(
+    ("model", "parts", "dtypes"), [(Halves, 2, {torch.bfloat16, torch.float32}), (Exact, 1, {torch.float32})]
+)
+def test_a_tile_goes_through_regions_of_autocast(
+    model: type[nn.Module], parts: int, dtypes: set[torch.dtype], ambient: bool
+) -> None:
+    """Each product, and each gradient of it, is of the dtype of its own region."""
+    run, x, graphs = model(), torch.randn(1, 16, WIDTH, requires_grad=True), list[GraphModule]()
+
+    def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm
+
+    compiled = torch.compile(run, backend="sp", options={"tiles": 4, "compiler": compiler, "cost": {}})
+    made = []
+    for each in (compiled, run):
+        with torch.autocast("cpu", torch.bfloat16, enabled=ambient and model is Exact):
+            found = each(x)
+        made.append((found, *torch.autograd.grad(found.square().sum(), [x, *run.parameters()])))
+    *tiles, _ = graphs
+    assert len(tiles) == parts, "of one region: forward and gradients, or both in one"
+    products = [n for gm in tiles for n in gm.graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
+    assert {n.meta["val"].dtype for n in products} == dtypes
+    close = 1e-5 if dtypes == {torch.float32} else 2e-2
+    torch.testing.assert_close(*made, rtol=close, atol=close)
 
 
 class Both(Model):
