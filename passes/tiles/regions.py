@@ -168,7 +168,7 @@ def _copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """What repeats rows for these alone, as those of a mixture, one for each of a token's experts."""
 
     def repeats(x: Node) -> bool:
-        alike = view.is_inside(x) and view.states[x] == view.states[seed] and _sizes(view, x) == _sizes(view, seed)
+        alike = view.is_inside(x) and view.checkpoints[x] == view.checkpoints[seed] and _sizes(view, x) == _sizes(view, seed)
         return alike and source_of(x) is not None and width(view, _before_moves(view, x)) < width(view, x)
 
     found = closure(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
