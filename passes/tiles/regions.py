@@ -145,10 +145,7 @@ def sorted_rows(view: TokenView) -> list[set[Node]]:
 
 
 def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
-    narrow, checkpoint, size = _came_in(view, seed), view.checkpoints[seed], _size(view, seed)
-
-    def joins(node: Node) -> bool:
-        return view.is_inside(node) and view.checkpoints[node] == checkpoint and _sizes(view, node) <= {size}
+    narrow = _came_in(view, seed)
 
     def goes_on(node: Node) -> bool:
         if not is_tensor(node):  # several results, which are read one by one
@@ -159,7 +156,7 @@ def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]
         behind = node.users if goes_on(node) else ()
         wide = [x for x in node.all_input_nodes if width(view, x) >= WIDER * narrow or not is_tensor(x)]
         together = [x for one in sorts if view.source[node] in one for x in one]
-        return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if joins(x)]
+        return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if _goes_with(view, x, seed)]
 
     return _with_all_terms(view, closure([seed], onwards))
 
@@ -168,8 +165,8 @@ def _copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """What repeats rows for these alone, as those of a mixture, one for each of a token's experts."""
 
     def repeats(x: Node) -> bool:
-        alike = view.is_inside(x) and view.checkpoints[x] == view.checkpoints[seed] and _sizes(view, x) == _sizes(view, seed)
-        return alike and source_of(x) is not None and width(view, _before_moves(view, x)) < width(view, x)
+        narrower = source_of(x) is not None and width(view, _before_moves(view, x)) < width(view, x)
+        return narrower and _goes_with(view, x, seed)
 
     found = closure(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
     while others := {n for n in found - nodes if read_outside(view, n, found)}:
@@ -182,6 +179,12 @@ def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:
     while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
         nodes = nodes - short
     return nodes
+
+
+def _goes_with(view: TokenView, node: Node, seed: Node) -> bool:
+    """Is it of as many rows as the seed, and of its checkpoint, so that one tile may have both?"""
+    alike = view.is_inside(node) and view.checkpoints[node] == view.checkpoints[seed]
+    return alike and _sizes(view, node) <= {_size(view, seed)}
 
 
 def _sizes(view: TokenView, node: Node) -> set[object]:

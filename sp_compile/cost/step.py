@@ -276,10 +276,8 @@ class StepMemory:
             whole = _not_in_shards(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
-                nbytes, arriving = (
-                    held + (graph.copied if i == 0 else 0) + moment.nbytes,
-                    arrived is None or i < arrived,
-                )
+                nbytes = held + (graph.copied if i == 0 else 0) + moment.nbytes
+                arriving = arrived is None or i < arrived
                 yield Point(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
             ended = graph.backward.end
             held += ended
@@ -306,6 +304,11 @@ class StepMemory:
     def values(self) -> int:
         """Bytes of values and gradients at the peak."""
         return max((point.nbytes for point in self.points()), default=0)
+
+    @property
+    def but_gradients(self) -> int:
+        """Bytes at the peak of what is no gradient of a parameter."""
+        return max((point.nbytes - point.gradients for point in self.points()), default=0)
 
     @property
     def peak(self) -> int:
