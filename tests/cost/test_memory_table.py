@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,15 @@ def rows(names: list[str], quick: set[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))
-def test_values(monkeypatch: pytest.MonkeyPatch, name: str, compiler: str) -> None:
+@pytest.fixture(autouse=True)
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`models` is that of the examples, and not a folder of tests."""
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+
+
+@pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))
+def test_values(name: str, compiler: str) -> None:
     from measuring.steps import compare
 
     predicted, measured = compare(name, compiler)
@@ -59,17 +66,15 @@ def held(way: str, compiler: str) -> int:
 
 
 @pytest.mark.parametrize(("way", "compiler"), rows(SHARDS, set()))
-def test_fsdp(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, way: str, compiler: str) -> None:
+def test_fsdp(ranks: Ranks, way: str, compiler: str) -> None:
     """By blocks, on two ranks: all that is alive in a warm step, state in shards and the optimizer's step included."""
-    monkeypatch.syspath_prepend(EXAMPLES)
     from measuring import shards
 
     found = max(ranks.run(shards.RANKS, held, way, compiler, timeout=600))
     assert shards.predicted(way, compiler) == pytest.approx(found, rel=0.1)
 
 
-def test_all_rows_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
+def test_all_rows_are_here() -> None:
     from measuring import shards, steps
 
     assert (list(steps.CASES), list(shards.WAYS)) == (CASES, SHARDS)
