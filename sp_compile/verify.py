@@ -19,8 +19,9 @@ from sp_compile.capture.traced import Traced
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.fused import fuse_on_meta
 from sp_compile.cost.layers import Depth, FewLayers
-from sp_compile.cost.step import ADAMW, GraphStep, ModelBytes, StepMemory, state_per_weight
+from sp_compile.cost.step import GraphStep, StepMemory
 from sp_compile.cost.unroll import Unroll
+from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.lowering.simulate import GROUP, run_ranks

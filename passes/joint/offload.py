@@ -30,8 +30,9 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile._compat import storage_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import LEAST, OnHost, copy_seconds, seconds_of
-from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory
+from sp_compile.cost.step import GraphStep, StepMemory
 from sp_compile.cost.walk.liveness import nbytes_of
+from sp_compile.cost.weights import ModelBytes
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.sizes import Size, all_same, product, same, size, sizes, where_not_empty
 from sp_compile.lowering import offload as _ops  # noqa: F401  (registers the operators)

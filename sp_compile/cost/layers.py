@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_compile.graph.layers import layer_of
 
-from .step import ModelBytes
+from .weights import ModelBytes
 
 FEWEST = 3
 """Layers from which on some are left out."""

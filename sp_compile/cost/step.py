@@ -17,15 +17,12 @@ does it: parameters and state in shards, and beside them
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import nn
 from torch.fx import Graph, Node
 
 from sp_compile._compat import storage_of
@@ -37,91 +34,14 @@ from .memory import GIB
 from .offload import OnHost
 from .walk.kernels import Key
 from .walk.liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
+from .weights import ADAMW, ModelBytes
 
 PHASES = ("forward", "loss", "backward")
-ADAMW = 2.0
 OTHER_VALUES_HELD = "results, their gradients, and what other graphs keep"
 ALIVE_LINES = 6
 """Of a report, for what is alive at a peak."""
 COLUMN = 56
 """Characters of a column of a table."""
-
-
-@dataclass(frozen=True)
-class ModelBytes:
-    """Bytes of a model on every rank. learned: of parameters that want a gradient.
-
-    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules. rest: of what is in none.
-    """
-
-    parameters: int
-    learned: int
-    buffers: int
-    unit: int
-    rest: int = 0
-
-    @staticmethod
-    def of(model: Any) -> ModelBytes:
-        """Of a module; nothing of a function."""
-        if not isinstance(model, nn.Module):
-            return ModelBytes(0, 0, 0, 0)
-        units: Counter[str] = Counter()
-        learned = 0
-        for name, p in model.named_parameters():
-            nbytes = _local_bytes(p)
-            learned += nbytes if p.requires_grad else 0
-            found = re.match(r"(.*?\.)?\d+(?=\.)", name)
-            units[found[0] if found else ""] += nbytes
-        buffers, rest = sum(map(_local_bytes, model.buffers())), units.pop("", 0)
-        return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
-
-    def in_shards(self, n: int, per_weight: float = ADAMW) -> int:
-        """A rank's shards of parameters and of the optimizer's state, of n."""
-        return -(-(self.parameters + round(per_weight * self.learned)) // n)
-
-    def sharded(self, n: int, per_weight: float = ADAMW) -> tuple[int, int]:
-        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers.
-
-        At most: with all that is ever whole.
-        """
-        return self.in_shards(n, per_weight) + self.whole(True, True), self.gradients(self.learned, n)
-
-    def whole(self, in_layer: bool, arriving: bool) -> int:
-        """Of weights that FSDP has whole, inside of a layer or outside, and where others arrive, or have arrived."""
-        if not self.unit:  # what arrived stays until the forward has ended
-            return (1 + arriving) * self.rest
-        return self.rest + (in_layer + arriving) * self.unit
-
-    def gradients(self, made: int, n: int, whole: int | None = None) -> int:
-        """Of so many bytes of gradients that are made: those that are whole, and a rank's shards of all, of n.
-
-        whole: at most what is in no layer, and two layers; as many if it is not known.
-        """
-        return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
-
-
-def _local_bytes(x: torch.Tensor) -> int:
-    x = x.to_local() if hasattr(x, "to_local") else x
-    return x.numel() * x.element_size()
-
-
-def state_per_weight(optimizer: Any = None) -> float:
-    """Bytes of state that an optimizer keeps for a byte of a parameter; None: 2, as AdamW does.
-
-    optimizer: one that was made, or a function of parameters (a class, a partial); it makes one step on a small matrix.
-    """
-    if optimizer is None:
-        return ADAMW
-    small = nn.Parameter(torch.zeros(16, 16))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        known = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, torch.Tensor)}
-        one = type(optimizer)([small], **known)
-    else:
-        one = optimizer([small])
-    small.grad = torch.ones_like(small)
-    one.step()
-    state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
-    return sum(_local_bytes(x) for x in state) / _local_bytes(small)
 
 
 @dataclass

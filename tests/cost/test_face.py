@@ -34,8 +34,9 @@ from sp_compile.cost.plan.command import main
 from sp_compile.cost.plan.page import HEIGHT, MOST_POINTS, SCRIPT, page
 from sp_compile.cost.plan.plan import StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan, of_report
-from sp_compile.cost.step import GraphStep, ModelBytes, StepMemory, written
+from sp_compile.cost.step import GraphStep, StepMemory, written
 from sp_compile.cost.walk.liveness import Alive
+from sp_compile.cost.weights import ModelBytes
 from sp_compile.passes.job import Note, RegionInTiles
 from sp_compile.passes.report import Report
 

@@ -11,7 +11,8 @@ import pytest
 from support import ranks as worker
 from support.ranks import Ranks
 
-from sp_compile.cost.step import ModelBytes, Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
+from sp_compile.cost.step import Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
+from sp_compile.cost.weights import ModelBytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMPILERS = "aot_eager", "inductor"

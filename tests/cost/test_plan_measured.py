@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.cost.layers import checkpoint_blocks, checkpointed
-from sp_compile.cost.step import ADAMW
+from sp_compile.cost.weights import ADAMW
 
 LENGTH, RANKS = 512, 2
 

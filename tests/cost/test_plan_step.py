@@ -26,7 +26,7 @@ from sp_compile.cost.plan.looks import SHARDED, WHOLE, Attend, PlanWay, StepPlan
 from sp_compile.cost.plan.plan import NOT_CALLED, SEVERAL, TILES, StepPlan, Variant
 from sp_compile.cost.plan.record import of_plan
 from sp_compile.cost.plan.sizes import bytes_of_text, unit_of_text
-from sp_compile.cost.step import ModelBytes
+from sp_compile.cost.weights import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.passes.job import Note
 

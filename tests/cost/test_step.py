@@ -22,8 +22,9 @@ from torch.utils.flop_counter import flop_registry
 
 import sp_compile
 from sp_compile.cost.plan.record import of_report
-from sp_compile.cost.step import ADAMW, ModelBytes, StepMemory, state_per_weight, written
+from sp_compile.cost.step import StepMemory, written
 from sp_compile.cost.walk.liveness import _inside, walk
+from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
 from sp_compile.errors import SpError
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.masks.spans import whole

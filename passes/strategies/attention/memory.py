@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.memory import Memory
-from sp_compile.cost.step import ModelBytes
+from sp_compile.cost.weights import ModelBytes
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.layers import layer_of
 from sp_compile.graph.record import record

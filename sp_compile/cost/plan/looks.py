@@ -27,7 +27,8 @@ from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.layers import checkpointed
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.offload import copy_seconds
-from sp_compile.cost.step import ModelBytes, StepMemory
+from sp_compile.cost.step import StepMemory
+from sp_compile.cost.weights import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS

@@ -23,7 +23,7 @@ from torch import nn
 from sp_compile.config import OFFLOAD, SPConfig
 from sp_compile.cost.layers import checkpoint_blocks
 from sp_compile.cost.machine import Machine
-from sp_compile.cost.step import ModelBytes, state_per_weight
+from sp_compile.cost.weights import ModelBytes, state_per_weight
 from sp_compile.errors import SpError
 from sp_compile.verify import sorted_out
 

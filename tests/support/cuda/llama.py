@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.step import ModelBytes, StepMemory
+from sp_compile.cost.step import StepMemory
+from sp_compile.cost.weights import ModelBytes
 
 
 @dataclass(frozen=True)
