@@ -12,9 +12,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank. device: of its device. weights: parameters and buffers. gradients: of parameters. state: of the
-    model, whole.
+    """Bytes of one rank. device: of its device. weights: parameters and buffers. gradients: of parameters.
 
+    state: of the model, whole.
     kept: what a forward leaves for the backward; tiled: of that, what it would not with losses in tiles, if they may.
     State of an optimizer is nothing that a program shows: where FSDP has weights in shards, they count with an AdamW's.
     """
