@@ -85,10 +85,11 @@ class Offload(Pass):
             return {}
         graph = GraphStep.of(forward, backward, self.fused, self.given_bytes)
         step = StepMemory(self.shards or ModelBytes(0, 0, 0, 0), graphs=[graph])
-        stays = {storage_of(x): nbytes_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
-        always = sum(stays.values())
         if self.shards is not None:
             always = step.in_shards(self.n)
+        else:
+            given = (x for n in forward.find_nodes(op="placeholder") for x in tensors_of(n))
+            always = sum({storage_of(x): nbytes_of(x) for x in given}.values())
         behind = step.graphs[0].backward
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()

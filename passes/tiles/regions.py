@@ -183,7 +183,7 @@ def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:
 
 def _goes_with(view: TokenView, node: Node, seed: Node) -> bool:
     """Is it of as many rows as the seed, and of its checkpoint, so that one tile may have both?"""
-    alike = view.is_inside(node) and view.checkpoints[node] == view.checkpoints[seed]
+    alike = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
     return alike and _sizes(view, node) <= {_size(view, seed)}
 
 

@@ -39,9 +39,8 @@ class TokenView:
     """A copy (gm) of a local graph in which all that is not token-wise is an input.
 
     source: the node of the local graph that an input or a call stands for. flags: inputs that tell which rows a mask
-    fills, which the local graph does not have yet. plan: where rows lie in each value. checkpoints: the one that a node
-    is in, if any; a tile has one. without_grad: what runs in no_grad, which
-    a detach follows, so that it may be part of a tile with gradients.
+    fills, which the local graph does not have yet. plan: where rows lie in each value. without_grad: what runs in
+    no_grad, which a detach follows, so that it may be part of a tile with gradients.
     """
 
     gm: GraphModule
@@ -49,8 +48,11 @@ class TokenView:
     source: dict[Node, Node]
     flags: set[Node]
     plan: Plan
-    checkpoints: dict[Node, Any]
     without_grad: set[Node]
+
+    def checkpoint(self, node: Node) -> Any:
+        """The one that the node is in, if any; a tile has one."""
+        return self.source[node].meta.get("ac_graph_id")
 
     def rows(self, node: Node) -> Shard | None:
         """Where the rows of a value lie; None of a value without."""
@@ -135,8 +137,7 @@ class _TokenCopy:
                 self.source.setdefault(self.made[node], node)
         gm = GraphModule({}, graph)
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
-        checkpoints = {new: old.meta.get("ac_graph_id") for new, old in self.source.items()}
-        return TokenView(gm, self.local.graph, self.source, self.flags, plan, checkpoints, without_grad)
+        return TokenView(gm, self.local.graph, self.source, self.flags, plan, without_grad)
 
     def _copied(self, graph: Graph, node: Node) -> Node:
         if self._fills(node):

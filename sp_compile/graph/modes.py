@@ -82,8 +82,9 @@ def without_autocast(device: str) -> Iterator[None]:
 
 def settle_dtypes(graph: Graph) -> None:
     """Give values the dtypes that the graph's autocast regions make them: a capture records what they are without."""
-    values = [v for node in graph.nodes for v in tensors_of(node)]
-    mode = detect_fake_mode(values) if graph.find_nodes(op="call_function", target=enter_autocast) else None
+    if not graph.find_nodes(op="call_function", target=enter_autocast):
+        return
+    mode = detect_fake_mode([v for node in graph.nodes for v in tensors_of(node)])
     if mode is None:
         return
     other: set[Node] = set()

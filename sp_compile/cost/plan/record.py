@@ -22,9 +22,9 @@
      "changes": {"8": "..."}, "notes": ["..."]}
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
-what is there all the time, parameters, gradients and the optimizer's state on so many shards; values are beside it.
-unit: that of the memory which was asked for. looked: is the way predicted with these very options, or estimated from
-others? What options hold that is no JSON is there as its text.
+what is there all the time: parameters and the optimizer's state in so many shards, buffers and inputs. values: beside
+it, with gradients, and weights that are whole. unit: that of the memory which was asked for. looked: is the way
+predicted with these very options, or estimated from others? What options hold that is no JSON is there as its text.
 """
 
 from __future__ import annotations

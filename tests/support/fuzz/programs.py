@@ -12,6 +12,7 @@ from typing import Any
 from support.fuzz.oracle import Case, outcome
 from support.fuzz.outcomes import Result
 from support.fuzz.random_programs import Program, Sizes, Step, inputs_of, random_program
+from torch import Tensor
 
 STEPS = 12
 RANKS = [(2, 3), (2, 3), (2, 3, 4)]
@@ -55,9 +56,13 @@ class Setting:
 
     def outcome(self, steps: Sequence[Step]) -> Result:
         options = {**self.options, "seq_dims": {"x": self.dim}}
-        return outcome(
-            Case(Program(list(steps)), inputs_of(self.sizes, self.frozen), self.ranks, options, self.dynamic)
-        )
+        return outcome(Case(self.program(steps), self.inputs(), self.ranks, options, self.dynamic))
+
+    def program(self, steps: Sequence[Step]) -> Program:
+        return Program(list(steps))
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return inputs_of(self.sizes, self.frozen)
 
 
 def cases() -> Iterator[str]:

@@ -12,7 +12,6 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
-from support.fuzz.oracle import Case, outcome
 from support.fuzz.outcomes import Result
 from support.fuzz.programs import Setting, shrunk
 from support.fuzz.random_programs import LIMIT, Program, Sizes, Step, inputs_of
@@ -177,8 +176,9 @@ NUMBERS: dict[str, Op] = {
 }
 STAGES = {"rows": ROWS, "head": HEADS, "wide": WIDE, "each": EACH, "tokens": TOKENS, "sum": SUMS, "number": NUMBERS}
 OPS = {f"{stage} {name}": op for stage, ops in STAGES.items() for name, op in ops.items()}
-OF = {"rows": "rows", "head": "rows", "wide": "wide", "each": "wide", "tokens": "tokens", "sum": "tokens"} | {
-    "number": "number"
+OF = {
+    **{"rows": "rows", "head": "rows", "wide": "wide", "each": "wide"},
+    **{"tokens": "tokens", "sum": "tokens", "number": "number"},
 }
 """What kind of value each stage takes."""
 
@@ -197,10 +197,11 @@ class TiledSetting(Setting):
 
     results: int = 1
 
-    def outcome(self, steps: Sequence[Step]) -> Result:
-        options = {**self.options, "seq_dims": {"x": 1}}
-        program = Program(list(steps), OPS, self.results)
-        return outcome(Case(program, given(self.sizes, self.frozen), self.ranks, options, self.dynamic))
+    def program(self, steps: Sequence[Step]) -> Program:
+        return Program(list(steps), OPS, self.results)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return given(self.sizes, self.frozen)
 
 
 def given(sizes: Sizes, frozen: str = "") -> tuple[Tensor, Tensor, Tensor]:
