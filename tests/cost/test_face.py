@@ -126,17 +126,20 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     memory = of_report(made)["memory"]
     assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
-    assert f"8 shards of the state, buffers, inputs: {written(made.step.in_shards(8))}" in page(of_report(made))
+    assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of its shards, whatever the ranks of the sequence"
+    words = "8 shards of parameters and state of the optimizer, buffers, inputs"
+    assert f"{words}: {written(made.step.in_shards(8))}" in page(of_report(made))
     assert f"peak of a rank {written(made.step.fsdp(8))}, with" in made.step.text(8)
 
 
 def test_a_page_has_a_ranks_own_state_in_its_table() -> None:
     made = report()
     assert made.step is not None
-    assert "shards of the state" not in page(of_report(made))
+    assert "shards of parameters" not in page(of_report(made))
     made.step.shards = 8
     text = Page(page(of_report(made))).text
-    assert f"8 shards of the state (parameters 256 B, gradients 256 B, state of the optimizer {written(512)})" in text
+    words = f"8 shards of parameters (256 B) and state of the optimizer ({written(512)})"
+    assert f"{words}{written((256 + 512) // 8)}" in text
     assert f"peak of the step{written(made.step.fsdp(8))}" in text
     assert f"peak, with the state on every rank{written(made.step.peak)}" in text
 
@@ -386,7 +389,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
     memory = found["memory"]
     most = max(point["values_bytes"] for point in memory["curve"]) + memory["constant_bytes"]
     assert any(word.startswith(f"{written(most)} at ") for word in words)
-    assert (memory["shards"], "2 shards of the state" in seen["text"]) == ((2, True) if options else (1, False))
+    assert (memory["shards"], "2 shards of parameters" in seen["text"]) == ((2, True) if options else (1, False))
     assert any(("2 shards" in word) == bool(options) for word in words if word.startswith("there all the time"))
 
 

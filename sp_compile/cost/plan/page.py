@@ -46,7 +46,6 @@ MOVED = {
     "shard": "nothing: a rank takes its rows of what is whole",
 }
 """What an exchange is for, where its name does not say it."""
-STATE = ("parameters", "optimizer", "buffers", "inputs")
 ORIGINS = (
     "saved: kept by the forward for the backward. value: made and read here. result: given to the caller, or kept for "
     "the backward. gradient: of a weight or an input. workspace: inside an operator. reuse: read no more, and kept for "
@@ -164,16 +163,15 @@ def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         yield from ((words, memory[f"{name}_bytes"]) for name, words in state.items())
     else:
         shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
-        words = ", ".join(f"{words} {written(memory[f'{name}_bytes'])}" for name, words in state.items())
-        yield f"{n} shards of the state ({words}), and of one layer what is whole", shards
+        parameters, _, optimizer = (f"{words} ({written(memory[f'{name}_bytes'])})" for name, words in state.items())
+        yield f"{n} shards of {parameters} and {optimizer}", shards
     for name, words in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
         yield words, memory[f"{name}_bytes"]
     if n == 1:
         yield "peak of the step", memory["peak_bytes"]
         yield "peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"]
     else:
-        most = max((point["values_bytes"] for point in memory["curve"]), default=0)
-        yield "peak of the step", memory["constant_bytes"] + most
+        yield "peak of the step", memory["peak_with_fsdp_bytes"]
         yield "peak, with the state on every rank", memory["peak_bytes"]
 
 
@@ -293,7 +291,8 @@ def _area(memory: Mapping[str, Any]) -> str:
     parts.append(
         f'<text x="{x[peak] + beside:.1f}" y="{max(12.0, y[peak] - 4):.1f}" text-anchor="{side}">{escape(words)}</text>'
     )
-    what = ", ".join(STATE if memory["shards"] == 1 else (f"{memory['shards']} shards of the state", *STATE[2:]))
+    shards = "" if memory["shards"] == 1 else f"{memory['shards']} shards of "
+    what = f"{shards}parameters and state of the optimizer, buffers, inputs"
     parts.append(f'<text x="3" y="{HEIGHT - 4}">there all the time: {what}: {written(state)}</text>')
     size = f"{-LEFT} -4 {WIDTH + LEFT} {HEIGHT + 24}"
     return f'<svg viewBox="{size}" role="img" aria-label="memory over the step">{"".join(parts)}</svg>'

@@ -198,7 +198,7 @@ def _memory(step: StepMemory, n: int) -> dict[str, Any]:
         "shards": step.shards,
         "offload": None if step.offloaded is None else asdict(step.offloaded),
         "peak_bytes": step.peak,
-        "peak_with_fsdp_bytes": step.fsdp(n),
+        "peak_with_fsdp_bytes": step.fsdp(step.shards if step.shards > 1 else n),
         "peaks": [{**at_moment(point), "alive": alive(point)} for point in step.peaks().values()],
         "curve": [at_moment(point) for point in step.points()],
     }
