@@ -12,14 +12,16 @@ from unittest import mock
 import pytest
 import torch
 from sharding.tiles.losses import Loss, Model, batch, mean, per_sequence
+from support import ranks as worker
+from support.ranks import Ranks
 from torch._inductor.graph import GraphLowering
 
-ROWS, SEQ, VOCAB = 2, 64, 1024
-"""All else is smaller than a tile of logits, in whatever shape that lies."""
+ROWS, SEQ, VOCAB, RANKS = 2, 128, 1024, 2
+"""SEQ: tokens of a rank. All else is smaller than a tile of logits, in whatever shape that lies."""
 
 
-def largest_buffer(loss: Loss, tiles: int | str) -> int:
-    """Elements of the largest buffer in all code of a step."""
+def largest_buffer(loss: Loss, tiles: int | str, n: int = 1) -> int:
+    """Elements of the largest buffer in all code of a step, of a rank of n."""
     texts: list[str] = []
     to_module: Callable[[GraphLowering], Any] = GraphLowering.compile_to_module
 
@@ -30,12 +32,13 @@ def largest_buffer(loss: Loss, tiles: int | str) -> int:
         return module
 
     torch.compiler.reset()
-    run = torch.compile(Model(loss, vocab=VOCAB), backend="sp", options={"tiles": tiles, "cost": {}}, dynamic=False)
+    options = {"tiles": tiles, "cost": {}, **({"mesh": worker.mesh()} if n > 1 else {})}
+    run = torch.compile(Model(loss, vocab=VOCAB), backend="sp", options=options, dynamic=False)
     with (
         mock.patch.object(GraphLowering, "compile_to_module", written),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
-        run(*batch(SEQ)).backward()
+        run(*batch(n * SEQ)).backward()
     torch.compiler.reset()
     found = [re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", text) for text in texts]
     shapes = [[int(n) for n in re.findall(r"\d+", shape)] for shape in chain(*found)]
@@ -48,3 +51,12 @@ def test_no_buffer_holds_more_than_a_tile(loss: Loss) -> None:
     logits, tiles = ROWS * SEQ * VOCAB, 8
     assert largest_buffer(loss, "never") == logits
     assert logits // (2 * tiles) < largest_buffer(loss, tiles) <= logits // tiles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [mean, per_sequence], ids=["at once", "again"])
+def test_no_buffer_of_a_rank_holds_more_than_a_tile(ranks: Ranks, loss: Loss) -> None:
+    logits, tiles = ROWS * SEQ * VOCAB, 8
+    assert ranks.run(RANKS, largest_buffer, loss, "never", RANKS) == [logits] * RANKS
+    for found in ranks.run(RANKS, largest_buffer, loss, tiles, RANKS):
+        assert logits // (2 * tiles) < found <= logits // tiles
