@@ -14,6 +14,7 @@ mapped files here, which the limit does not count: all else is under it, as it w
 import argparse
 import ctypes
 import faulthandler
+import math
 import os
 import resource
 import signal
@@ -41,6 +42,7 @@ FIRST, GROWS, STRIDE = 0.88, 1.06, 32
 SHORT = 256  # tokens of the step that compiles
 LONGEST_STEP = 300  # seconds; no rank waits longer for one that is stuck
 LOOKED = 8192, 16384  # lengths at which memory is predicted; it grows evenly between and beyond
+ROOM = 0.2  # of a number in the chart, as a logarithm
 OF_MEMORY = "memory", "alloc", "MemoryError"
 
 
@@ -205,13 +207,16 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for i, (name, of_ranks) in enumerate(found.items()):
+    figure, axes = plt.subplots(figsize=(7, 5.5), layout="constrained")
+    written: list[int] = []
+    for i, (name, of_ranks) in enumerate(sorted(found.items(), key=lambda one: -max(one[1].values())[0])):
         ranks = list(of_ranks)
         axes.plot(ranks, [made for made, _ in of_ranks.values()], "o-", color=f"C{i}", label=name)
         axes.plot(ranks, [likely for _, likely in of_ranks.values()], ":", color=f"C{i}")
         last = ranks[-1], of_ranks[ranks[-1]][0]
-        axes.annotate(f"{last[1]:,}", last, xytext=(6, 0), textcoords="offset points", va="center", color=f"C{i}")
+        if all(abs(math.log(last[1] / one)) > ROOM for one in written):
+            axes.annotate(f"{last[1]:,}", last, xytext=(6, 0), textcoords="offset points", va="center", color=f"C{i}")
+            written.append(last[1])
     axes.plot([], [], "k:", label="predicted by explain")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens of the longest sequence")
     axes.set_title(f"What trains in {limit >> 20} MiB a process")
@@ -221,7 +226,7 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.15)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
