@@ -372,12 +372,18 @@ def partitioned(
 
 
 def _changed_by_inductor(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """A joint graph, or an inference, behind Inductor's passes over it; 2.12 and older give nothing back."""
+    """A joint graph, or an inference, behind Inductor's passes over it; 2.12 and older give nothing back.
+
+    Of values on the meta device, which stand for those on another one, it would take all for constants.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes as changed
 
     device = next((x.device for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)), None)
-    takes = "input_device" in inspect.signature(changed).parameters
-    found = changed(gm, **({"input_device": device} if takes else {}))
+    stands_in = device is not None and device.type == "meta"
+    takes = "input_device" in inspect.signature(changed).parameters and not stands_in
+    with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not stands_in):
+        found = changed(gm, **({"input_device": device} if takes else {}))
     return gm if found is None else found
 
 
