@@ -313,9 +313,8 @@ class _Places(FusedEvents):
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in tensors_of(node)}
         for i, (node, made) in enumerate(self.made.items()):
-            ending = [
-                key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
-            ]
+            read = self.taken[node] - self.results
+            ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # what was made last first
             for key in made:
                 held = self._held(key)
                 free = [k for k in ending if k not in self.kept_by(node)] if self.is_fused(node) else []
@@ -348,7 +347,7 @@ class _Places(FusedEvents):
         free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
         before: dict[Key, Alive] = {}
         for i, (node, live) in enumerate(zip(self.made, lives)):
-            for key in live.keys() - before.keys():
+            for key in [key for key in live if key not in before]:
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue
@@ -359,7 +358,7 @@ class _Places(FusedEvents):
                         totals[k] += held.nbytes
                         waiting[k].append(held)
             after = lives[i + 1] if i + 1 < len(lives) else live
-            for key in live.keys() - after.keys():
+            for key in [key for key in live if key not in after]:
                 if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             before = live
