@@ -217,10 +217,9 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
     """
     found = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        for product, other in (node.args, node.args[::-1]):
-            if not node.kwargs and node not in found and _is_added(product, other):
-                if not (is_on_gpu(node) and all(map(_is_elementwise, node.users))):
-                    found[node] = product
+        goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
+        pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
+        found.update((node, product) for product, other in pairs if _is_added(product, other))
     return found
 
 

@@ -40,9 +40,9 @@ from .kinds import (
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
     INLINED_ONCE,
-    NEVER_ENDING,
     MATRIX_PRODUCTS,
     MUTATIONS,
+    NEVER_ENDING,
     PUT_TOGETHER,
     REDUCTIONS,
     TILE_LOOPS,
@@ -317,7 +317,7 @@ class _Places(FusedEvents):
             ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # what was made last first
             for key in made:
                 held = self._held(key)
-                free = [k for k in ending if k not in self.kept_by(node)] if self.is_fused(node) else []
+                free = [k for k in ending if k not in self._kept_by(node)] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == held.nbytes), None)
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
@@ -372,7 +372,7 @@ class _Places(FusedEvents):
     def _is_matrix_product(self, node: Node) -> bool:
         return node in self.sums or node.target in MATRIX_PRODUCTS
 
-    def kept_by(self, node: Node) -> set[Key]:
+    def _kept_by(self, node: Node) -> set[Key]:
         """What an event writes over nothing of, though it is the last to read it.
 
         Of inputs Inductor writes over those that AOTAutograd says are given away, what was saved for it alone.
