@@ -1,7 +1,7 @@
 """Peak memory of a training step: the demo on one device and on ranks, and what `explain` predicts of models.
 
 python benchmarks/memory.py           activations of the demo's model; takes the flags of examples/train_lm.py
-python benchmarks/memory.py --plan [--only "Llama|experts"]
+python benchmarks/memory.py --plan [--only "Llama|experts"] [--compilers inductor]
                                        predicted against measured tensors of a step, to results/memory_plan.md
 python benchmarks/memory.py --tiles 16 [--tokens 2048] [--ranks 1 2 4] [--repeats 3] [--only "ours|DeepSpeed"]
                                        work in tiles beside DeepSpeed's (see peers.py), to results/tiles.md
@@ -11,6 +11,7 @@ python benchmarks/memory.py --growth   how the peak grows with tokens, compile t
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from itertools import product
@@ -65,11 +66,11 @@ By hand: chunks, each computed again, with heads exchanged for rows.
 """Then a section for each length and number of ranks."""
 
 
-def predictions(console: Console, only: str) -> None:
-    """Make the rows that a regular expression finds, and leave others as they were made."""
+def predictions(console: Console, only: str, compilers: Sequence[str]) -> None:
+    """Make the rows that a regular expression finds by these compilers, and leave others as they were made."""
     ranks = {name: str(case.ranks) for name, case in CASES.items()} | dict.fromkeys(shards.WAYS, str(shards.RANKS))
     known = _rows_of(RESULTS.read_text()) if RESULTS.exists() else {}
-    for compiler, (names, made) in product(COMPILERS, ((CASES, compare), (shards.WAYS, shards.compare))):
+    for compiler, (names, made) in product(compilers, ((CASES, compare), (shards.WAYS, shards.compare))):
         for name in filter(partial(re.search, only), names):
             predicted, measured = made(name, compiler)
             numbers = f"{predicted / 1e6:.2f}", f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.1%}"
@@ -134,7 +135,9 @@ def main() -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--plan", action="store_true")
         parser.add_argument("--only", default="", help="a regular expression of rows")
-        predictions(console, parser.parse_args().only)
+        parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=COMPILERS)
+        given = parser.parse_args()
+        predictions(console, given.only, given.compilers)
         return
     if "--growth" in sys.argv[1:]:
         growing(console)

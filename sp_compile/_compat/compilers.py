@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import linecache
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 JointTransform = Callable[[torch.fx.GraphModule], None]
@@ -329,7 +331,8 @@ def partitioned(
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
     transform: changes the joint graph in place before it is cut. halves: the two, then.
-    for_inductor: in the ops that Inductor wants.
+    for_inductor: in the ops that Inductor wants, and changed as it changes a graph before it is cut: what is kept for
+    the backward depends on that.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -340,6 +343,8 @@ def partitioned(
     def partition(joint: torch.fx.GraphModule, values: Any, **options: Any) -> Any:
         if transform is not None:
             transform(joint)
+        if for_inductor:
+            joint = _changed_by_inductor(joint, values)
         found[:] = min_cut_rematerialization_partition(joint, values, **options)
         if halves is not None:
             halves.both(found[0], found[1], options["num_fwd_outputs"])
@@ -350,6 +355,8 @@ def partitioned(
             transform(forward)
         if halves is not None:
             halves.alone(forward)
+        if for_inductor:
+            forward = _changed_by_inductor(forward, values)
         found[:] = forward, None
         return boxed_nop(forward, values)
 
@@ -362,6 +369,22 @@ def partitioned(
         keep_inference_input_mutations=True,
     )(gm, inputs)
     return found[0], found[1]
+
+
+def _changed_by_inductor(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+    """A joint graph, or an inference, behind Inductor's passes over it; 2.12 and older give nothing back.
+
+    Of values on the meta device, which stand for those on another one, it would take all for constants.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes as changed
+
+    device = next((x.device for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)), None)
+    stands_in = device is not None and device.type == "meta"
+    takes = "input_device" in inspect.signature(changed).parameters and not stands_in
+    with config.patch(joint_graph_constant_folding=config.joint_graph_constant_folding and not stands_in):
+        found = changed(gm, **({"input_device": device} if takes else {}))
+    return gm if found is None else found
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -38,11 +38,17 @@ SHARDS = [
 ]
 
 
+TOO_HIGH = {"Llama, the same in 4 tiles", "decoder, checkpointed blocks, a ring, 4 tiles, all that is kept on the host"}
+"""By Inductor, by a bucket of gradients that it makes later than predicted: docs/limits.md says why."""
+
+
 def rows(names: list[str], quick: set[str]) -> list[Any]:
-    return [
-        pytest.param(name, how, marks=() if how == "aot_eager" and name in quick else pytest.mark.slow)
-        for how, name in product(COMPILERS, names)
-    ]
+    def marks(name: str, how: str) -> list[pytest.MarkDecorator]:
+        known = [pytest.mark.xfail(strict=True, reason="a bucket is made later")]
+        slow = [] if how == "aot_eager" and name in quick else [pytest.mark.slow]
+        return slow + (known if how == "inductor" and name in TOO_HIGH else [])
+
+    return [pytest.param(name, how, marks=marks(name, how)) for how, name in product(COMPILERS, names)]
 
 
 @pytest.fixture(autouse=True)

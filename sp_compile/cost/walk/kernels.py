@@ -6,17 +6,19 @@ An event that runs with an earlier one comes as early; what only a kernel itself
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sp_compile._compat import OpOverload, schema_of, size_hint
 from sp_compile.graph.call import WAIT, tensors_of
 from sp_compile.graph.closure import reached
+from sp_compile.graph.sizes import same, sizes
 
 from .kinds import (
     ARRIVALS,
@@ -53,6 +55,7 @@ class FusedEvents:
 
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
+        self.sums: dict[Node, Node] = {}  # the product that is made with each
         self.made: dict[Node, list[Key]] = {}
         self.taken: dict[Node, frozenset[Key]] = {}
         self.sizes: dict[Key, int] = {}
@@ -69,7 +72,7 @@ class FusedEvents:
     def is_fused(self, node: Node) -> bool:
         """Is it a part of kernels that Inductor writes?"""
         target = node.target
-        if not self.fused or not isinstance(target, OpOverload):
+        if not self.fused or node in self.sums or not isinstance(target, OpOverload):
             return False
         return (
             _name(target) in PRIMS
@@ -205,6 +208,41 @@ class FusedEvents:
         inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
         self.made[event] = [key for key in self.made[event] if key not in inside]
         self.taken[event] -= inside
+
+
+def products_in_sums(graph: Graph) -> dict[Node, Node]:
+    """Matrix products that only one sum reads, by that sum: Inductor makes both at once, where the sum is (`addmm`).
+
+    As a weight's gradient that is added to that of the embedding it is tied to. Not what a GPU's kernels go on with.
+    """
+    found = dict[Node, Node]()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
+        pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
+        found.update((node, product) for product, other in pairs if _is_added(product, other))
+    return found
+
+
+def _is_added(product: Any, other: Any) -> bool:
+    """May something be added to a product in the product's own kernel?"""
+    if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
+        return False
+    if not isinstance(other, Node) or other is product or not isinstance(other.meta.get("val"), torch.Tensor):
+        return False
+    x, y = product.meta["val"], other.meta["val"]
+    fits = all(same(a, b) or same(a, 1) for a, b in zip(sizes(y.shape)[::-1], sizes(x.shape)[::-1]))
+    return fits and y.dim() <= x.dim() and x.dtype == y.dtype
+
+
+def _is_elementwise(user: Node) -> bool:
+    """Is it a part of a kernel, or a view that only such read?"""
+    if user.target is operator.getitem:
+        return all(map(_is_elementwise, user.users))
+    if not isinstance(user.target, OpOverload):
+        return False
+    if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
+        return all(map(_is_elementwise, user.users))
+    return torch.Tag.pointwise in user.target.tags
 
 
 def _alike(a: Node, b: Node) -> bool:

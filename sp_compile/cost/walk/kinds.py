@@ -29,6 +29,8 @@ FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
 """Of what such a kernel sums over its rows, too."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
+NEVER_ENDING = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
+"""Inputs of these names Inductor takes for such as nobody frees: `is_nonfreeable_buffers`."""
 MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
 REDUCTIONS = frozenset(
     overloads(

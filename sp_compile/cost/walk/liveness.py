@@ -31,7 +31,7 @@ from sp_compile.lowering.tiles.flops import flops_of, is_grouped_product
 from sp_compile.lowering.tiles.program import PROGRAMS, TilePart, TileProgram
 from sp_compile.sharding.matchers import source_of
 
-from .kernels import FusedEvents, Key, is_on_gpu
+from .kernels import FusedEvents, Key, is_on_gpu, products_in_sums
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
@@ -42,6 +42,7 @@ from .kinds import (
     INLINED_ONCE,
     MATRIX_PRODUCTS,
     MUTATIONS,
+    NEVER_ENDING,
     PUT_TOGETHER,
     REDUCTIONS,
     TILE_LOOPS,
@@ -140,13 +141,14 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
     }
     found = Walk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
     for node, live in places.run(given):
-        total, product = sum(held.nbytes for held in live), is_product(node)
+        ran = places.sums.get(node, node)
+        total, product = sum(held.nbytes for held in live), is_product(ran)
         results, idle = (sum(held.nbytes for held in live if held.origin == of) for of in ("result", "reuse"))
         traffic = 0 if product else places.traffic(node)
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
             traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
-        flops = 0 if node.target in ATTENTIONS else flops_of(node)
+        flops = 0 if node.target in ATTENTIONS else flops_of(ran)
         memory = total, results, idle, product
         found.moments.append(Moment(node.name, _line(node), *memory, layer_of(node), traffic, flops))
     found.end = sum(held.nbytes for held in places.left.values())
@@ -278,6 +280,9 @@ class _Places(FusedEvents):
         self.copied: dict[Node, frozenset[Key]] = {}  # what kernels read in place of a copy for an operator
         self.dtypes: dict[Key, torch.dtype] = {}
         self.left: dict[Key, Alive] = {}
+        self.unaligned: set[Key] = set()  # as inputs on a CPU, and what operators that run as they are make of such
+        self.sums = products_in_sums(graph) if fused else {}
+        self.inputs = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             if node.op != "output":
                 self._place(node)
@@ -306,17 +311,19 @@ class _Places(FusedEvents):
     def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive]]]:
         """Each event, and what is in memory while it runs, but for what waits for a later buffer."""
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
+        self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in tensors_of(node)}
         for i, (node, made) in enumerate(self.made.items()):
-            ending = [
-                key for key in self.taken[node] if key in live and self.last[key] == i and key not in self.results
-            ]
+            read = self.taken[node] - self.results
+            ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # what was made last first
             for key in made:
                 held = self._held(key)
-                free = [k for k in ending if k not in self.often.get(node, ())] if self.is_fused(node) else []
+                free = [k for k in ending if k not in self._kept_by(node)] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == held.nbytes), None)
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
                     del live[over]
+                if over in self.unaligned or (self._runs_as_it_is(node) and self.taken[node] & self.unaligned):
+                    self.unaligned.add(key)
                 live[key] = held
             yield node, live
             for key in [*ending, *(key for key in made if key not in self.last and key not in self.results)]:
@@ -326,22 +333,23 @@ class _Places(FusedEvents):
     def _idle(self, given: dict[Key, Alive], lives: Sequence[dict[Key, Alive]]) -> list[list[Alive]]:
         """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
 
-        The peak as Inductor has it: of what was saved, on the host, too. It asks for buffers' sizes where it sorts for
-        the peak, and here it runs graphs in their order (`_compat.joint_compiler`): to it, they have none.
+        The peak as Inductor has it: of its inputs that end, which it knows by their names. It asks for buffers' sizes
+        where it sorts for the peak, and here it runs graphs in their order (`_compat.joint_compiler`): to it, they
+        have none. What it does not take for aligned it keeps for nothing that is.
         """
         totals = [0] * len(lives)
-        reads = {key: i for i, node in enumerate(self.made) if node.target is FROM_HOST for key in self.taken[node]}
-        saved = {key: self.last[key] for key in given if key in self.last and not is_tangent(self.maker[key])} | reads
-        for key, last in saved.items():
-            for i in range(len(lives) if key in self.results else last + 1):
-                totals[i] += self.sizes[key]
+        for node in self.inputs:
+            keys = [(self.key(x), bytes_now(x)) for x in tensors_of(node) if not node.name.startswith(NEVER_ENDING)]
+            for key, nbytes in keys:
+                for i in range(len(lives) if key in self.results else self.last.get(key, -1) + 1):
+                    totals[i] += nbytes
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
         before: dict[Key, Alive] = {}
         for i, (node, live) in enumerate(zip(self.made, lives)):
-            for key in live.keys() - before.keys():
+            for key in [key for key in live if key not in before]:
                 kind = live[key].nbytes, self.dtypes[key]
-                if not free[kind] or not (self.is_fused(node) or node.target in MATRIX_PRODUCTS):
+                if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue
                 since, held = free[kind][-1]
                 if since == i or max(totals[since:i]) + held.nbytes <= most:
@@ -350,11 +358,26 @@ class _Places(FusedEvents):
                         totals[k] += held.nbytes
                         waiting[k].append(held)
             after = lives[i + 1] if i + 1 < len(lives) else live
-            for key in live.keys() - after.keys():
-                if live[key].origin != "saved":
+            for key in [key for key in live if key not in after]:
+                if live[key].origin != "saved" and key not in self.unaligned:
                     free[live[key].nbytes, self.dtypes[key]].append((i + 1, replace(live[key], origin="reuse")))
             before = live
         return waiting
+
+    def _runs_as_it_is(self, node: Node) -> bool:
+        """Is it one call of torch's to Inductor, which has no kernel or buffer of its own for it?"""
+        exchanges = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+        return not (self.is_fused(node) or self._is_matrix_product(node) or exchanges)
+
+    def _is_matrix_product(self, node: Node) -> bool:
+        return node in self.sums or node.target in MATRIX_PRODUCTS
+
+    def _kept_by(self, node: Node) -> set[Key]:
+        """What an event writes over nothing of, though it is the last to read it.
+
+        Of inputs Inductor writes over those that AOTAutograd says are given away, what was saved for it alone.
+        """
+        return {*self.often.get(node, ()), *(key for key in self.taken[node] if is_tangent(self.maker[key]))}
 
     def _held(self, key: Key) -> Alive:
         node = self.maker[key]
@@ -385,7 +408,7 @@ class _Places(FusedEvents):
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
             self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
-        elif self._has_no_place(node, through):
+        elif node in self.sums.values() or self._has_no_place(node, through):
             self.inlined.update(new)
             self.reads[node] = through
         else:

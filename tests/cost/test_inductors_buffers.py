@@ -1,0 +1,148 @@
+"""Where Inductor puts values, and how long it keeps them: walks over small graphs by hand, and a model it compiles."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import seeded
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import sp_compile
+from sp_compile.cost.walk.liveness import Walk, walk
+
+ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
+
+
+def walked(fn: Callable[..., Any], saved: str = "", **inputs: Tensor) -> Walk:
+    """Of a graph with inputs of these names. saved: those that end."""
+    graph = make_fx(fn, tracing_mode="fake")(*inputs.values()).graph
+    nodes = dict(zip(inputs, graph.find_nodes(op="placeholder")))
+    for name, node in nodes.items():
+        node.name = node.target = name
+    return walk(graph, fused=True, saved=[nodes[name] for name in saved.split()])
+
+
+def test_gradients_of_results_are_not_written_over() -> None:
+    """AOTAutograd gives Inductor away what it saved, and nothing else."""
+    x, w = torch.randn(64, 8), torch.randn(8, 8)
+    held = [
+        walked(lambda x, w: x.exp() @ w, name, **{name: x}, primals_1=w).moments[0].nbytes
+        for name in ("view_1", "tangents_1")
+    ]
+    assert held == [ROW, 2 * ROW]
+
+
+def waiting(make: Callable[[Tensor, Tensor], Tensor], device: str = "cpu", **first: Tensor) -> int:
+    """Bytes that wait between what `make` makes, which ends, and a product of its size."""
+
+    def fn(first: Tensor, x: Tensor, w: Tensor) -> Any:
+        total, a = first.sum(), make(x, w)
+        small = a[:8] @ w
+        return total, small @ w, x @ w
+
+    *_, between, _ = walked(
+        fn,
+        **{name: value.to(device) for name, value in first.items()},
+        primals_1=torch.randn(64, 8, device=device),
+        primals_2=torch.randn(8, 8, device=device),
+    ).moments
+    assert between.name == "mm_1" or between.name == "mm_2"
+    return between.idle
+
+
+def test_what_waits_for_a_buffer_of_its_size() -> None:
+    """As much as lay there at first, by the inputs that Inductor takes for such as end."""
+    product, large = torch.mm, torch.randn(256, 8)
+    assert waiting(product, view_9=large) == ROW
+    assert waiting(product, primals_9=large) == waiting(product, tangents_9=large) == 0
+
+
+def test_what_may_not_be_aligned_waits_for_nothing() -> None:
+    """On a CPU: inputs, and what operators that Inductor calls as they are make of such."""
+    large = torch.randn(256, 8)
+    assert waiting(lambda x, w: x.cumsum(0), view_9=large) == 0
+    assert waiting(lambda x, w: x.cumsum(0), "meta", view_9=large) == ROW
+    assert waiting(lambda x, w: (x @ w).cumsum(0), view_9=large) == ROW
+
+
+def test_a_product_runs_where_the_sum_does_that_alone_reads_it() -> None:
+    def fn(x: Tensor, y: Tensor, z: Tensor) -> Any:
+        product = x.t() @ y
+        return z @ z, product + z.exp()
+
+    inputs = {"view_1": torch.randn(64, 8), "view_2": torch.randn(64, 8), "primals_1": torch.randn(8, 8)}
+    found = walked(fn, "view_1 view_2", **inputs)
+    assert [(m.name, m.product, m.flops) for m in found.moments] == [
+        ("mm_1", True, 2 * 8**3),
+        ("exp", False, 0),
+        ("add", True, 2 * 64 * 8**2),
+    ]
+    assert [m.nbytes - 2 * ROW for m in found.moments] == [256, 512, 768]
+
+
+def test_a_gpu_adds_in_the_kernel_that_goes_on() -> None:
+    def fn(x: Tensor, y: Tensor, z: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
+        return then(x.t() @ y + z)
+
+    inputs = {"x": torch.randn(64, 8), "y": torch.randn(64, 8), "z": torch.randn(8, 8)}
+    for device, then, names in (
+        ("cpu", torch.relu, ["add", "relu"]),
+        ("meta", torch.relu, ["mm", "relu"]),
+        ("meta", lambda x: x, ["add"]),
+    ):
+        on_it = {name: x.to(device) for name, x in inputs.items()}
+        assert [m.name for m in walked(partial(fn, then=then), **on_it).moments] == names
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kept_is_what_inductor_keeps(device: str) -> None:
+    """Attention's result, and not what AOTAutograd has of it by another name: Inductor's passes take that away."""
+
+    def fn(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x + 1, x + 2).exp()
+
+    x = torch.randn(1, 2, 64, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    step = sp_compile.explain(fn, x, sp=1, memory=True, compiler="inductor").step
+    assert step is not None
+    kept = {held.name for graph in step.graphs for _, held in graph.kept}
+    assert {"add", "add_1", "getitem", "getitem_1"} <= kept
+    assert not [name for name in kept if name.startswith(("alias", "detach"))]
+
+
+class Tied(nn.Module):
+    """Its head is its embedding, and it returns what its loss is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(ids)
+        x = x + self.down(F.silu(self.up(x)))
+        logits = F.linear(x, self.embed.weight)
+        return F.cross_entropy(logits, ids), logits
+
+
+def test_a_step_that_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device, against every allocation."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
+    from peak_memory import peak_activation_bytes
+
+    model, ids = seeded(Tied), torch.arange(256)
+    step = sp_compile.explain(model, ids, sp=1, memory=True, compiler="inductor", tiles="never").step
+    assert step is not None
+    torch.compiler.reset()
+    run = torch.compile(model, backend="sp", options={"compiler": "inductor", "tiles": "never"})
+    for _ in range(2):
+        run(ids)[0].backward()
+    measured = peak_activation_bytes(lambda: run(ids)[0].backward(), model.parameters(), gradients=True)
+    assert abs(step.values - measured) <= 8
