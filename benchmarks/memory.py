@@ -108,10 +108,11 @@ def beside_peers(console: Console, given: argparse.Namespace) -> None:
 GROWTH = """# Peak against tokens, and compile time against tiles
 
 `python benchmarks/memory.py --growth`, {about}. The model of `tiles.md`: a vocabulary of 32,768, 4 layers of 256,
-float32, blocks checkpointed, one device, attention that only allocates. Peak of all tensors of a warm step by
-`aot_eager`, gradients included; bytes a token between the two longest, since gradients are all that short ones hold in
-many tiles. "that fall": without what stays whole with any number of tiles, attention's inputs and what is kept, which
-is the last row's. CPU seconds of a first step by Inductor less those of a second one, without caches.
+float32, blocks checkpointed, one device, by Inductor. CPU seconds of a first step less those of a second one, without
+caches. Peak of all tensors of a warm step, gradients included, of the model without its attention, nothing of which is
+in tiles; bytes a token between the two lengths. "that fall": without what stays whole with any number of tiles, which
+is the last row's. Few tiles peak in the head, where less is whole than in a block's backward: so more than by the
+number of tiles falls until the peak is there.
 
 """
 

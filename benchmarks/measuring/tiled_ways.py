@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -231,22 +230,6 @@ def _rank_of_many(rank: int, run: Run, folder: str) -> None:
         torch.save(_seen(run), f"{folder}/{rank}.pt")
 
 
-def hollow() -> torch.library.Library:
-    """PyTorch's attention on a CPU with results of the right layout and no work in them, while this is held."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        batch, heads, rows, _ = q.shape
-        return torch.zeros_like(q), q.new_zeros(batch, rows, heads).transpose(1, 2)
-
-    def backward(grad: Tensor, *operands: Any, **_: Any) -> tuple[Tensor, ...]:
-        return tuple(x.new_zeros([x.shape[d] for d in (0, 2, 1, 3)]).transpose(1, 2) for x in operands[:3])
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu", forward, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", backward, "CPU")
-    return library
-
-
 def _seen(run: Run) -> dict[str, Seen]:
     warnings.simplefilter("ignore")
     os.environ.update(DS_ACCELERATOR="cpu")
@@ -327,45 +310,50 @@ def _error(true: Tensor, found: Tensor) -> float:
 
 # How the peak grows with the sequence by the number of tiles, and what compiling takes.
 
-LENGTHS = 1024, 4096, 8192
+LENGTHS = 8192, 16384
 TILES: tuple[int | str, ...] = "never", 4, 16, 64
 FINEST = 1024
 """Tiles whose inside is next to nothing."""
 
 
-def step_of(tiles: int | str, tokens: int, compiler: str) -> tuple[torch.nn.Module, Any]:
-    """The model, and a step of it, forward and backward."""
+class TokenWise(CheckpointedLM):
+    """The same without what mixes tokens, nothing of which is in tiles."""
+
+    def attention(self, attention: Attention, x: Tensor) -> Tensor:
+        return x
+
+
+def step_of(model: nn.Module, tiles: int | str, tokens: int) -> Callable[[], None]:
+    """A step by Inductor, forward and backward."""
     torch.compiler.reset()
-    model = CheckpointedLM()
-    run = torch.compile(model, backend="sp", options={"tiles": tiles, "cost": {}, "compiler": compiler}, dynamic=False)
+    options = {"tiles": tiles, "cost": {}, "seq_dims": {"labels": 1}}
+    run = torch.compile(model, backend="sp", options=options, dynamic=False)
     ids = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(0))
-    return model, lambda: run(ids, ids).backward()
+    return lambda: run(ids, ids).backward()
 
 
 def peak(tiles: int | str, tokens: int) -> int:
-    """Bytes of all tensors of a warm step at their peak, gradients included; attention only allocates."""
-    held = hollow()
-    model, step = step_of(tiles, tokens, "aot_eager")
+    """Bytes of all tensors of a warm step at their peak, gradients included."""
+    model = TokenWise()
+    step = step_of(model, tiles, tokens)
     for _ in range(2):
         model.zero_grad()
         step()
-    found = peak_activation_bytes(step, model.parameters(), gradients=True)
-    del held
-    return found
+    return peak_activation_bytes(step, model.parameters(), gradients=True)
 
 
 def growth(lengths: Sequence[int] = LENGTHS) -> Table:
-    """Bytes a token between the two longest, where gradients are no longer all there is; and of these what falls.
+    """Bytes a token between two lengths that are so long that gradients are not all there is; of these, what falls.
 
-    What stays whole with any number of tiles (attention's inputs, and what is kept) is measured with `FINEST` tiles.
+    What stays whole with any number of tiles is what there is with `FINEST` tiles.
     """
     table = Table("tiles", *(f"peak MB, {n:,} tokens" for n in lengths), "bytes a token", "that fall", "of one tile's")
     peaks = {tiles: [peak(tiles, n) for n in lengths] for tiles in (*TILES, FINEST)}
-    slopes = {tiles: (found[-1] - found[-2]) / (lengths[-1] - lengths[-2]) for tiles, found in peaks.items()}
+    slopes = {tiles: (found[-1] - found[0]) / (lengths[-1] - lengths[0]) for tiles, found in peaks.items()}
     for tiles, found in peaks.items():
         falls = slopes[tiles] - slopes[FINEST]
-        part = f"1 / {(slopes['never'] - slopes[FINEST]) / falls:.1f}" if tiles != FINEST else ""
-        numbers = f"{slopes[tiles]:,.0f}", f"{falls:,.0f}" if part else "", part
+        part = f"1 / {(slopes['never'] - slopes[FINEST]) / falls:.1f}" if falls >= 1 else "nothing"
+        numbers = f"{slopes[tiles]:,.0f}", f"{falls:,.0f}", part
         table.add_row(str(tiles), *(f"{nbytes / 1e6:.1f}" for nbytes in found), *numbers)
     return table
 
@@ -374,10 +362,10 @@ def compile_seconds(tiles: Sequence[int] = (4, 64), tokens: int = 1024, rounds: 
     """CPU seconds of a first step by Inductor without caches, less those of a second step: the least of some rounds."""
     table = Table("tiles", "CPU s of compiling", "of the first")
     least: dict[int, float] = {}
-    step_of(tiles[0], tokens, "inductor")[1]()  # what only a process's first compilation does
+    step_of(CheckpointedLM(), tiles[0], tokens)()  # what only a process's first compilation does
     for one in list(tiles) * rounds:
         with torch._inductor.config.patch(force_disable_caches=True):
-            _, step = step_of(one, tokens, "inductor")
+            step = step_of(CheckpointedLM(), one, tokens)
             times = []
             for _ in range(2):
                 begin = time.process_time()
