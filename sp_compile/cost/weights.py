@@ -94,9 +94,10 @@ def state_per_weight(optimizer: Any = None) -> float:
         one.step()
         state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
+        given = f"{' '.join(repr(optimizer).split()):.80}"
         raise SpError(
-            f"optimizer={' '.join(repr(optimizer).split()):.80}: one like it makes no step on a small matrix ({error}): give its class or a "
-            "function that makes it of parameters, or leave it out for AdamW"
+            f"optimizer={given}: one like it makes no step on a small matrix ({error}): give its class or a function "
+            "that makes it of parameters, or leave it out for AdamW"
         ) from error
     return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
 
