@@ -114,10 +114,11 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
         yield _table(("what", "of a rank"), [(what, written(nbytes)) for what, nbytes in _shares(memory)])
         if sent := memory["offload"]:
             yield _waiting(sent)
-        yield f"<p>What is alive at the peaks, by line. {ORIGINS}</p>"
+        yield f"<p>Values that are alive at the peaks, by line. {ORIGINS}</p>"
         for peak in memory["peaks"]:
             alive = [(a["origin"], written(a["bytes"]), _code(a["where"])) for a in peak["alive"]]
-            yield f"<details><summary>Peak of {peak['phase']}: {written(peak['values_bytes'])} at "
+            most = written(memory["constant_bytes"] + peak["values_bytes"])
+            yield f"<details><summary>Peak of {peak['phase']}: {most}, {written(peak['values_bytes'])} of values, at "
             yield f"{_code(peak['where'])}</summary>{_table(('what', 'bytes', 'line'), alive)}</details>"
     if found["tiles"]:
         yield "<h2>Work in tiles</h2>" + _table(

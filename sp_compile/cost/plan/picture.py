@@ -10,6 +10,7 @@ from .plan import StepPlan
 from .sizes import UNITS
 
 WAYS = ((False, "as written", "o-"), (True, "each layer checkpointed", "s-"))
+BEHIND_WORDS = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
 def picture(plan: StepPlan, path: Path) -> None:
@@ -44,7 +45,10 @@ def picture(plan: StepPlan, path: Path) -> None:
         for row in least:
             if row.host:
                 words, at = f"and {plan.unit(row.host)} on the host", (row.ranks, row.memory / unit)
-                left.annotate(words, at, xytext=(0, -14), textcoords="offset points", ha="center", fontsize="x-small")
+                side = "left" if row.ranks == ranks[0] else "right" if row.ranks == ranks[-1] else "center"
+                left.annotate(
+                    words, at, (0, -14), textcoords="offset points", ha=side, fontsize="x-small", bbox=BEHIND_WORDS
+                )
     device = plan.memory / unit
     left.axhline(device, color="0.4", linestyle="--", label=f"a device: {device:.3g} {plan.unit.name}")
     left.set(ylabel=plan.unit.name, title="Peak memory of a rank, the way that holds least")
