@@ -5,7 +5,7 @@
 One op in a region's place, which calls the program of one tile in a loop; forward and backward hold one tile's inside.
 What ends in a number gets its gradients in the forward's loop; all else is computed again in the backward. A wide value
 that is read elsewhere, as logits that the model returns, is made for its readers by the nodes that made it.
-Bytes between ranks: none. Leaves alone: what draws random numbers, has a state or no rule, sizes that no operand has.
+Bytes between ranks: none. Leaves alone: random draws but dropout's, a state or no rule, sizes that no operand has.
 """
 
 from __future__ import annotations

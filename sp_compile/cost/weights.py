@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -10,8 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sp_compile.errors import SpError
+
 ADAMW = 2.0
 """Bytes of its state for a byte of a parameter."""
+SMALL = 256
+"""Rows and columns of a matrix beside which a number for each of them is next to nothing."""
+HOW = "foreach", "fused", "capturable"
+"""Settings that say how a step runs, on devices that may not be here, and nothing of the state."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +82,30 @@ def _local_bytes(x: torch.Tensor) -> int:
 def state_per_weight(optimizer: Any = None) -> float:
     """Bytes of state that an optimizer keeps for a byte of a parameter; None: 2, as AdamW does.
 
-    optimizer: one that was made, or a function of parameters (a class, a partial); it makes one step on a small matrix.
+    optimizer: one that was made, or a function of parameters (a class, a partial); one like it makes a step on a small
+    matrix. Raises SpError: that fails.
     """
     if optimizer is None:
         return ADAMW
-    small = nn.Parameter(torch.zeros(16, 16))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        known = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, torch.Tensor)}
-        one = type(optimizer)([small], **known)
-    else:
-        one = optimizer([small])
+    small = nn.Parameter(torch.zeros(SMALL, SMALL))
     small.grad = torch.ones_like(small)
-    one.step()
-    state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor) and x.numel() > 1]
-    return sum(_local_bytes(x) for x in state) / _local_bytes(small)
+    try:
+        one = optimizer([small]) if not isinstance(optimizer, torch.optim.Optimizer) else _made_anew(optimizer, small)
+        one.step()
+        state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+    except Exception as error:
+        given = f"{' '.join(repr(optimizer).split()):.80}"
+        raise SpError(
+            f"optimizer={given}: one like it makes no step on a small matrix ({error}): give its class or a function "
+            "that makes it of parameters, or leave it out for AdamW"
+        ) from error
+    return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
+
+
+def _made_anew(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """One of the same kind and settings, those of its first parameters."""
+    settings, takes = {**optimizer.defaults, **optimizer.param_groups[0]}, inspect.signature(type(optimizer)).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    left_out = {"params", *HOW}  # AdamW has a default that it does not take
+    known = {k: v for k, v in settings.items() if (takes_any or k in takes) and k not in left_out}
+    return type(optimizer)([parameter], **{k: v for k, v in known.items() if not isinstance(v, torch.Tensor)})

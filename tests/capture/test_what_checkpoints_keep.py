@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support import parity
 from support import ranks as worker
 from support.capturing import compile_halves
-from support.parity import Checkpointed, Outcome, against_eager, build, check, text
+from support.parity import Checkpointed, Decoder, Outcome, against_eager, build, check, text
 from support.ranks import Ranks
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -24,10 +24,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import sp_compile
 from sp_compile import _compat
+from sp_compile.graph.call import WAIT
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
 CHECKPOINTS: dict[str, dict[str, Any]] = {"without a policy": {}}
+SHARES = 1.0, 0.5, 0.25, 0.0
+"""Of what is kept."""
 
 
 MUST = CheckpointPolicy.MUST_SAVE
@@ -60,19 +63,44 @@ CHECKPOINTS |= {
 
 def cut(how: str, attention: str, **options: Any) -> tuple[Counter[Any], Counter[Any]]:
     """How often each op is in the forward and in the backward of a rank of four; nothing runs."""
-    model, found = build(Checkpointed, layers=1), []
+    model = build(Checkpointed, layers=1)
     model.given = CHECKPOINTS[how]
-    real = partitioners.min_cut_rematerialization_partition
+    return halves_of(model, 16, bool(CHECKPOINTS[how]), attention=attention, **options)
+
+
+def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tuple[Counter[Any], Counter[Any]]:
+    """policies: has it some?"""
+    found, real = [], partitioners.min_cut_rematerialization_partition
 
     def partition(*args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        assert not (CHECKPOINTS[how] and functorch_config.enable_autograd_cache), "a cache knows no policies"
+        assert not (policies and functorch_config.enable_autograd_cache), "a cache knows no policies"
         halves = real(*args, **kwargs)
         found.extend(Counter(node.target for node in half.graph.nodes) for half in halves)
         return halves
 
     with mock.patch.object(partitioners, "min_cut_rematerialization_partition", partition):
-        compile_halves(model, text(16), 4, attention=attention, **options)
+        compile_halves(model, text(seq), 4, **options)
     return found[0], found[1]
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather"])
+def test_a_memory_budget_takes_what_is_cheap_first(attention: str) -> None:
+    """Elementwise work, then products; no attention and no exchange runs twice until nothing may be kept."""
+    model = build(Decoder, layers=2)
+    parts = {
+        share: halves_of(model, 64, False, attention=attention, activation_memory_budget=share) for share in SHARES
+    }
+    forward, _ = parts[1.0]
+    calls = forward[sp.attend.default]
+    assert calls == (8 if attention == "ring" else 2)
+    assert [back[sp.attend.default] for _, back in parts.values()] == [0, 0, 0, calls]
+    assert [back[aten.addmm.default] > 0 for _, back in parts.values()] == [False, False, True, True]
+    some, quarter, none = (sum(map(_is_exchange, back.elements())) for _, back in [*parts.values()][1:])
+    assert some == quarter == sum(map(_is_exchange, parts[1.0][1].elements())) < none
+
+
+def _is_exchange(target: Any) -> bool:
+    return "_c10d_functional" in str(target) and target is not WAIT
 
 
 @pytest.mark.parametrize(
@@ -197,6 +225,17 @@ def test_dropout_in_a_checkpoint(
     ranks: Ranks, attention: str, tiles: int | str, offload: str | float, compiler: str
 ) -> None:
     assert all(ranks.run(2, dropped, attention, tiles, offload, compiler))
+
+
+def budgeted(attention: str) -> Outcome:
+    options = {"mesh": worker.mesh(), "attention": attention, "activation_memory_budget": 0.25}
+    return against_eager(build(Decoder, layers=2), *text(21), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_within_a_memory_budget_equals_one_device(ranks: Ranks, attention: str) -> None:
+    check(ranks.run(2, budgeted, attention))
 
 
 def trained(how: str, attention: str) -> Outcome:

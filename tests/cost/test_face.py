@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -115,6 +116,16 @@ def test_a_report_as_json() -> None:
     assert [point["values_bytes"] for point in memory["curve"]] == [2048, 4096, 4096]
     assert (memory["optimizer_bytes"], memory["peak_bytes"]) == (512, 256 + 512 + 2048 + 4096)
     assert sum(alive["bytes"] for alive in memory["peaks"][0]["alive"]) == 4096
+
+
+def test_an_infinite_error_is_json() -> None:
+    """To which infinity is no number."""
+    made = report()
+    made.errors = [("result 0: torch.float32, on one device torch.float64", math.inf), ("result 1", 0.5)]
+    found = of_report(made)
+    json.dumps(found, allow_nan=False)
+    assert [one["error"] for one in found["errors"]] == [None, 0.5]
+    assert "infinite" in Page(page(found)).text
 
 
 def test_what_lies_in_shards_is_drawn_so() -> None:

@@ -77,6 +77,17 @@ def test_the_optimizer_as_given() -> None:
     assert state_per_weight(torch.optim.SGD) == 0
     model = nn.Linear(4, 4)
     assert state_per_weight(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == 1
+    assert state_per_weight(torch.optim.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)) == 1
+    for adam in (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam):
+        assert state_per_weight(adam(model.parameters())) == ADAMW
+    assert state_per_weight(torch.optim.AdamW(model.parameters(), torch.tensor(0.1), amsgrad=True, fused=True)) == 3
+    assert state_per_weight(torch.optim.Adafactor) < 0.01, "a number for each row and each column"
+
+
+@pytest.mark.parametrize("wrong", [torch.optim.LBFGS, "adamw", 3], ids=str)
+def test_what_makes_no_step_is_no_optimizer(wrong: Any) -> None:
+    with pytest.raises(SpError, match="makes no step on a small matrix"):
+        state_per_weight(wrong)
 
 
 def explained(sp: int = 2, **options: Any) -> StepMemory:

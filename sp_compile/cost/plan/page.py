@@ -152,7 +152,7 @@ def _report(found: Mapping[str, Any]) -> Iterable[str]:
             ],
         )  # fmt: skip
     if found["errors"]:
-        rows = [(escape(e["name"]), f"{e['error']:.2e}") for e in found["errors"]]
+        rows = [(escape(e["name"]), "infinite" if e["error"] is None else f"{e['error']:.2e}") for e in found["errors"]]
         yield "<h2>Against one device</h2>" + _table(("what", "largest relative error"), rows)
 
 

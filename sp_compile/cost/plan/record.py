@@ -13,7 +13,7 @@
                     "offload": null | {"values", "nbytes", "kept", "seconds", "waits"},
                     "peaks": [{"phase", "node", "where", "values_bytes", "alive": [{"origin", "where", "bytes"}]}],
                     "curve": [{"phase", "node", "where", "values_bytes"}]},
-     "errors":      [{"name", "error"}]}
+     "errors":      [{"name", "error": 1e-12 | null}]}
 
     {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "host_memory_bytes": null | 1e12, "unit": "GB",
      "parameters_bytes": 1, "best": 0 | null,
@@ -24,11 +24,13 @@
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
 what is there all the time: parameters and the optimizer's state in so many shards, buffers and inputs. values: beside
 it, with gradients, and weights that are whole. unit: that of the memory which was asked for. looked: is the way
-predicted with these very options, or estimated from others? What options hold that is no JSON is there as its text.
+predicted with these very options, or estimated from others? error: relative, the largest; null where it is infinite.
+What options hold that is no JSON is there as its text.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -90,7 +92,7 @@ def of_report(report: Report) -> dict[str, Any]:
             for one in report.tiled
         ],
         "memory": None if report.step is None else _memory(report.step, report.n),
-        "errors": [{"name": name, "error": error} for name, error in report.errors],
+        "errors": [{"name": name, "error": error if math.isfinite(error) else None} for name, error in report.errors],
     }
 
 

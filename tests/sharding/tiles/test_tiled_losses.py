@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,33 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_orders_of_rows(loss: Loss, n: int, layout: str) -> None:
     assert sp_compile.verify(Model(loss).double(), *batch(17), sp=n, tiles=2, layout=layout).worst < EXACT
+
+
+HEADS_OF_MODELS: dict[str, dict[str, bool]] = {"": {}, "tied": {"tied": True}, "bias": {"bias": True}}
+REDUCTIONS = [
+    *itertools.product(
+        ["mean", "sum", "none"], [False, True], [0.0, 0.1], [-100, 3], ["flat", "apart"], HEADS_OF_MODELS
+    )
+]
+
+
+@pytest.mark.sampled(every=13)
+@pytest.mark.parametrize("way", range(len(REDUCTIONS)), ids=lambda i: "-".join(map(str, REDUCTIONS[i])))
+def test_reductions_and_weights(way: int) -> None:
+    """All that cross_entropy takes, of (rows, classes) or (batch, classes, rows); ranks, tiles and lengths in turn."""
+    reduction, weighted, smoothing, ignored, rows, head = REDUCTIONS[way]
+
+    def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+        z, y = flat(h, head, ids) if rows == "flat" else (head(h)[:, :-1].mT, ids[:, 1:])
+        classes = torch.linspace(0.5, 1.5, VOCAB, dtype=h.dtype) if weighted else None
+        found = F.cross_entropy(z, y, classes, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
+        return found if reduction != "none" else (found * weights[:, 1:].reshape(found.shape)).sum() / weights.sum()
+
+    n, tiles, seq = RANKS[way % 4], PIECES[way // 4 % 3], LENGTHS[way // 12 % 3]
+    found = report_of(loss, n, tiles, seq, **HEADS_OF_MODELS[head])
+    assert found.worst < EXACT
+    assert found.tiled
+    assert not any("computes it again" in note.why for note in found.notes)
 
 
 @pytest.mark.parametrize("how", [{"tied": True}, {"bias": True}], ids=["tied", "bias"])
