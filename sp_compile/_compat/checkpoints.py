@@ -114,6 +114,8 @@ class AskPolicies(TorchDispatchMode):
     which they stand, or all but these, they are marked as `keep` does.
     """
 
+    supports_higher_order_operators = True  # a partitioner infers what draws again (DRAWS_AGAIN), still under this
+
     def __init__(self, attention: Sequence[Any], named: Sequence[Any]) -> None:
         super().__init__()
         self.attention, self.named = frozenset(attention), named

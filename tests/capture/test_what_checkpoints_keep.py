@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -170,6 +170,8 @@ def test_lists_of_ops_are_policies() -> None:
 class Normed(nn.Module):
     """(2, S, 8) -> a number: a norm over batch and sequence, and what is dropped of attention and of an MLP."""
 
+    given: Mapping[str, Any] = {}
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -183,7 +185,7 @@ class Normed(nn.Module):
         return x + self.down(self.dropout(F.gelu(self.up(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False).square().sum()
+        return checkpoint(self.block, x, use_reentrant=False, **self.given).square().sum()
 
 
 @pytest.mark.parametrize("tiles", ["never", 3])
@@ -195,9 +197,10 @@ def test_statistics_in_a_checkpoint(n: int, tiles: int | str) -> None:
     assert found.worst < 1e-9
 
 
-def dropped(attention: str, tiles: int | str, offload: str | float, compiler: str) -> bool:
+def dropped(attention: str, tiles: int | str, offload: str | float, how: str, compiler: str) -> bool:
     """The gradient along a direction is the loss's difference there, under the same draws; ranks have draws of their own."""
     model = Normed(dropout=0.5).double()
+    model.given = CHECKPOINTS[how]
     options = {"mesh": worker.mesh(), "cost": {}, "attention": attention, "compiler": compiler}
     options |= {"tiles": tiles, "offload": offload}
     run = torch.compile(model, backend="sp", options=options)
@@ -219,12 +222,19 @@ def dropped(attention: str, tiles: int | str, offload: str | float, compiler: st
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("attention", "tiles", "offload"), [("ring", "never", "never"), ("ulysses", 3, "never"), ("ring", 3, 1.0)]
+    ("n", "attention", "tiles", "offload", "how"),
+    [
+        (2, "ring", "never", "never", "without a policy"),
+        (2, "ulysses", 3, "never", "without a policy"),
+        (2, "ring", 3, 1.0, "without a policy"),
+        (2, "ring", 3, "never", "products stay"),
+        (1, "ring", "never", "never", "products stay"),
+    ],
 )
 def test_dropout_in_a_checkpoint(
-    ranks: Ranks, attention: str, tiles: int | str, offload: str | float, compiler: str
+    ranks: Ranks, n: int, attention: str, tiles: int | str, offload: str | float, how: str, compiler: str
 ) -> None:
-    assert all(ranks.run(2, dropped, attention, tiles, offload, compiler))
+    assert all(ranks.run(n, dropped, attention, tiles, offload, how, compiler))
 
 
 def budgeted(attention: str) -> Outcome:
