@@ -217,6 +217,7 @@ def tiled(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | No
     found = PROGRAMS[program]
     operands = [*rows, *whole]
     if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
-        return list(sp.tiles_forward.default(rows, whole, tiles, program, seed))
+        with torch.no_grad():  # what a region reads under no_grad may want a gradient, which the operator has none of
+            return list(sp.tiles_forward.default(rows, whole, tiles, program, seed))
     step = _AtOnce if found.at_once else _Again
     return list(step.apply(len(rows), tiles, program, seed, *operands))

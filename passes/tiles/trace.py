@@ -132,8 +132,7 @@ def tile_program(view: TokenView, region: Region, tiles: int) -> TileProgram:
     wanted = tuple(i for i, x in enumerate(operands) if _wants_gradient(x))
     with _tracing(mode):
         each = {n: TileOf(view, region, places, rows, of) for n, rows in lengths.items()}
-        differentiable = _differentiable(next(iter(each.values())), wanted)
-        wanted = wanted if differentiable else ()
+        differentiable, wanted = _differentiable(next(iter(each.values())), wanted)
         only = [region.results[i] for i in differentiable]
         at_once = len(only) == 1 and view.is_sum(only[0]) and same(product(sizes(only[0].meta["val"].shape)), 1)
         sums = [view.rows(operands[i]) is None for i in wanted]
@@ -193,11 +192,22 @@ def _leaves(given: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
     return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(given)]
 
 
-def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The results that a gradient goes through."""
+def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The results that a gradient goes through, and of the operands that want one those that it comes to.
+
+    A weight that is read under no_grad alone has none, on one device, and an optimizer leaves it as it is; given zeros,
+    it would decay.
+    """
     with torch.enable_grad():
-        made = tile.results(*_leaves(tile.inputs(), wanted))
-    return tuple(i for i, x in enumerate(made) if x.requires_grad)
+        leaves = _leaves(tile.inputs(), wanted)
+        made = tile.results(*leaves)
+    found = tuple(i for i, x in enumerate(made) if x.requires_grad)
+    if not found:
+        return (), ()
+    through, leaves = [made[i] for i in found], [leaves[i] for i in wanted]
+    with without_autocast(through[0].device.type):
+        given = torch.autograd.grad(through, leaves, [torch.ones_like(x) for x in through], allow_unused=True)
+    return found, tuple(i for i, x in zip(wanted, given, strict=True) if x is not None)
 
 
 def _body(
@@ -219,9 +229,7 @@ def _body(
             cotangents = [torch.ones_like(x) for x in through] if at_once else list(given[many:])
         # Gradients of a part in full precision are made in that, as by a backward that is called outside of autocast.
         with without_autocast(inputs[0].device.type):
-            found = torch.autograd.grad(
-                through, [leaves[i] for i in wanted], cotangents, allow_unused=True, materialize_grads=True
-            )
+            found = torch.autograd.grad(through, [leaves[i] for i in wanted], cotangents)
         return [*([x.detach() for x in made] if at_once else ()), *found]
 
     plain = TilePart(_graph(forward, inputs), inputs)

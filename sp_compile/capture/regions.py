@@ -128,7 +128,7 @@ class _Copy:
                 f"{node.name}: {node.target} passes {len(operands)} values to a body of {len(holes)} inputs "
                 f"({at(node)}); pass keyword arguments of the region by position"
             )
-        if node.target in _CHECKPOINTS:
+        if node.target in _CHECKPOINTS and self.grad[-1]:  # else nothing is kept; torch refuses draws in an inference's
             tags = tags or _recompute_tags(node, body)
         inner = f"{path}.{ref.target}" if path else ref.target
         with self.state(node):

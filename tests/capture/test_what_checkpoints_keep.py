@@ -248,6 +248,14 @@ def test_within_a_memory_budget_equals_one_device(ranks: Ranks, attention: str) 
     check(ranks.run(2, budgeted, attention))
 
 
+def test_a_checkpoint_that_keeps_nothing_may_draw() -> None:
+    """Under no_grad it is none, for torch either; of an inference's checkpoint, torch refuses what draws."""
+    model, x = Normed(dropout=0.5).double(), torch.randn(2, 13, 8, dtype=torch.float64)
+    run = torch.compile(model, backend="sp", options={"cost": {}, "compiler": "aot_eager"})
+    with torch.no_grad():
+        assert run(x).isfinite()
+
+
 def trained(how: str, attention: str) -> Outcome:
     model = build(Checkpointed, layers=2)
     model.given = CHECKPOINTS[how]

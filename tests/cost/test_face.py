@@ -430,6 +430,12 @@ def wrong() -> Any:
         (["plan", "no:model", "--ranks", "8,few"], "--ranks 8,few: expected numbers of ranks, as in --ranks 8 16 64"),
         (["explain", f"{__name__}:small", "--png", "x.png"], "--png draws plans"),
         (["plan", f"{__name__}:small", "--memory", "much"], "memory='much'"),
+        (["explain", f"{__name__}:small", "--option", "memory=True"], "explain always predicts the memory"),
+        (
+            ["explain", f"{__name__}:small", "--memory"],
+            "'--memory': the backend's options are --option NAME=VALUE; explain",
+        ),
+        (["plan", f"{__name__}:small", "--option", "ranks=8"], "--option ranks: no option of the backend"),
         (["verify", f"{__name__}:small", "--tiles", "3"], "'--tiles 3': the backend's options are --option NAME=VALUE"),
     ],
 )

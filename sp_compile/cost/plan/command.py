@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, others = _parser().parse_known_args(argv)
     try:
         if others:
-            raise SpError(f"no argument {' '.join(others)!r}: the backend's options are --option NAME=VALUE")
+            raise SpError(
+                f"no argument {' '.join(others)!r}: the backend's options are --option NAME=VALUE{_memory(args)}"
+            )
         for path in filter(None, (args.json, args.html, args.png)):
             _check_place(path)
         return _run(args)
@@ -49,19 +51,23 @@ def _run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks) if args.command == "plan" else []
     model, inputs, kwargs = _called(args.target)
     options = dict(map(_option, args.option))
+    given: dict[str, Any] = {"kwargs": kwargs}
     if args.command == "plan":
-        made = plan(
-            model, inputs, kwargs=kwargs, memory=args.memory, ranks=ranks, host_memory=args.host_memory, **options
-        )
+        given |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
+    else:
+        given |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
+    if both := sorted(given.keys() & options.keys()):
+        raise SpError(f"--option {both[0]}: no option of the backend, but an argument of {args.command}{_memory(args)}")
+    if args.command == "plan":
+        made = plan(model, inputs, **given, **options)
         text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
         if args.png:
             picture(made, args.png)
     else:
         if args.png:
             raise SpError("--png draws plans: use it with plan, or --html")
-        look = {"memory": True} if args.command == "explain" else {}
         entry: Callable[..., Any] = explain if args.command == "explain" else verify
-        report = entry(model, *inputs, sp=args.sp, kwargs=kwargs, **look, **options)
+        report = entry(model, *inputs, **given, **options)
         text, found = str(report), of_report(report)
         failed = args.command == "verify" and not report.worst <= args.tolerance
     sys.stdout.write(text + "\n")
@@ -70,6 +76,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.html:
         args.html.write_text(page(found))
     return int(failed)
+
+
+def _memory(args: argparse.Namespace) -> str:
+    return "; explain always predicts the memory" if args.command == "explain" else ""
 
 
 def _check_place(path: Path) -> None:

@@ -185,6 +185,38 @@ def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
     assert report_of(loss, n, 3, 13).worst < EXACT
 
 
+class Beside(nn.Module):
+    """Logits, and those of a head that is read under no_grad alone; a row's number of each, or what both make of a row."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.apart = nn.LayerNorm(WIDTH), apart
+        self.head, self.unlearned = nn.Linear(WIDTH, VOCAB), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, h: Tensor) -> Tensor:
+        y, z = self.norm(h), self.head(self.norm(h))
+        with torch.no_grad():
+            given = self.unlearned(h if self.apart else y)
+        if self.apart:
+            return (z.logsumexp(-1) - given.logsumexp(-1).cumsum(1)).square().mean()
+        return (z.logsumexp(-1) - given.logsumexp(-1)).square().mean()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["a region of its own", "in the loss's region"])
+@pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
+def test_weights_read_without_gradients_have_none(apart: bool) -> None:
+    """Not zeros: an optimizer would let them decay."""
+    model = Beside(apart).double()
+    options = {"tiles": 3, "cost": {}, "seq_dims": {"h": 1}}
+    given = torch.randn(2, 13, WIDTH, dtype=torch.float64)
+    assert len(sp_compile.explain(model, given, sp=1, **options).tiled) == 1 + apart
+    torch.compile(model, backend="sp", options={"compiler": "aot_eager", **options})(given).backward()
+    assert model.head.weight.grad is not None
+    assert model.unlearned.weight.grad is None
+    assert model.unlearned.bias.grad is None
+
+
 def test_one_body_for_all_tiles() -> None:
     """Two, where the last tile is shorter."""
     programs = {tiles: program_of(local(mean, 1, tiles, 64))[1] for tiles in (2, 32)}
