@@ -518,9 +518,9 @@ def test_status_of_a_command(
 
 def test_a_picture_has_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory and seconds by ranks, those that do not fit once more, and the device; with matplotlib written down."""
-    figure, canvas = MagicMock(), MagicMock()
+    figure, canvas, ticker = MagicMock(), MagicMock(), MagicMock()
     axes = figure.Figure.return_value.subplots.return_value = [MagicMock(), MagicMock()]
-    for module, held in {"figure": figure, "backends.backend_agg": canvas, "ticker": MagicMock()}.items():
+    for module, held in {"figure": figure, "backends.backend_agg": canvas, "ticker": ticker}.items():
         monkeypatch.setitem(sys.modules, f"matplotlib.{module}", held)
     monkeypatch.setitem(sys.modules, "matplotlib", MagicMock())
     monkeypatch.setitem(sys.modules, "matplotlib.backends", MagicMock())
@@ -531,6 +531,8 @@ def test_a_picture_has_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     drawn = [[tuple(map(list, call.args[:2])) for call in one.plot.call_args_list if call.args[0]] for one in axes]
     assert drawn == [[([8, 16, 32], [70.0, 70.0, 70.0]), ([8], [70.0])], [([8, 16, 32], [4.0, 3.0, 2.0]), ([8], [4.0])]]
     assert axes[0].axhline.call_args.args == (80.0,)
+    ticks = [one.yaxis.set_major_locator.call_args.args for one in axes]
+    assert ticks == [(ticker.MaxNLocator.return_value,)] * 2, "1, 2, 5 and 10 alone would leave these axes bare"
     figure.Figure.assert_called_once()
     canvas.FigureCanvasAgg.assert_called_once_with(figure.Figure.return_value)
     canvas.FigureCanvasAgg.return_value.print_png.assert_called_once_with(str(tmp_path / "plan.png"))

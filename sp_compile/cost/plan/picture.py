@@ -18,7 +18,7 @@ def picture(plan: StepPlan, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
     except ImportError:
         raise SpError(
             '--png draws with matplotlib, which is not installed: pip install "sp-compile[examples]"'
@@ -26,7 +26,7 @@ def picture(plan: StepPlan, path: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     ranks, unit = sorted({row.ranks for row in plan.rows}), UNITS[plan.unit.name]
-    missed = set()
+    missed, drawn = set(), {left: [plan.memory / unit], right: list[float]()}
     for i, (again, label, style) in enumerate(WAYS):
         ways = [[row for row in plan.rows if (row.ranks, row.checkpoint) == (n, again)] for n in ranks]
         if not any(ways):
@@ -38,6 +38,7 @@ def picture(plan: StepPlan, path: Path) -> None:
             (right, fastest, [row.seconds for row in fastest]),
         ):
             axes.plot([row.ranks for row in rows], values, style, color=f"C{i}", label=label)
+            drawn[axes] += values
             misses = [(row.ranks, value) for row, value in zip(rows, values, strict=True) if not row.fits]
             if misses:
                 axes.plot(*zip(*misses, strict=True), style[0], color=f"C{i}", markerfacecolor="white")
@@ -59,7 +60,8 @@ def picture(plan: StepPlan, path: Path) -> None:
         axes.set(xlabel="ranks that share the sequence", xscale="log", yscale="log")
         axes.set_xticks(ranks, labels=ranks)
         axes.minorticks_off()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        wide = max(drawn[axes]) > 4 * min(drawn[axes])  # else hardly any of 1, 2, 5, 10 would be there
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.margins(y=0.15)
         axes.grid(axis="y", color="0.9")
