@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from sharding.tiles.losses import VOCAB, WIDTH, Loss, Model, batch, flat, reference
+from sharding.tiles.losses import HEADS, VOCAB, WIDTH, Loss, Model, batch, flat, reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -232,8 +232,11 @@ LOSSES: tuple[Loss, ...] = (
     *(generalised, of_the_best, focal, shifted, unlikely, uncertain, by_frequency, ahead, codebooks, clustered),
     *(adapted, normed, product, changed, chunked, of_each_sequence, hardest, nothing_counts),
 )
-SCANS = (advantages,)
-"""Need their rows in the program's order: another one is refused, and said."""
+NOT_BALANCED = {
+    advantages: "depends on the order",
+    **dict.fromkeys((kept, focal, chunked), r"there are sequences of 17 and of \d+"),
+}
+"""Need their rows in the program's order, or have rows that are a sequence of their own: refused, and said."""
 WAYS = [(n, tiles, seq) for n in (1, 2, 3) for tiles in (2, 3) for seq in (13, 17)]
 
 
@@ -252,8 +255,8 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_orders_of_rows(loss: Loss, n: int, layout: str) -> None:
-    if loss in SCANS and layout == "balanced":
-        with pytest.raises(sp_compile.SpError, match="depends on the order"):
+    if loss in NOT_BALANCED and layout == "balanced" and n > HEADS:  # with a head a rank there is nothing to balance
+        with pytest.raises(sp_compile.SpError, match=NOT_BALANCED[loss]):
             sp_compile.verify(Model(loss).double(), *batch(17), sp=n, tiles=3, layout=layout)
         return
     found = sp_compile.verify(Model(loss, tied=True, bias=True).double(), *batch(17), sp=n, tiles=3, layout=layout)
