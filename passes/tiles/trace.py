@@ -204,10 +204,17 @@ def _differentiable(tile: TileOf, wanted: Sequence[int]) -> tuple[tuple[int, ...
     found = tuple(i for i, x in enumerate(made) if x.requires_grad)
     if not found:
         return (), ()
-    through, leaves = [made[i] for i in found], [leaves[i] for i in wanted]
-    with without_autocast(through[0].device.type):
-        given = torch.autograd.grad(through, leaves, [torch.ones_like(x) for x in through], allow_unused=True)
+    through = [made[i] for i in found]
+    given = _gradients(through, [leaves[i] for i in wanted], [torch.ones_like(x) for x in through], allow_unused=True)
     return found, tuple(i for i, x in zip(wanted, given, strict=True) if x is not None)
+
+
+def _gradients(
+    through: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], allow_unused: bool = False
+) -> tuple[Any, ...]:
+    """Of a part in full precision they are made in that, as by a backward that is called outside of autocast."""
+    with without_autocast(through[0].device.type):
+        return torch.autograd.grad(through, leaves, cotangents, allow_unused=allow_unused)
 
 
 def _body(
@@ -227,9 +234,7 @@ def _body(
             made = tile.results(*leaves)
             through = [made[i] for i in differentiable]
             cotangents = [torch.ones_like(x) for x in through] if at_once else list(given[many:])
-        # Gradients of a part in full precision are made in that, as by a backward that is called outside of autocast.
-        with without_autocast(inputs[0].device.type):
-            found = torch.autograd.grad(through, [leaves[i] for i in wanted], cotangents)
+        found = _gradients(through, [leaves[i] for i in wanted], cotangents)
         return [*([x.detach() for x in made] if at_once else ()), *found]
 
     plain = TilePart(_graph(forward, inputs), inputs)
