@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,10 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test can import what is in examples/, whose `models` is no folder of tests."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    monkeypatch.delitem(sys.modules, "models", raising=False)

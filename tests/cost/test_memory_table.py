@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from support.ranks import Ranks
 from sp_compile.cost.step import Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
 from sp_compile.cost.weights import ModelBytes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.usefixtures("examples")
 COMPILERS = "aot_eager", "inductor"
 QUICK = {
     "Llama on one rank, head and MLPs in 4 tiles",
@@ -49,13 +47,6 @@ def rows(names: list[str], quick: set[str]) -> list[Any]:
         return slow + (known if how == "inductor" and name in TOO_HIGH else [])
 
     return [pytest.param(name, how, marks=marks(name, how)) for how, name in product(COMPILERS, names)]
-
-
-@pytest.fixture(autouse=True)
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`models` is that of the examples, and not a folder of tests."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.delitem(sys.modules, "models", raising=False)
 
 
 @pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))

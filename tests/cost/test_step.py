@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,13 +102,12 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     [(1024, 4, 2, 32, ""), (2048, 8, 8, 64, ""), (1024, 4, 2, 32, "stack"), (512, 4, 1, 64, "rows")],
 )
 def test_attention_of_a_rank_takes_what_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, key_heads: int, width: int, packed: str, dtype: torch.dtype
+    examples: None, rows: int, heads: int, key_heads: int, width: int, packed: str, dtype: torch.dtype
 ) -> None:
     """Forward and backward, on shards, against every allocation; a kernel's own sums of rows are not counted.
 
     Nor is what oneDNN multiplies half types in: some CPUs lay out operands anew in each product, others do not.
     """
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     from peak_memory import peak_activation_bytes
 
     where = whole(rows)
@@ -137,9 +134,8 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_operands_of_another_dtype_are_copied_to_that_of_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_operands_of_another_dtype_are_copied_to_that_of_the_result(examples: None, name: str) -> None:
     """On a CPU, operator by operator, against every allocation; numbers that an operator makes itself do not count."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     from peak_memory import peak_activation_bytes
 
     x = torch.randn(1024, 8)
@@ -295,11 +291,8 @@ class Tiled(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "tiles"), [(Measured, "never"), (Tiled, 4)])
-def test_a_step_on_one_device_to_the_byte(
-    monkeypatch: pytest.MonkeyPatch, make: type[nn.Module], tiles: str | int
-) -> None:
+def test_a_step_on_one_device_to_the_byte(examples: None, make: type[nn.Module], tiles: str | int) -> None:
     """Of eager kernels nothing is guessed; all that is not counted is the gradient that autograd begins with."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     from peak_memory import peak_activation_bytes
 
     model, x = make(), torch.randn(1, 128, 16)
