@@ -110,8 +110,9 @@ def compiled_half() -> str:
 SOURCES = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 
 
-def sources_in_code(error: BaseException) -> Iterator[list[str]]:
-    """For each frame of compiled code that the error has come through, outermost first: its line's source nodes.
+def sources_in_code(error: BaseException) -> Iterator[tuple[list[str], str]]:
+    """For each frame of compiled code that the error has come through, outermost first: its line's source nodes, and
+    the stack trace of the line's own node, "" if there is none.
 
     By names in the graph that AOTAutograd was given: of code of Inductor's that the comment above the line has, of a
     graph that runs as it is that its node remembers.
@@ -123,14 +124,15 @@ def sources_in_code(error: BaseException) -> Iterator[list[str]]:
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
             yield _of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
         elif found := SOURCES.match(linecache.getline(file, number - 1)):
-            yield found[1].split(", ")
+            yield found[1].split(", "), ""
         step = step.tb_next
 
 
-def _of_node(gm: torch.fx.GraphModule, name: str) -> list[str]:
-    """A node's name, and that of its source."""
+def _of_node(gm: torch.fx.GraphModule, name: str) -> tuple[list[str], str]:
+    """A node's name, and that of its source; its stack trace."""
     nodes = [node for node in gm.graph.nodes if node.name == name]
-    return [name, *(source.name for node in nodes for source in node.meta.get("from_node", [])[:1])]
+    traces = [node.meta.get("stack_trace") or "" for node in nodes]
+    return [name, *(source.name for node in nodes for source in node.meta.get("from_node", [])[:1])], "".join(traces)
 
 
 _late: dict[str, Callable[[], AbstractContextManager[Any]]] = {}

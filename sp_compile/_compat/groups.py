@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import time
@@ -43,6 +44,35 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     ]
+
+
+def every_group() -> list[dist.ProcessGroup]:
+    """Every group that this process is in, oldest first."""
+    world = dist.distributed_c10d._world
+    return [group for group in world.pg_group_ranks if group in world.pg_names]
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Let every collective of the group raise that waits in this process, from any thread; it is of no use afterwards.
+
+    Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive that gives up ends all that waits for the
+    group's connections and closes these, which ends what the other ranks wait for as well.
+    """
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if backend.size() == 1:
+            continue
+        if backend.name() != "gloo":
+            backend.abort()
+            continue
+        with contextlib.suppress(RuntimeError):  # gives up, as it is meant to, or finds the connections closed
+            never = torch.empty(1, device="cpu")
+            work = backend.recv([never], (backend.rank() + 1) % backend.size(), NEVER_SENT)
+            keep_for_good((work, never))
+            work.wait(timedelta(milliseconds=1))
+
+
+NEVER_SENT = 0x5B_0057  # a tag
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -29,6 +30,15 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 def in_backward() -> bool:
     """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
     return torch._C._current_graph_task_id() != -1
+
+
+def runs_backward(frame: FrameType | None) -> bool:
+    """Is a thread with this stack in a backward that was called from Python?"""
+    while frame is not None:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_transform() -> bool:

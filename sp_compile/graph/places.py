@@ -1,11 +1,11 @@
-"""Where in a program a rank is that waits in one of its exchanges: the node, and the user's line."""
+"""Where in a program a rank is that waits in one of its exchanges, or has raised: the node, and the user's line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sp_compile._compat import sources_in_code
 from sp_compile.errors import UNKNOWN_LINE, source_line, trace_of
@@ -39,5 +39,25 @@ def place_of(error: BaseException, places: Mapping[str, Place]) -> str:
 
     Where compiled code runs other compiled code, the innermost that is known.
     """
-    names = [name for line in sources_in_code(error) for name in line if name in places]
+    names = [name for line, _ in sources_in_code(error) for name in line if name in places]
     return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
+
+
+def lines_of(graph: Graph) -> dict[str, str]:
+    """The user's line of each node of a program that has one, by the node's name."""
+    traces = {node.name: trace for node in graph.nodes if (trace := trace_of(node))}
+    lines = {trace: source_line(trace) for trace in {*traces.values()}}
+    return {name: lines[trace] for name, trace in traces.items() if lines[trace] != UNKNOWN_LINE}
+
+
+def line_of(error: BaseException, lines: Mapping[str, str]) -> str:
+    """The user's line whose op has raised the error while its program ran; "" if nobody knows.
+
+    A kernel that computes several has the first few of these. lines: as `lines_of` gives them.
+    """
+    for names, trace in reversed([*sources_in_code(error)]):
+        own = source_line(trace)
+        found = [own] if own != UNKNOWN_LINE else [*dict.fromkeys(lines[name] for name in names if name in lines)]
+        if found:
+            return ", or ".join(found[:SHOWN])
+    return ""

@@ -22,9 +22,9 @@ from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import ABOUT
 
-from .message import COMPILES, READS, STOPS, TOGETHER, Message
+from .control.message import COMPILES, READS, STOPS, TOGETHER, Message
+from .control.wire import STOPPED, gather, stop, wire_of
 from .settings import mode
-from .wire import STOPPED, gather, stop, wire_of
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message

@@ -22,7 +22,7 @@ import torch
 from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
-from sp_compile.graph.places import Place, place_of
+from sp_compile.graph.places import Place, line_of, place_of
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
@@ -39,12 +39,14 @@ from .agree import (
     what_differs,
 )
 from .between import are_traced, have_shards, read_arguments
+from .control.failures import agreeing, announce, is_known
+from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
+from .control.watch import end_groups, running
+from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
-from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .settings import mode
 from .weights import LOOKS_AWAY, Moves, in_turn, must_compare
-from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call; of more, as many
 OTHER_VALUES = "the ranks of this group were given different values"
@@ -75,7 +77,7 @@ class CheckedProgram:
     equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `places_of` gives them.
+    number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `lines_of`.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -99,6 +101,7 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -154,14 +157,15 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
-        call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
+        with agreeing():
+            call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
         if self.error is not None:
             raise self.error
         assert self.run is not None
         takes = self._takes(args) if have_shards(some) else args
         if traced:
             return self.run(*takes)
-        with self._announcing_failure(call):
+        with self._running(call):
             out = self.run(*takes)
         if self.backward and torch.is_grad_enabled():
             self._watch(out, call)
@@ -312,21 +316,33 @@ class CheckedProgram:
             found += LEFT_PARTIAL
         return found or (parts and parts + sharded_data())
 
+    @cached_property
+    def _connected(self) -> list[Ranks]:
+        """The groups that this program exchanges over, and those that it calls first."""
+        return [self.ranks, *(self.run._connected if isinstance(self.run, CheckedProgram) else [])]
+
+    @contextmanager
+    def _running(self, what: Message) -> Iterator[None]:
+        """The program runs inside, where this rank waits for others, and they for it."""
+        with self._announcing_failure(what), running(self._connected):
+            yield
+
     @contextmanager
     def _announcing_failure(self, what: Message) -> Iterator[None]:
         """Say why this rank stops, and of an exchange that waits in vain what is known of the others."""
         wire, begun = wire_of(self.ranks), time.monotonic()
         try:
             yield
-        except SpError:
-            raise
         except BaseException as error:
-            if wire is None:
+            if wire is None or is_known(error) or (wire.broken and isinstance(error, SpError)):
                 raise
             if is_lost(error):
                 place = place_of(error, self.places)
-                raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
-            stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", goes_on=True)
+                words = wire.lost(what, time.monotonic() - begun, error, place)
+                if wire.ended is not None:
+                    end_groups(wire.ended)
+                raise SpError(words) from error
+            announce(error, str(what), line_of(error, self.lines))
             raise
 
     def _watch(self, out: Any, call: Message) -> None:
@@ -336,7 +352,7 @@ class CheckedProgram:
         alone = [x for i, x in enumerate(leaves) if i in self.sharded]
         bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
         rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
-        for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
+        for node in compiled_backwards(leaves, lambda: self._running(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone, asked))
 

@@ -22,10 +22,10 @@ from sp_compile._compat import versions
 from sp_compile.config import Ranks
 from sp_compile.spmd import check_run
 from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.control.message import Message
+from sp_compile.spmd.control.wire import Wire
 from sp_compile.spmd.fingerprint import Program
-from sp_compile.spmd.message import Message
 from sp_compile.spmd.weights import Moves, in_turn, some_bytes
-from sp_compile.spmd.wire import Wire
 
 RANKS, STEPS, FAULT = 2, 4, 2
 

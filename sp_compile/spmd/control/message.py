@@ -79,6 +79,10 @@ LIKELY = (
     "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
     "`if rank == 0`)"
 )
+GROUP_ENDED = (
+    "The process group cannot be used any more, as exchanges were under way: mend the error and restart the processes, "
+    "or destroy_process_group and init_process_group"
+)
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 MEASURES = Message("measures", "how fast the ranks are")
@@ -90,7 +94,8 @@ class Stop:
     there was; what is said of one does not hold for groups that are made later.
 
     subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished, and which is broken there for good; "": none.
+    others may have finished, and which is broken there for good; "": none. raised: while its program ran, so that
+    others may wait inside of theirs; `rank` is then the one that raised first, whichever rank has written it.
     """
 
     rank: int
@@ -99,6 +104,7 @@ class Stop:
     talks: dict[str, int]
     subject: str = ""
     within: str = ""
+    raised: bool = False
 
 
 NOBODY = Stop(-1, "", True, {})
