@@ -32,13 +32,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def runs_backward(frame: FrameType | None) -> bool:
-    """Is a thread with this stack in a backward that was called from Python?"""
-    while frame is not None:
-        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
-            return True
+def backward_threads() -> list[int]:
+    """The threads that have called a backward which runs now."""
+    return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
+
+
+def _calls_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def in_transform() -> bool:

@@ -7,10 +7,9 @@ becomes an SpError with what is known of that one.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group, wraps_others
+from sp_compile._compat import FakeTensor, base_of, compiled_backwards, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
-from sp_compile.graph.places import Place, line_of, place_of
+from sp_compile.graph.places import Place
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
@@ -39,9 +38,9 @@ from .agree import (
     what_differs,
 )
 from .between import are_traced, have_shards, read_arguments
-from .control.failures import agreeing, announce, is_known
+from .control.failures import agreeing, announcing
 from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
-from .control.watch import end_groups, running
+from .control.watch import running
 from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
@@ -77,7 +76,7 @@ class CheckedProgram:
     equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `lines_of`.
+    number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -317,33 +316,18 @@ class CheckedProgram:
         return found or (parts and parts + sharded_data())
 
     @cached_property
-    def _connected(self) -> list[Ranks]:
+    def connected(self) -> list[Ranks]:
         """The groups that this program exchanges over, and those that it calls first."""
-        return [self.ranks, *(self.run._connected if isinstance(self.run, CheckedProgram) else [])]
+        return [self.ranks, *(self.run.connected if isinstance(self.run, CheckedProgram) else [])]
 
     @contextmanager
     def _running(self, what: Message) -> Iterator[None]:
         """The program runs inside, where this rank waits for others, and they for it."""
-        with self._announcing_failure(what), running(self._connected):
+        with self._announcing_failure(what), running(self.connected):
             yield
 
-    @contextmanager
-    def _announcing_failure(self, what: Message) -> Iterator[None]:
-        """Say why this rank stops, and of an exchange that waits in vain what is known of the others."""
-        wire, begun = wire_of(self.ranks), time.monotonic()
-        try:
-            yield
-        except BaseException as error:
-            if wire is None or is_known(error) or (wire.broken and isinstance(error, SpError)):
-                raise
-            if is_lost(error):
-                place = place_of(error, self.places)
-                words = wire.lost(what, time.monotonic() - begun, error, place)
-                if wire.ended is not None:
-                    end_groups(wire.ended)
-                raise SpError(words) from error
-            announce(error, str(what), line_of(error, self.lines))
-            raise
+    def _announcing_failure(self, what: Message) -> AbstractContextManager[None]:
+        return announcing(wire_of(self.ranks), what, self.places, self.lines)
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""

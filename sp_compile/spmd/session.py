@@ -23,7 +23,7 @@ from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, sp
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
-from sp_compile.graph.places import lines_of, places_of
+from sp_compile.graph.places import node_lines, places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
@@ -296,7 +296,7 @@ class Session:
         asked, partial_sums = job.asked, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
-        lines = lines_of(local.graph) if local is not None else {}
+        lines = node_lines(local.graph) if local is not None else {}
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from sp_compile._compat import end_waits, every_group, runs_backward
+from sp_compile._compat import backward_threads, end_waits, every_group
 from sp_compile.config import Ranks, ranks_of
 
 from .message import Stop
@@ -103,7 +102,7 @@ class _Watch:
 
     def _stand_still(self) -> bool:
         """Is a program running, or autograd around one, of which no thread has gone on since the last look?"""
-        threads = [one for one, frame in sys._current_frames().items() if one in _running or runs_backward(frame)]
+        threads = {*_running, *backward_threads()}
         computed, talks = {one: _computed(one) for one in threads}, [wire.talks for wire in _involved()]
         before, self.computed = self.computed, computed
         same, self.talks = talks == self.talks, talks
