@@ -60,16 +60,25 @@ def end_waits(group: dist.ProcessGroup) -> None:
     """
     for device in group._device_types:
         backend: Any = group._get_backend(device)
-        if backend.size() == 1:
-            continue
         if backend.name() != "gloo":
             backend.abort()
             continue
-        with contextlib.suppress(RuntimeError):  # gives up, as it is meant to, or finds the connections closed
-            never = torch.empty(1, device="cpu")
-            work = backend.recv([never], (backend.rank() + 1) % backend.size(), NEVER_SENT)
-            keep_for_good((work, never))
+        for peer in range(backend.size()):
+            if peer != backend.rank() and _gives_up(backend, peer):
+                break
+
+
+def _gives_up(backend: Any, peer: int) -> bool:
+    """Give up to receive from a rank; False if the connection to that one, and perhaps no other, is closed already."""
+    never = torch.empty(1, device="cpu")
+    with contextlib.suppress(RuntimeError):
+        work = backend.recv([never], peer, NEVER_SENT)
+        keep_for_good((work, never))
+        try:
             work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            return "Timed out" in str(error)
+    return False
 
 
 NEVER_SENT = 0x5B_0057  # a tag

@@ -36,11 +36,12 @@ from .agree import (
     rows_by_rank,
     unlike_fields,
     what_differs,
+    who_raised,
 )
 from .between import are_traced, have_shards, read_arguments
-from .control.failures import agreeing, announcing
+from .control.failures import agreeing, announcing, end_if_connected
 from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
-from .control.watch import running
+from .control.watch import involved, running
 from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
@@ -192,13 +193,16 @@ class CheckedProgram:
             fields.update(self._fields(args, first or again, wire, mine))
             if wire is not None and self.error is None:
                 fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
+        has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
+        raised = who_raised(everyone or ())
         problem = self._difference(everyone) if everyone is not None else str(self.error or "")
         if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
             with self._announcing_failure(mine):
                 fields = self._fields(args, True, wire, mine)
             everyone = exchanged(self.ranks, replace(mine, fields=fields))
             problem = self._difference(everyone) if everyone is not None else ""
+        problem = problem and raised + problem.removeprefix(raised)
         problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
             self.called.add(which)
@@ -207,6 +211,10 @@ class CheckedProgram:
         while isinstance(inner, CheckedProgram):
             exchanged(inner.ranks, STOPS)
             inner = inner.run
+        if raised and different_work(everyone or ()):
+            if has_raised and len(involved()) == 1:
+                return self._agree(args)  # the others go on with the step in which this rank has raised, and raise now
+            end_if_connected(wire, everyone or (), mine)
         raise SpError(problem) from self.error
 
     def _replicas_asked(self, wire: Wire | None, fields: dict[str, str]) -> bool:
@@ -361,6 +369,7 @@ class CheckedProgram:
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
         problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
         if problem := self._asking_replicas(mine, problem, asks, everyone):
+            end_if_connected(wire, everyone or (), mine)
             raise SpError(problem)
 
 

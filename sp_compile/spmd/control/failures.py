@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from sp_compile._compat import is_lost
 from sp_compile.errors import SpError
 from sp_compile.graph.places import Place, line_of, place_of
 
-from .message import Message
-from .watch import end_groups
+from .message import Message, Stop
+from .watch import end_groups, involved
 from .wire import STOPPED, Wire, stop
 
 CAUSE = 500  # characters of an exception that other ranks repeat
@@ -49,21 +49,36 @@ def announcing(
             if wire.ended is not None:
                 end_groups(wire.ended)
             raise SpError(words) from error
-        _announce(error, str(what), line_of(error, lines))
+        wire.raised = _announce(error, str(what), line_of(error, lines) or place_of(error, places))
         raise
 
 
-def _announce(error: BaseException, doing: str, line: str) -> None:
+def end_if_connected(wire: Wire | None, everyone: Sequence[Message], doing: Message) -> None:
+    """End the groups of a program that ranks are out of step in, as one has raised, if they are more than one.
+
+    Ranks of a single group are in step again at the next call: see `CheckedProgram`.
+    """
+    raised = [one.raised for one in everyone if one.raised]
+    if wire is not None and raised and len(involved()) > 1:
+        rank, words = raised[0]
+        found = Stop(rank, words, False, {}, raised=True)
+        wire.end(found, str(doing))
+        end_groups(found)
+
+
+def _announce(error: BaseException, doing: str, line: str) -> tuple[int, str]:
     """Leave in the store that this rank has raised, and name the rank and the line in the exception, whose type stays.
 
-    doing: what the rank did, as a message has it. line: the user's; "" if nobody knows.
+    Returns the rank, and what others are to know of it.
+    doing: what the rank did, as a message has it. line: the user's, or what the op works on; "" if that is not known.
     """
     setattr(error, _KNOWN, True)
     where = f"at {line}, when it {doing}" if line else f"when it {doing}"
     cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
     stop(f"{cause}, {where}"[:STOPPED], goes_on=True, raised=True)
-    where = f"rank {dist.get_rank()} raised this {where}"
+    own = f"rank {dist.get_rank()} raised this {where}"
     if len(error.args) == 1 and str(error) == error.args[0]:
-        error.args = (f"{error.args[0]}\n{where}",)
+        error.args = (f"{error.args[0]}\n{own}",)
     else:
-        error.add_note(where)
+        error.add_note(own)
+    return dist.get_rank(), f"{cause}, {where}"

@@ -28,7 +28,8 @@ class Message:
     call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
     is all that there is to say of a call.
     standing: more fields, which other ranks receive among the `fields`.
-    error: why this rank stops. asks: does every rank want to know every other's `answer`?
+    error: why this rank stops. raised: its rank, and what it has raised in a program since the last exchange.
+    asks: does every rank want to know every other's `answer`?
     """
 
     doing: str
@@ -40,6 +41,7 @@ class Message:
     asks: bool = False
     answer: Any = None
     model: int = 0
+    raised: tuple[int, str] | None = None
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""

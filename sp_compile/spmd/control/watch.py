@@ -61,7 +61,7 @@ def end_groups(found: Stop, everywhere: bool = False) -> None:
 
     found: which rank has raised. everywhere: of all groups that this rank shares with it.
     """
-    names = {wire.name for wire in _involved()}
+    names = {wire.name for wire in involved()}
     for group in every_group():
         wire = wire_of(ranks_of(group))
         if wire is not None and (wire.name in names or (everywhere and found.rank in wire.ranks)):
@@ -70,7 +70,7 @@ def end_groups(found: Stop, everywhere: bool = False) -> None:
             end_waits(group)
 
 
-def _involved() -> list[Wire]:
+def involved() -> list[Wire]:
     """The groups of the program which runs, or ran last, and of the replicas that sum gradients with it."""
     wires = [wire for wire in map(wire_of, _recent) if wire is not None]
     replicas = [wire_of(wire.replicas) for wire in wires if wire.replicas is not None]
@@ -95,15 +95,16 @@ class _Watch:
         if self.found is not None:
             end_groups(self.found, everywhere=True)
             return
-        self.found = next(filter(None, (wire.ended or wire.raised_meanwhile() for wire in _involved())), None)
+        self.found = next(filter(None, (wire.ended or wire.raised_meanwhile() for wire in involved())), None)
         if self.found is not None:
-            log.error("rank %d raised %s\nWhat waits for it is ended", self.found.rank, self.found.words)
+            if not _running:  # but autograd, as for the sums of a DDP, whose error will be Gloo's own
+                log.error("rank %d raised %s; what waits for it is ended", self.found.rank, self.found.words)
             end_groups(self.found)
 
     def _stand_still(self) -> bool:
         """Is a program running, or autograd around one, of which no thread has gone on since the last look?"""
         threads = {*_running, *backward_threads()}
-        computed, talks = {one: _computed(one) for one in threads}, [wire.talks for wire in _involved()]
+        computed, talks = {one: _computed(one) for one in threads}, [wire.talks for wire in involved()]
         before, self.computed = self.computed, computed
         same, self.talks = talks == self.talks, talks
         return same and bool(threads) and all(computed[one] - before.get(one, -LOOK) < IDLE * LOOK for one in threads)

@@ -103,7 +103,8 @@ class Wire:
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
     warned: the wait that was left in the store, and that of a read that was spoken of, by when it began. gloo: None
     until all ranks have met. memory: of exchanges of a few integers, by how many, as long as none of these is on its
-    way. ended: who raised in a program, if that has ended the group.
+    way. ended: who raised in a program, if that has ended the group; raised: this rank,
+    and what it has raised there since the last exchange.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Wire:
     gloo: Any = None
     broken: str = ""
     ended: Stop | None = None
+    raised: tuple[int, str] | None = None
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)

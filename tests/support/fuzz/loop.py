@@ -23,9 +23,10 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from support.parallel.raising import inject_nodes
 from support.parity import VOCAB, Sums, build, difference, text
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
 
 from sp_compile import SpError
 
@@ -112,7 +113,7 @@ class Loop:
     def _compiler(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         time.sleep(self.compile_takes)
         self._fail("compile_raises")
-        run = lookup_backend("aot_eager")(gm, inputs)
+        run = aot_autograd(fw_compiler=inject_nodes, keep_inference_input_mutations=True)(gm, inputs)
 
         def call(*args: Any) -> Any:
             self._fail("raises")
