@@ -1,8 +1,7 @@
 """Ranks agree before they run, and before each backward: the same program, call, mode and inputs, or all of them raise.
 
 One exchange of a few bytes a call, in front of the compiled graph. A rank that could not compile takes part as well, so
-that its error reaches the others instead of leaving them in a collective. A collective that waits in vain for a rank
-becomes an SpError with what is known of that one.
+that its error reaches the others instead of leaving them in a collective.
 """
 
 from __future__ import annotations

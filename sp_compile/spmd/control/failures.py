@@ -13,7 +13,7 @@ from sp_compile.errors import SpError
 from sp_compile.graph.places import Place, line_of, place_of
 
 from .message import Message, Stop
-from .watch import end_groups, involved
+from .watch import end_groups, involved, raised_meanwhile
 from .wire import STOPPED, Wire, stop
 
 CAUSE = 500  # characters of an exception that other ranks repeat
@@ -45,9 +45,11 @@ def announcing(
         if wire is None or hasattr(error, _KNOWN) or (wire.broken and isinstance(error, SpError)):
             raise
         if is_lost(error):
-            words = wire.lost(what, time.monotonic() - begun, error, place_of(error, places))
-            if wire.ended is not None:
-                end_groups(wire.ended)
+            place, found = place_of(error, places), raised_meanwhile()
+            if found is None:
+                raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
+            words = wire.end(found, f"{what}, in {place}" if place else str(what))
+            end_groups(found)
             raise SpError(words) from error
         wire.raised = _announce(error, str(what), line_of(error, lines) or place_of(error, places))
         raise

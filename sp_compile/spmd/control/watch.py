@@ -77,6 +77,11 @@ def involved() -> list[Wire]:
     return [*wires, *(wire for wire in replicas if wire is not None)]
 
 
+def raised_meanwhile() -> Stop | None:
+    """Which rank has raised that the program which runs waits for; None: none that is known."""
+    return next(filter(None, (wire.ended or wire.raised_meanwhile() for wire in involved())), None)
+
+
 class _Watch:
     """What is remembered from look to look. talks: of each group, how many exchanges there were. computed: by each
     thread that runs a program, in seconds. found: who has raised, once that has ended the groups of the program.
@@ -95,7 +100,7 @@ class _Watch:
         if self.found is not None:
             end_groups(self.found, everywhere=True)
             return
-        self.found = next(filter(None, (wire.ended or wire.raised_meanwhile() for wire in involved())), None)
+        self.found = raised_meanwhile()
         if self.found is not None:
             if not _running:  # but autograd, as for the sums of a DDP, whose error will be Gloo's own
                 log.error("rank %d raised %s; what waits for it is ended", self.found.rank, self.found.words)

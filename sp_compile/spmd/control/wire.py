@@ -242,9 +242,9 @@ class Wire:
 
     def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
         """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
-        stopped = self.ended or self._stopped(saying)
+        stopped = self._stopped(saying)
         if stopped.raised:
-            return self.end(stopped, f"{saying}{f', in {place}' if place else ''}")
+            return self.end(stopped, str(saying))
         here, me = self._waiting_here(), dist.get_rank()
         missed = "did not come, and " if here else ""
         others = [

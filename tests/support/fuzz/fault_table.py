@@ -223,7 +223,7 @@ GRID: Any = {"prepares": parallel.grid, "ranks": parallel.GRID}
 NOT_COMPILED = "could not be compiled on rank.*of the fault"
 INTERRUPTED = "stopped: KeyboardInterrupt when it compiles"
 CAUGHT = (MemoryError, KeyboardInterrupt)
-AT_OP: Any = {"own": (IndexError,)}
+AT_OP: Any = {"own": (IndexError, RuntimeError)}
 
 FAULTS: dict[str, Fault] = {
     "a skipped batch": Fault(VALUES, skip_batch),

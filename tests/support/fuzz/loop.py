@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.backends.debugging as debugging
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from support.parallel.raising import inject_nodes
@@ -204,6 +205,7 @@ def live(scene: Scene, rank: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    debugging.boxed_nop = inject_nodes  # of "aot_eager", by its name too
     functorch_config.donated_buffer = False  # or torch refuses a second backward by itself
     Path(scene.folder, f"{rank}.pid").write_text(str(os.getpid()))
     loop = Loop(scene, rank, dict(fault.options))

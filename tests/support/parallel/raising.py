@@ -166,12 +166,17 @@ def step(
     return {**found, "backward": _ops.count}
 
 
+def small_group(n: int, name: str) -> DeviceMesh | None:
+    """A mesh ("sp",) of the first n ranks, with a group of its own, which an error may end; None on other ranks."""
+    group = dist.new_group(range(n), timeout=timedelta(seconds=TIMEOUT), group_desc=name)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",)) if dist.get_rank() < n else None
+
+
 def raises(one: Injected) -> Told | None:
     """What this rank raises; None outside of the group. Raises AssertionError if a step without a fault is wrong."""
-    group = dist.new_group(range(one.n), timeout=timedelta(seconds=TIMEOUT), group_desc=str(one))
-    if dist.get_rank() >= one.n:
+    mesh = small_group(one.n, str(one))
+    if mesh is None:
         return None
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",))
     model, inputs = MODELS[one.model]
     net, alone, given = build(model), build(model), inputs(7)
     torch._dynamo.reset()
@@ -183,14 +188,14 @@ def raises(one: Injected) -> Told | None:
             assert difference(found.grad, right.grad) < 1e-9
         assert ops > 2
         at = int(one.place * ops) if dist.get_rank() == one.odd else -1
-        dist.barrier(group)
-        kind, words, seconds = _tried(lambda: step(run, net, given, one.half, at, ERRORS[one.error]))
+        dist.barrier(mesh.get_group())
+        kind, words, seconds = raised(lambda: step(run, net, given, one.half, at, ERRORS[one.error]))
         line = _ops.raised
-        _, then, then_seconds = _tried(lambda: step(run, net, given))
+        _, then, then_seconds = raised(lambda: step(run, net, given))
     return Told(kind, words, seconds, then, then_seconds, line)
 
 
-def _tried(act: Callable[[], object]) -> tuple[str, str, float]:
+def raised(act: Callable[[], object]) -> tuple[str, str, float]:
     """Type and words of what it raises, and after how many seconds."""
     begun, kind, words = time.monotonic(), "", ""
     try:
@@ -208,6 +213,8 @@ def problems(one: Injected, told: list[Told]) -> list[str]:
     odd, name = told[one.odd], ERRORS[one.error].__name__
     if odd.kind != name or f"rank {one.odd} raised this" not in odd.words or odd.line not in odd.words:
         out.append(f"rank {one.odd}, whose op at {odd.line} raised: {odd.kind}: {odd.words}")
+    if not all(re.search(r"\.py:\d+", x.words) for x in told if x.kind):
+        out.append(f"no line: {[x.words for x in told]}")
     unaware = [r for r, x in enumerate(told) if r != one.odd and not x.kind]
     for rank, x in enumerate(told):
         if max(x.seconds, x.then_seconds) > SOON:
