@@ -6,28 +6,19 @@ import re
 
 import pytest
 import torch
-from support.parallel.raising import SOON, Injected, problems, raised, raises, small_group
+from support.parallel.raising import SEEDS, SOON, Injected, problems, raised, raises, small_group
 from support.parity import VOCAB, build, sp
 from support.ranks import Ranks
 from torch import Tensor, nn
 
-QUICK, ALL, INDUCTOR = 3, 40, 10
+QUICK = 3  # of SEEDS, of which the others are slow
 
 
-def check(ranks: Ranks, one: Injected) -> None:
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in SEEDS])
+def test_every_rank_raises(ranks: Ranks, seed: int) -> None:
+    one = Injected.of(seed, SEEDS[seed])
     told = [x for x in ranks.run(4, raises, one, timeout=300) if x is not None]
     assert not problems(one, told), (one, told)
-
-
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in range(ALL)])
-def test_every_rank_raises(ranks: Ranks, seed: int) -> None:
-    check(ranks, Injected.of(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(ALL, ALL + INDUCTOR))
-def test_every_rank_raises_under_inductor(ranks: Ranks, seed: int) -> None:
-    check(ranks, Injected.of(seed, "inductor"))
 
 
 def test_a_group_in_which_nobody_waits_goes_on(ranks: Ranks) -> None:

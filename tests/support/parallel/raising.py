@@ -1,4 +1,7 @@
-"""Exceptions injected at a random op of a random rank, forward or backward: what each rank raises, and how soon."""
+"""Exceptions injected at a random op of a random rank, forward or backward: what each rank raises, and how soon.
+
+PYTHONPATH=tests python -m support.parallel.raising     writes benchmarks/results/raised.md
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
@@ -17,6 +21,7 @@ import torch._dynamo.backends.debugging as debugging
 import torch._inductor.codecache as codecache
 import torch.distributed as dist
 from support.parity import Decoder, Sums, build, difference, sp, text
+from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,6 +58,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
     "sums": (Sums, numbers),
     "broken": (Broken, numbers),
 }
+
+
+SEEDS = {**dict.fromkeys(range(40), "aot_eager"), **dict.fromkeys(range(40, 50), "inductor")}
 
 
 @dataclass(frozen=True)
@@ -231,3 +239,44 @@ def problems(one: Injected, told: list[Told]) -> list[str]:
     if unaware and not (works and one.half == "backward"):
         out.append(f"ranks {unaware} raised nothing")
     return out
+
+
+def main() -> None:
+    """All of them, as a table."""
+    pool, rows = Ranks(), []
+    for seed, compiler in SEEDS.items():
+        one = Injected.of(seed, compiler)
+        told = [x for x in pool.run(4, raises, one, timeout=300) if x is not None]
+        others = [x for rank, x in enumerate(told) if rank != one.odd]
+        where = told[one.odd].line.partition(": ")[0] or "of no line, or of a kernel"
+        slowest = max([x.seconds for x in others if x.kind], default=0.0)
+        after = "works" if not any(x.then for x in told) else "says that it is ended"
+        verdict = "; ".join(problems(one, told)) or "yes"
+        cells = [seed, one.model, compiler, one.n, one.odd, one.half, ERRORS[one.error].__name__, where]
+        cells += [
+            sum(bool(x.kind) for x in others),
+            f"{slowest:.1f}",
+            after,
+            f"{max(x.then_seconds for x in told):.1f}",
+            verdict,
+        ]
+        rows.append("| " + " | ".join(map(str, cells)).replace("\n", " ") + " |")
+    pool.close()
+    RESULTS.write_text("\n".join([HEAD, *rows, ""]))
+
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "raised.md"
+HEAD = f"""# Exceptions on one rank
+
+Written by `PYTHONPATH=tests python -m support.parallel.raising`: an exception at a random op of a random rank's forward or
+backward, on real ranks over Gloo with a timeout of {TIMEOUT:.0f} s. torch {torch.__version__}. The other ranks raise in that step (how many, and the slowest's
+seconds), unless the op comes after the last exchange of the step; then the group works. As it has to be: every rank raises
+within {SOON:.0f} s and names rank, line and cause, and afterwards the group works on every rank or says on every rank that it does not.
+
+| seed | model | compiler | ranks | odd rank | half | raises | line of the op | others that raise | s | the group afterwards | s | as it has to be |
+|---:|---|---|---:|---:|---|---|---|---:|---:|---|---:|---|"""
+
+if __name__ == "__main__":
+    from support.parallel import raising  # the ranks know it by that name
+
+    raising.main()
