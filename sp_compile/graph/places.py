@@ -36,7 +36,7 @@ def places_of(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dict[str, 
     return {node.name: Place(trace_of(node), [shown.get(x, x) for x in xs]) for node, xs in inputs.items()}
 
 
-def place_of(error: BaseException, places: Mapping[str, Place]) -> str:
+def exchange_of(error: BaseException, places: Mapping[str, Place]) -> str:
     """Which exchange has raised the error while its program ran, in words; "" if nobody knows.
 
     Where compiled code runs other compiled code, the innermost that is known.

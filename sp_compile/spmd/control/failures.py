@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sp_compile._compat import is_lost
 from sp_compile.errors import SpError
-from sp_compile.graph.places import Place, line_of, place_of
+from sp_compile.graph.places import Place, exchange_of, line_of
 
 from .message import Message, Stop
 from .watch import end_groups, involved, raised_meanwhile
@@ -45,13 +45,13 @@ def announcing(
         if wire is None or hasattr(error, _KNOWN) or (wire.broken and isinstance(error, SpError)):
             raise
         if is_lost(error):
-            place, found = place_of(error, places), raised_meanwhile()
+            place, found = exchange_of(error, places), raised_meanwhile()
             if found is None:
                 raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
             words = wire.end(found, f"{what}, in {place}" if place else str(what))
             end_groups(found)
             raise SpError(words) from error
-        wire.raised = _announce(error, str(what), line_of(error, lines) or place_of(error, places))
+        wire.raised = _announce(error, str(what), line_of(error, lines) or exchange_of(error, places))
         raise
 
 

@@ -9,6 +9,7 @@ the program is connected by: the program raises, and so do those of the other ra
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import threading
@@ -40,7 +41,7 @@ def running(groups: Sequence[Ranks]) -> Iterator[None]:
     thread, wires = threading.get_ident(), [wire for wire in map(wire_of, groups) if wire is not None]
     outermost = thread not in _running
     if outermost:
-        _running[thread], _recent[:] = True, groups
+        _running[thread], _recent[:] = next(_numbers), groups
         _start()
     try:
         yield
@@ -52,7 +53,8 @@ def running(groups: Sequence[Ranks]) -> Iterator[None]:
             wire.refuse_broken()
 
 
-_running: dict[int, bool] = {}  # threads that run programs
+_numbers = itertools.count(1)
+_running: dict[int, int] = {}  # of each thread that runs a program the number of the run
 _recent: list[Ranks] = []  # the groups of the program that runs, or ran last
 
 
@@ -61,8 +63,10 @@ def end_groups(found: Stop, everywhere: bool = False) -> None:
 
     found: which rank has raised. everywhere: of all groups that this rank shares with it.
     """
-    names = {wire.name for wire in involved()}
+    names, at = {wire.name for wire in involved()}, _place()
     for group in every_group():
+        if everywhere and _place() != at:  # the program has gone on: groups that are made now are none of it
+            return
         wire = wire_of(ranks_of(group))
         if wire is not None and (wire.name in names or (everywhere and found.rank in wire.ranks)):
             if not wire.broken:
@@ -83,12 +87,12 @@ def raised_meanwhile() -> Stop | None:
 
 
 class _Watch:
-    """What is remembered from look to look. talks: of each group, how many exchanges there were. computed: by each
-    thread that runs a program, in seconds. found: who has raised, once that has ended the groups of the program.
+    """What is remembered from look to look. at: the runs, and of each group how many exchanges there were. computed: by
+    each thread that runs a program, in seconds. found: who has raised, once that has ended the groups of the program.
     """
 
     def __init__(self) -> None:
-        self.talks: list[int] = []
+        self.at: list[tuple[int | str, int]] = []
         self.computed: dict[int, float] = {}
         self.found: Stop | None = None
 
@@ -98,7 +102,8 @@ class _Watch:
             self.found = None
             return
         if self.found is not None:
-            end_groups(self.found, everywhere=True)
+            if _place() == self.at:
+                end_groups(self.found, everywhere=True)
             return
         self.found = raised_meanwhile()
         if self.found is not None:
@@ -109,10 +114,15 @@ class _Watch:
     def _stand_still(self) -> bool:
         """Is a program running, or autograd around one, of which no thread has gone on since the last look?"""
         threads = {*_running, *backward_threads()}
-        computed, talks = {one: _computed(one) for one in threads}, [wire.talks for wire in involved()]
+        computed, at = {one: _computed(one) for one in threads}, _place()
         before, self.computed = self.computed, computed
-        same, self.talks = talks == self.talks, talks
+        same, self.at = at == self.at, at
         return same and bool(threads) and all(computed[one] - before.get(one, -LOOK) < IDLE * LOOK for one in threads)
+
+
+def _place() -> list[tuple[int | str, int]]:
+    """Where this process is: the runs of its threads, and of each group how many exchanges there were."""
+    return [*_running.items(), *((wire.name, wire.talks) for wire in involved())]
 
 
 def _computed(thread: int) -> float:
