@@ -27,7 +27,7 @@ from sp_compile.lowering.collectives.sharded import Sharded, entering, known_who
 from sp_compile.lowering.masks.deal import undealt
 
 from .agree import different_work, exchanged
-from .message import READS, Message
+from .control.message import READS, Message
 
 WRITTEN_VIEW = (
     "{} is changed in place behind a graph break, and {} shares its memory, which would change with it: on ranks the "
