@@ -11,7 +11,9 @@ on its way back is such a value too, or whole (then every rank has the same) and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -39,6 +41,7 @@ from sp_compile.lowering.frames import rows_held
 from .held import HeldRows, Layout, Orders, Origin
 from .late import LateRows
 from .tickets import leave
+from .views import HeldView, view_held
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -66,10 +69,10 @@ class Sharded(Tensor):
     the sum of two that lie alike. Reading takes every rank. repr() does not read.
     """
 
-    held: HeldRows
+    held: HeldRows | HeldView
 
     @staticmethod
-    def __new__(cls, held: HeldRows, shape: Sequence[int]) -> Sharded:
+    def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int]) -> Sharded:
         """shape: of the whole."""
         strides = held.layout.strides(shape)
         value: Sharded = wrapper_subclass(cls, shape, strides, held.near)
@@ -141,8 +144,11 @@ class Sharded(Tensor):
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
             raise SpError(OTHER_DATA.format(_said(new), _said(self)))
-        lazy = isinstance(new, Sharded)
-        self.held = new.held if lazy else replace(self.held, local=None, late=None, whole=self.lies.dense(new.detach()))
+        if isinstance(new, Sharded):
+            self.held = new.held
+            return
+        held, whole = self.held, self.lies.dense(new.detach())
+        self.held = HeldRows(held.layout, held.length, None, held.origin, whole)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Of the whole."""
@@ -214,7 +220,7 @@ class Sharded(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
-        move = MOVES.get(func)
+        move = MOVES.get(func) or (_viewed if _makes_views.get() and func.is_view else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
             return moved
@@ -244,9 +250,45 @@ Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
-        return None
+        return _viewed(func, args, kwargs) if _makes_views.get() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
         return Sharded(value.held, value.shape)
+
+
+_makes_views: ContextVar[bool] = ContextVar("makes_views", default=False)
+"""Are views of values in shards made that stay in shards?"""
+
+
+def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view that stays in shards, of a value or of such a view."""
+    value, *rest = args
+    held = value.held
+    sizes = [x for x in pytree.tree_leaves((value.shape, rest)) if isinstance(x, torch.SymInt)]
+    if sizes or type(held.near) is not Tensor:
+        return None
+    if isinstance(held, HeldView):
+        base, shape, like = held.base, held.shape, held.like
+    else:
+        base, shape = held, value.shape
+        like = torch.empty_strided(shape, held.layout.strides(shape), dtype=value.dtype, device="meta")
+    found = func(like, *rest, **kwargs)
+    views = [view_held(base, shape, one) for one in pytree.tree_leaves(found)]
+    if None in views:
+        return None
+    with torch.inference_mode(value.is_inference()):
+        made = [Sharded(one, one.like.shape) for one in views if one is not None]
+    return made[0] if isinstance(found, Tensor) else made
+
+
+def view_of(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
+    """A result that is a view of another on one device, by the views in between; of one in shards it stays in shards
+    where that can be, and otherwise it is read.
+    """
+    token = _makes_views.set(True)
+    try:
+        return reduce(lambda x, step: step(x), steps, base)
+    finally:
+        _makes_views.reset(token)
 
 
 def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,7 +323,7 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     held = HeldRows(layout, first.held.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(held, first.shape)
-    if a is not first or a.is_whole:
+    if a is not first or a.is_whole or not isinstance(a.held, HeldRows):
         return None
     a.held.local, a.held.whole = total, None
     return a

@@ -394,14 +394,29 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
+def compiled_results(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
+    """The autograd nodes of AOTAutograd of whose results this is one, and the number of that.
+
+    Of several views of one value that is the value, from which the views are made when the program has run.
+    """
+    node, number, views = x.grad_fn, x.output_nr, 0
+    while node is not None and views < 8:  # of an input there are more nodes, of what was done before
+        if type(node).__name__ == "CompiledFunctionBackward":
+            yield node, number
+            return
+        if len(node.next_functions) != 1:
+            return
+        ((node, number),), views = node.next_functions, views + 1
+
+
 def compiled_backwards(outputs: Iterable[Any], around: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
     """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
 
     That is more than the compiled backward, which torch 2.13 keeps where nobody reaches it: also the look at what
     autograd has saved.
     """
-    nodes = {id(x.grad_fn): x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    found = [node for node in nodes.values() if type(node).__name__ == "CompiledFunctionBackward"]
+    made = [node for x in outputs if isinstance(x, torch.Tensor) for node, _ in compiled_results(x)]
+    found = list({id(node): node for node in made}.values())
     for node in found:
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:

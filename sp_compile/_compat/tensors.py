@@ -54,11 +54,6 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What autograd takes a tensor for a view of; None if it is none."""
-    return x._base
-
-
 def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
     """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group, wraps_others
+from sp_compile._compat import FakeTensor, compiled_backwards, compiled_results, is_lost, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
@@ -38,7 +38,7 @@ from .agree import (
     unlike_fields,
     what_differs,
 )
-from .between import are_traced, have_shards, read_arguments
+from .between import are_traced, find_written_twice, have_shards, read_arguments
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
@@ -49,6 +49,9 @@ from .wire import Wire, stop, wire_of
 FEW = 4096  # floats that are compared on every call; of more, as many
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
+WRITTEN_TWICE = (
+    "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
+)
 SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
@@ -57,6 +60,7 @@ CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
+REFUSED = "refused"  # of a field that tells why a rank refuses the call
 REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
 REQUIRES_GRAD = attrgetter("requires_grad")
@@ -99,6 +103,7 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
+    written: Sequence[int] = ()  # the inputs that it changes in place, by number
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -154,7 +159,10 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
-        call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
+        refused = "" if traced or not self.written else self._shares_written(args)
+        call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
+        if refused:  # of a rank by itself: several have raised it together
+            raise SpError(refused)
         if self.error is not None:
             raise self.error
         assert self.run is not None
@@ -171,7 +179,12 @@ class CheckedProgram:
         """Another program that is asked first takes values as they are."""
         return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
 
-    def _agree(self, args: Sequence[Any]) -> Message:
+    def _shares_written(self, args: Sequence[Any]) -> str:
+        """Why this call is refused: an input that is changed in place shares memory with another; "" if none does."""
+        found = find_written_twice(args, self.written)
+        return WRITTEN_TWICE.format(*(_shown(self.names[i]) for i in found)) if found is not None else ""
+
+    def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
@@ -185,12 +198,14 @@ class CheckedProgram:
         asked = self._replicas_asked(wire, fields)
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
+        if refused:
+            fields[REFUSED] = refused
         with self._announcing_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
             if wire is not None and self.error is None:
                 fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
         everyone = exchanged(self.ranks, mine)
-        problem = self._difference(everyone) if everyone is not None else str(self.error or "")
+        problem = self._difference(everyone) if everyone is not None else str(self.error or refused)
         if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
             with self._announcing_failure(mine):
                 fields = self._fields(args, True, wire, mine)
@@ -287,6 +302,9 @@ class CheckedProgram:
         failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
+        refused = [f"rank {rank}: {one.fields[REFUSED]}" for rank, one in enumerate(everyone) if REFUSED in one.fields]
+        if refused:
+            return "\n".join(refused)
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
@@ -333,9 +351,8 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         asked = [ASKED in call.fields]
-        alone = [x for i, x in enumerate(leaves) if i in self.sharded]
-        bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
-        rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
+        alone = [x for i, x in enumerate(leaves) if i in self.sharded and isinstance(x, torch.Tensor)]
+        rows = {(id(node), number) for x in alone for node, number in compiled_results(x)}
         for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone, asked))

@@ -317,6 +317,7 @@ class Session:
                 sharded=edges.rows,
                 wanted=trained(gm, example_inputs, weights=True),
                 places=places,
+                written=edges.written,
             )
             error = None
         elif error is not None and not self.groups:
@@ -347,7 +348,7 @@ class Session:
                 places=places,
             )
         assert run is not None
-        if edges.results or edges.writes or edges.shares or edges.written:
+        if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
 

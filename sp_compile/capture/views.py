@@ -1,0 +1,284 @@
+"""Results that share memory on one device: one of them is returned, and the others are made as views of it afterwards.
+
+    (h, h[:, 0])  ->  (h, None)     and the second is select(h, 1, 0), made by eager code when the program has run
+
+So a write to one is seen in the other, and autograd takes them for views, as AOTAutograd has it for one device. It is
+found before the graph is made functional: afterwards nothing of a graph shares memory that has been written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from sp_compile._compat import evaluated, pytree, schema_of, set_grad_enabled
+from sp_compile.graph.call import is_tensor, overloads
+from sp_compile.graph.edit import drop_dead
+from sp_compile.graph.mutation import functional_form, is_mutation, is_view_change, mutation_of, positional
+from sp_compile.graph.sizes import Size, all_same, same, size, sizes
+
+from .aliases import Aliases
+
+aten = torch.ops.aten
+
+VIEWS = "sp_views"
+"""Where a captured graph keeps its `SharedResults`."""
+
+# Ops whose result shares memory by chance, where nothing has to be copied.
+_RESHAPES = overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
+_MAY_COPY = {*_RESHAPES, *overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op of a chain of views, given what it is a view of and these. Sizes among the arguments may be symbolic."""
+
+    op: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def at(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
+        """The function of a tensor that it is where the symbols are these."""
+
+        def number(x: Any) -> Any:
+            return evaluated(x, known) if isinstance(x, sympy.Expr) else x
+
+        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
+        return lambda x: self.op(x, *args, **kwargs)
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Those among the arguments."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs or {})))
+        return {one for x in leaves if isinstance(x, sympy.Expr) for one in x.free_symbols}
+
+
+@dataclass(frozen=True)
+class View:
+    """Result `number` is made by `steps` of another result, or of an argument: `base`, by number."""
+
+    number: int
+    of_argument: bool
+    base: int
+    steps: tuple[Step, ...]
+    shape: tuple[Size, ...] = ()  # of the base
+
+    @cached_property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Those of its steps."""
+        return {one for step in self.steps for one in step.symbols}
+
+    def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
+        """The functions that make it of this base. known: of the symbols those of the inputs."""
+        own = {symbol: extent for symbol, extent in zip(self.shape, base.shape) if isinstance(symbol, sympy.Symbol)}
+        return [step.at({**own, **known}) for step in self.steps]
+
+
+@dataclass(frozen=True)
+class SharedResults:
+    """views: results that others stand for. hidden: how many results more a graph returns for them, behind its own."""
+
+    views: tuple[View, ...] = ()
+    hidden: int = 0
+
+
+def find_shared_results(gm: GraphModule) -> SharedResults:
+    """Which results of a captured graph, not yet functional, are views of which.
+
+    What several results are views of, and is none itself, becomes a result more.
+    """
+    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    aliases = _read(gm.graph)
+    names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    given = {symbol for node in inputs for symbol in _symbols_of(node)}
+    groups: dict[Node, list[int]] = {}
+    for i, node in names.items():
+        groups.setdefault(aliases.root(node), []).append(i)
+    views, own = list[View](), len(results)
+    for root, numbers in groups.items():
+        if root.op == "placeholder":
+            base = list(inputs).index(root)
+            found = [_view(aliases, i, names[i], root, True, base, given) for i in numbers]
+            views += [one for one in found if one is not None]
+        elif root.op != "get_attr":
+            for together in _overlapping(aliases, {i: names[i] for i in numbers}):
+                node = _common(aliases, [names[i] for i in together]) or root
+                if aliases.name(node) is not node:  # its shape has been changed in place
+                    continue
+                at = next((i for i in together if names[i] is node), len(results))
+                found = [_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
+                if None not in found:
+                    views += [one for one in found if one is not None]
+                    results += [node] if at == len(results) else []
+    if len(results) > own:
+        output = gm.graph.output_node()
+        output.args = (type(output.args[0])(results),)
+    return SharedResults(tuple(views), len(results) - own)
+
+
+def leave_out(gm: GraphModule, views: Sequence[View], hidden: int) -> None:
+    """Let the graph return nothing in place of these views, and of the results behind its own no more than `hidden`."""
+    output, shared = gm.graph.output_node(), gm.meta[VIEWS]
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for view in views:
+        results[view.number] = None
+    output.args = (type(output.args[0])(results[: len(results) - shared.hidden + hidden]),)
+    drop_dead(gm.graph)
+    gm.recompile()
+
+
+def _read(graph: Graph) -> Aliases:
+    """What shares memory at the end of a program that changes values in place."""
+    aliases = Aliases(graph)
+    for node in graph.nodes:
+        args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.name)
+        if node.op == "output":
+            break
+        if node.target is set_grad_enabled:
+            aliases.grad = bool(node.args[0])
+        if is_view_change(node):
+            aliases.adopt(node)
+            aliases.rename(args[0], node)
+        elif is_mutation(node):
+            mutation = mutation_of(node, args, kwargs)
+            if mutation.value is not None or mutation.returns_target:
+                aliases.rename(node, mutation.targets[0])
+            else:
+                aliases.adopt(node)
+        else:
+            aliases.adopt(node)
+    return aliases
+
+
+def _chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
+    """The views from a base to a node, in order; from its root if there is no base."""
+    found = list[Node]()
+    while node is not base and node in aliases.parent:
+        found.append(node)
+        node = aliases.parent[node]
+    return found[::-1]
+
+
+def _common(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
+    """The one of these of which all others are views."""
+    for node in nodes:
+        if all(one is node or node in (_chain(aliases, one)) for one in nodes):
+            return node
+    return None
+
+
+def _overlapping(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
+    """Groups of results that a write to one may change in the others; pieces of a split are none."""
+    groups: list[list[int]] = []
+    for i, node in names.items():
+        touched = [g for g in groups if not all(_are_apart(aliases, node, names[k]) for k in g)]
+        groups = [g for g in groups if g not in touched]
+        groups.append([*(k for g in touched for k in g), i])
+    yield from (sorted(g) for g in groups if len(g) > 1)
+
+
+def _are_apart(aliases: Aliases, a: Node, b: Node) -> bool:
+    """Is it known that two views of one tensor have no element in common?"""
+    pairs = zip(_chain(aliases, a), _chain(aliases, b))
+    first, second = next(((x, y) for x, y in pairs if x is not y), (None, None))
+    if first is None or second is None:
+        return False
+    if first.target is operator.getitem and second.target is operator.getitem:
+        return bool(first.args[0] is second.args[0] and first.args[1] != second.args[1])
+    one, other = _stretch(aliases, first), _stretch(aliases, second)
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    return one[2] <= other[1] or other[2] <= one[1]
+
+
+def _stretch(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
+    """The dim that a view cuts, where the cut begins and where it ends, counted from the front."""
+    if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
+        return None
+    base, *rest = positional(node.target, *aliases.calls[node])
+    if not all(isinstance(x, int) or x is None for x in rest):
+        return None
+    shape = sizes(base.meta["val"].shape)
+    if node.target is aten.slice.Tensor:
+        dim, start, end, step = [*rest, *[0, None, None, 1][len(rest) :]]
+        start, end = start or 0, shape[dim] if end is None else end
+        if step != 1:
+            return None
+    else:
+        dim, start, length = [*rest, 1][:3]
+        end = start + length
+        if start == -1 and node.target is aten.select.int:
+            end = shape[dim]
+    length = shape[dim]
+    if isinstance(length, int):
+        start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
+    known = all(isinstance(x, int) and x >= 0 for x in (start, end))
+    return (dim % len(shape), start, end) if known else None
+
+
+def _view(
+    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, given: Set[sympy.Symbol]
+) -> View | None:
+    """How to make a result of what it is a view of; None where no op says that."""
+    steps = list[Step]()
+    chain = _chain(aliases, node, base)
+    if chain and aliases.cut(node) and not aliases.cut(base):
+        if not any(one.target is aten.detach.default for one in chain):
+            steps.append(Step(aten.detach.default))
+    for one in chain:
+        step = _step(aliases, one)
+        if step is None:
+            return None
+        steps.append(step)
+    shape = sizes(base.meta["val"].shape)
+    if any(not step.symbols <= given.union(shape) for step in steps):
+        return None
+    return View(number, of_argument, at, tuple(steps), shape)
+
+
+def _step(aliases: Aliases, node: Node) -> Step | None:
+    source, value = aliases.parent[node], node.meta["val"]
+    base = source.meta["val"]
+    op = functional_form(node.target) if is_view_change(node) else node.target
+    if op is operator.getitem:
+        return Step(operator.getitem, (node.args[1],))
+    args, kwargs = positional(op, *aliases.calls[node]), aliases.calls[node][1]
+    others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
+    kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
+    alone = bool(args) and args[0] is source and not others
+    if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
+        rest, kwargs = map_arg((args[1:], kwargs), size)
+        return Step(op, rest, kwargs)
+    if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
+        return None
+    shape, strides = sizes(value.shape), sizes(value.stride())
+    starts = size(base.storage_offset()), size(value.storage_offset())
+    if all_same(shape, sizes(base.shape)) and all_same(strides, sizes(base.stride())) and same(*starts):
+        return Step(aten.alias.default)
+    if op in _RESHAPES:
+        return Step(aten.view.default, (list(shape),))
+    return Step(_restrided, (list(shape), list(strides), starts[1] - starts[0]))
+
+
+def _is_positional(op: Any, name: str, count: int) -> bool:
+    return name in [argument.name for argument in schema_of(op).arguments[:count]]
+
+
+def _restrided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
+    """What begins so many elements behind the beginning of x."""
+    return x.as_strided(shape, strides, int(x.storage_offset()) + start)
+
+
+def _symbols_of(node: Node) -> set[sympy.Symbol]:
+    value = node.meta.get("val")
+    found = sizes(value.shape) if isinstance(value, Tensor) else [size(value)] if isinstance(value, torch.SymInt) else []
+    return {one for one in found if isinstance(one, sympy.Symbol)}
