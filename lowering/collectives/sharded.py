@@ -72,10 +72,12 @@ class Sharded(Tensor):
     held: HeldRows | HeldView
 
     @staticmethod
-    def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int]) -> Sharded:
-        """shape: of the whole."""
-        strides = held.layout.strides(shape)
-        value: Sharded = wrapper_subclass(cls, shape, strides, held.near)
+    def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+        """shape, strides: of the whole; without gaps if none are given."""
+        start = 0
+        if isinstance(held, HeldView):
+            strides, start = held.like.stride(), int(held.like.storage_offset())
+        value: Sharded = wrapper_subclass(cls, shape, strides or held.layout.strides(shape), held.near, start)
         value.held = held
         return value
 
@@ -196,7 +198,7 @@ class Sharded(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
             layout = replace(layout, dealt=Orders(*(inner[part] for part in DEALT_PARTS)))
-        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape)
+        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape, strides)
 
     @property
     def order(self) -> Tensor:
@@ -220,7 +222,7 @@ class Sharded(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
-        move = MOVES.get(func) or (_viewed if _makes_views.get() and func.is_view else None)
+        move = MOVES.get(func) or (_viewed if func.is_view and _keeps_views() else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
             return moved
@@ -250,13 +252,18 @@ Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
-        return _viewed(func, args, kwargs) if _makes_views.get() else None
+        return _viewed(func, args, kwargs) if _keeps_views() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
         return Sharded(value.held, value.shape)
 
 
 _makes_views: ContextVar[bool] = ContextVar("makes_views", default=False)
 """Are views of values in shards made that stay in shards?"""
+
+
+def _keeps_views() -> bool:
+    """So are those of gradients."""
+    return _makes_views.get() or in_backward()
 
 
 def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

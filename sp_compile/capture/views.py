@@ -9,6 +9,7 @@ found before the graph is made functional: afterwards nothing of a graph shares 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from sp_compile.graph.edit import drop_dead
 from sp_compile.graph.mutation import functional_form, is_mutation, is_view_change, mutation_of, positional
 from sp_compile.graph.sizes import Size, all_same, same, size, sizes
 
-from .aliases import Aliases
+from .aliases import Aliases, storages_of
 
 aten = torch.ops.aten
 
@@ -96,9 +97,12 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     What several results are views of, and is none itself, becomes a result more.
     """
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    memory = Counter(one for x in (*inputs, *results) if is_tensor(x) for one in storages_of(x))
+    if not any(memory[one] > 1 for x in results if is_tensor(x) for one in storages_of(x)):
+        return SharedResults()
     aliases = _read(gm.graph)
     names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
-    inputs = gm.graph.find_nodes(op="placeholder")
     given = {symbol for node in inputs for symbol in _symbols_of(node)}
     groups: dict[Node, list[int]] = {}
     for i, node in names.items():
