@@ -1,4 +1,4 @@
-"""A view of a value in shards that stays in shards: which of a rank's rows are its rows, and how it lies over the ranks.
+"""A view of a value in shards that stays in shards: which rows of a rank are its rows, and how it is sharded.
 
     h: [B, S, D] along dim 1      h.flatten(0, 1): [B * S, D] along a part of dim 0      h[:, 1:]: a window of dim 1
     h[:, 0]                       no such view: the value is read
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .held import HeldRows, Layout, Origin
+from .held import Held, HeldRows, Layout, Origin
 from .late import LateRows
 
 
@@ -64,7 +64,7 @@ class HeldView:
         """The whole, in the memory of the value's, which is read."""
         return self._of(self.base.read())
 
-    def become(self, new: Tensor, held: HeldRows | HeldView | None) -> None:
+    def become(self, new: Tensor, held: Held | None) -> None:
         """Write it into the value, which is read for that."""
         with torch.inference_mode(False), torch.no_grad():
             whole = new if held is None else held.read()

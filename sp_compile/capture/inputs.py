@@ -117,8 +117,8 @@ class GlobalView:
     arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
     result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
     the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
-    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `Edges` has them. folds: chunks of the
-    sequence that a rank holds of them.
+    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `Edges` has them. folds: chunks of
+    the sequence that a rank holds of them.
     """
 
     graph: GraphModule

@@ -205,28 +205,25 @@ def _are_apart(aliases: Aliases, a: Node, b: Node) -> bool:
 
 
 def _stretch(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
-    """The dim that a view cuts, where the cut begins and where it ends, counted from the front."""
+    """The dim that a view cuts, where the cut begins and where it ends, counted from the front; None if not known."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
     base, *rest = positional(node.target, *aliases.calls[node])
-    if not all(isinstance(x, int) or x is None for x in rest):
-        return None
-    shape = sizes(base.meta["val"].shape)
+    dim, *cut = rest or [0]
+    length = sizes(base.meta["val"].shape)[dim]
     if node.target is aten.slice.Tensor:
-        dim, start, end, step = [*rest, *[0, None, None, 1][len(rest) :]]
-        start, end = start or 0, shape[dim] if end is None else end
-        if step != 1:
-            return None
+        start, end, step = [*cut, *list[Any]([None, None, 1])[len(cut) :]]
+        start, end = start or 0, length if end is None else end
     else:
-        dim, start, length = [*rest, 1][:3]
-        end = start + length
-        if start == -1 and node.target is aten.select.int:
-            end = shape[dim]
-    length = shape[dim]
-    if isinstance(length, int):
-        start, end = (x + length if x < 0 else min(x, length) for x in (start, end))
-    known = all(isinstance(x, int) and x >= 0 for x in (start, end))
-    return (dim % len(shape), start, end) if known else None
+        start, step = cut[0], 1
+        end = None if isinstance(start, Node) else length if start == -1 else start + 1
+        if node.target is aten.narrow.default:
+            end = None if isinstance(start, Node) or isinstance(cut[1], Node) else start + cut[1]
+    ends = [x for x in (start, end, step) if isinstance(x, int)]
+    if isinstance(length, int) and len(ends) == 3:
+        start, end = (x + length if x < 0 else min(x, length) for x in ends[:2])
+    known = len(ends) == 3 and step == 1 and min(start, end) >= 0
+    return (dim % base.meta["val"].ndim, start, end) if known else None
 
 
 def _view(
@@ -235,16 +232,16 @@ def _view(
     """How to make a result of what it is a view of; None where no op says that."""
     steps = list[Step]()
     chain = _chain(aliases, node, base)
-    if chain and aliases.cut(node) and not aliases.cut(base):
-        if not any(one.target is aten.detach.default for one in chain):
-            steps.append(Step(aten.detach.default))
+    detaches = any(one.target is aten.detach.default for one in chain)
+    if chain and aliases.cut(node) and not aliases.cut(base) and not detaches:  # made under no_grad
+        steps.append(Step(aten.detach.default))
     for one in chain:
         step = _step(aliases, one)
         if step is None:
             return None
         steps.append(step)
     shape = sizes(base.meta["val"].shape)
-    if any(not step.symbols <= given.union(shape) for step in steps):
+    if any(not step.symbols <= {*given, *shape} for step in steps):
         return None
     return View(number, of_argument, at, tuple(steps), shape)
 
@@ -284,5 +281,7 @@ def _restrided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: i
 
 def _symbols_of(node: Node) -> set[sympy.Symbol]:
     value = node.meta.get("val")
-    found = sizes(value.shape) if isinstance(value, Tensor) else [size(value)] if isinstance(value, torch.SymInt) else []
+    found = (
+        sizes(value.shape) if isinstance(value, Tensor) else [size(value)] if isinstance(value, torch.SymInt) else []
+    )
     return {one for one in found if isinstance(one, sympy.Symbol)}

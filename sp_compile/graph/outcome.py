@@ -24,7 +24,9 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(
-    gm: GraphModule, inputs: Sequence[Any], finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Outcome:
     """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared.
 

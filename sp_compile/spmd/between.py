@@ -22,7 +22,15 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
-from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, view_of, write
+from sp_compile.lowering.collectives.sharded import (
+    Sharded,
+    entering,
+    known_whole,
+    leaving,
+    leaving_late,
+    view_of,
+    write,
+)
 from sp_compile.lowering.collectives.views import HeldView
 from sp_compile.lowering.masks.deal import undealt
 

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, compiled_backwards, compiled_results, is_lost, pytree, summing_group, wraps_others
+from sp_compile._compat import (
+    FakeTensor,
+    compiled_backwards,
+    compiled_results,
+    is_lost,
+    pytree,
+    summing_group,
+    wraps_others,
+)
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
