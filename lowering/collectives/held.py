@@ -120,7 +120,7 @@ class Origin:
     looked: Callable[[str], None] = _nobody
 
 
-class Held(Protocol):
+class HeldValue(Protocol):
     """What stands behind a value: rows of it, or the whole."""
 
     layout: Layout
@@ -184,7 +184,7 @@ class HeldRows:
             self.whole, self.local = whole, None
         return whole
 
-    def become(self, new: Tensor, held: Held | None) -> None:
+    def become(self, new: Tensor, held: HeldValue | None) -> None:
         """Hold what was written to the value, and so to all its aliases. held: of a new value in shards, its own.
 
         Rows are replaced: graphs have kept the old ones for their backwards. Plain tensors share the memory of a whole.

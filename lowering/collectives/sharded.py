@@ -11,9 +11,7 @@ on its way back is such a value too, or whole (then every rank has the same) and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
-from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -41,7 +39,7 @@ from sp_compile.lowering.frames import rows_held
 from .held import HeldRows, Layout, Orders, Origin
 from .late import LateRows
 from .tickets import leave
-from .views import HeldView, view_held
+from .views import HeldView, keeps_views, views_held
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -222,7 +220,7 @@ class Sharded(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
-        move = MOVES.get(func) or (_viewed if func.is_view and _keeps_views() else None)
+        move = MOVES.get(func) or (_viewed if func.is_view and keeps_views() else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
             return moved
@@ -252,50 +250,16 @@ Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
-        return _viewed(func, args, kwargs) if _keeps_views() else None
+        return _viewed(func, args, kwargs) if keeps_views() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
         return Sharded(value.held, value.shape)
 
 
-_makes_views: ContextVar[bool] = ContextVar("makes_views", default=False)
-"""Are views of values in shards made that stay in shards?"""
-
-
-def _keeps_views() -> bool:
-    """So are those of gradients."""
-    return _makes_views.get() or in_backward()
-
-
 def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view that stays in shards, of a value or of such a view."""
     value, *rest = args
-    held = value.held
-    sizes = [x for x in pytree.tree_leaves((value.shape, rest)) if isinstance(x, torch.SymInt)]
-    if sizes or type(held.near) is not Tensor:
-        return None
-    if isinstance(held, HeldView):
-        base, shape, like = held.base, held.shape, held.like
-    else:
-        base, shape = held, value.shape
-        like = torch.empty_strided(shape, held.layout.strides(shape), dtype=value.dtype, device="meta")
-    found = func(like, *rest, **kwargs)
-    views = [view_held(base, shape, one) for one in pytree.tree_leaves(found)]
-    if None in views:
-        return None
+    found = views_held(value.held, value.shape, lambda like: func(like, *rest, **kwargs))
     with torch.inference_mode(value.is_inference()):
-        made = [Sharded(one, one.like.shape) for one in views if one is not None]
-    return made[0] if isinstance(found, Tensor) else made
-
-
-def view_of(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
-    """A result that is a view of another on one device, by the views in between; of one in shards it stays in shards
-    where that can be, and otherwise it is read.
-    """
-    token = _makes_views.set(True)
-    try:
-        return reduce(lambda x, step: step(x), steps, base)
-    finally:
-        _makes_views.reset(token)
+        return found and pytree.tree_map(lambda one: Sharded(one, one.like.shape), found)
 
 
 def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

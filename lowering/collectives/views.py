@@ -8,13 +8,18 @@ It keeps nothing of its own. Whether the value is read, is written, or is in sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .held import Held, HeldRows, Layout, Origin
+from sp_compile._compat import in_backward
+
+from .held import HeldRows, HeldValue, Layout, Origin
 from .late import LateRows
 
 
@@ -64,7 +69,7 @@ class HeldView:
         """The whole, in the memory of the value's, which is read."""
         return self._of(self.base.read())
 
-    def become(self, new: Tensor, held: Held | None) -> None:
+    def become(self, new: Tensor, held: HeldValue | None) -> None:
         """Write it into the value, which is read for that."""
         with torch.inference_mode(False), torch.no_grad():
             whole = new if held is None else held.read()
@@ -93,11 +98,47 @@ class HeldView:
         return shape, strides, int(rows.storage_offset()) + start
 
 
-def view_held(base: HeldRows, shape: Sequence[int], like: Tensor) -> HeldView | None:
-    """Of a value of this shape; None if the view is of some positions alone, or of others than dims of the whole.
+_makes_views: ContextVar[bool] = ContextVar("makes_views", default=False)
 
-    like: the view, as a meta tensor, of the whole in the memory of a value without gaps.
+
+def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
+    """A result that is a view of another on one device, by the views in between; of one in shards it stays in shards
+    where that can be, and otherwise it is read.
     """
+    token = _makes_views.set(True)
+    try:
+        return reduce(lambda x, step: step(x), steps, base)
+    finally:
+        _makes_views.reset(token)
+
+
+def keeps_views() -> bool:
+    """Do views of values in shards stay in shards now? Those of gradients, and of results that share memory."""
+    return _makes_views.get() or in_backward()
+
+
+def views_held(held: HeldRows | HeldView, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
+    """What stands behind the view, or the views, that an op makes of a value of this shape.
+
+    None if one is of some positions alone, or of others than dims of the whole, or where nothing runs.
+    """
+    if any(isinstance(x, torch.SymInt) for x in shape) or type(held.near) is not Tensor:
+        return None
+    if isinstance(held, HeldView):
+        base, whole, like = held.base, held.shape, held.like
+    else:
+        strides = held.layout.strides(shape)
+        base, whole = held, shape
+        like = torch.empty_strided(shape, strides, dtype=held.near.dtype, device="meta")
+    found = op(like)
+    made = [_view_held(base, whole, one) for one in ([found] if isinstance(found, Tensor) else found)]
+    if None in made:
+        return None
+    return made[0] if isinstance(found, Tensor) else made
+
+
+def _view_held(base: HeldRows, shape: Sequence[int], like: Tensor) -> HeldView | None:
+    """One of them. like: the view, as a meta tensor, of the whole in the memory of a value without gaps."""
     layout = _layout(base.layout, shape, like) if base.layout.is_plain and like.dtype == base.near.dtype else None
     return None if layout is None else HeldView(base, shape, like, layout)
 

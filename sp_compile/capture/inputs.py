@@ -27,7 +27,7 @@ from sp_compile._compat import (
     result_names,
     trace_again_with_symbols,
 )
-from sp_compile.config import Asked, Ranks
+from sp_compile.config import Asked, Ranks, stronger_output
 from sp_compile.errors import SpError, at
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
@@ -37,7 +37,7 @@ from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
 from .capture import capture, fake_inputs
-from .views import VIEWS, SharedResults, View, leave_out
+from .views import VIEWS, ResultView, SharedResults, leave_out
 
 
 def capture_shards(
@@ -130,7 +130,7 @@ class GlobalView:
     inputs: dict[str, Placement]
     layouts: dict[int, Layout]
     writes: dict[int, int]
-    views: Sequence[View]
+    views: Sequence[ResultView]
     hidden: int
     written: Sequence[int]
 
@@ -212,7 +212,7 @@ def _written(graph: GraphModule) -> Iterator[int]:
 
 def _views_left_out(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
-) -> tuple[tuple[View, ...], list[View]]:
+) -> tuple[tuple[ResultView, ...], list[ResultView]]:
     """The results that are made as views of others once the program has run, and of each result more that it returns
     for them the first view. The option's word of a base becomes that of all its views.
 
@@ -224,13 +224,12 @@ def _views_left_out(
         of_results = []
     has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]
     of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
-    own, hidden = len(outputs), list[View]()
+    own, hidden = len(outputs), list[ResultView]()
     for view in of_results:
         if view.base == own + len(hidden):
             hidden.append(view)
             outputs.append(outputs[view.number])
-        words = {outputs[view.base], outputs[view.number]}
-        outputs[view.base] = next((word for word in ("gather", "lazy") if word in words), outputs[view.base])
+        outputs[view.base] = stronger_output(outputs[view.base], outputs[view.number])
     views = tuple(sorted([*of_results, *of_inputs], key=lambda view: view.number))
     leave_out(graph, views, len(hidden))
     return views, hidden

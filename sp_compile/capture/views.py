@@ -39,7 +39,7 @@ _MAY_COPY = {*_RESHAPES, *overloads("to.dtype to.device to.dtype_layout to.other
 
 
 @dataclass(frozen=True)
-class Step:
+class ViewStep:
     """One op of a chain of views, given what it is a view of and these. Sizes among the arguments may be symbolic."""
 
     op: Any
@@ -63,13 +63,13 @@ class Step:
 
 
 @dataclass(frozen=True)
-class View:
+class ResultView:
     """Result `number` is made by `steps` of another result, or of an argument: `base`, by number."""
 
     number: int
     of_argument: bool
     base: int
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
     shape: tuple[Size, ...] = ()  # of the base
 
     @cached_property
@@ -87,7 +87,7 @@ class View:
 class SharedResults:
     """views: results that others stand for. hidden: how many results more a graph returns for them, behind its own."""
 
-    views: tuple[View, ...] = ()
+    views: tuple[ResultView, ...] = ()
     hidden: int = 0
 
 
@@ -107,11 +107,11 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     groups: dict[Node, list[int]] = {}
     for i, node in names.items():
         groups.setdefault(aliases.root(node), []).append(i)
-    views, own = list[View](), len(results)
+    views, own = list[ResultView](), len(results)
     for root, numbers in groups.items():
         if root.op == "placeholder":
             base = list(inputs).index(root)
-            found = [_view(aliases, i, names[i], root, True, base, given) for i in numbers]
+            found = [_result_view(aliases, i, names[i], root, True, base, given) for i in numbers]
             views += [one for one in found if one is not None]
         elif root.op != "get_attr":
             for together in _overlapping(aliases, {i: names[i] for i in numbers}):
@@ -119,7 +119,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
                 if aliases.name(node) is not node:  # its shape has been changed in place
                     continue
                 at = next((i for i in together if names[i] is node), len(results))
-                found = [_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
+                found = [_result_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
                 if None not in found:
                     views += [one for one in found if one is not None]
                     results += [node] if at == len(results) else []
@@ -129,7 +129,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     return SharedResults(tuple(views), len(results) - own)
 
 
-def leave_out(gm: GraphModule, views: Sequence[View], hidden: int) -> None:
+def leave_out(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
     """Let the graph return nothing in place of these views, and of the results behind its own no more than `hidden`."""
     output, shared = gm.graph.output_node(), gm.meta[VIEWS]
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -226,48 +226,48 @@ def _stretch(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
     return (dim % base.meta["val"].ndim, start, end) if known else None
 
 
-def _view(
+def _result_view(
     aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, given: Set[sympy.Symbol]
-) -> View | None:
+) -> ResultView | None:
     """How to make a result of what it is a view of; None where no op says that."""
-    steps = list[Step]()
+    steps = list[ViewStep]()
     chain = _chain(aliases, node, base)
     detaches = any(one.target is aten.detach.default for one in chain)
     if chain and aliases.cut(node) and not aliases.cut(base) and not detaches:  # made under no_grad
-        steps.append(Step(aten.detach.default))
+        steps.append(ViewStep(aten.detach.default))
     for one in chain:
-        step = _step(aliases, one)
+        step = _view_step(aliases, one)
         if step is None:
             return None
         steps.append(step)
     shape = sizes(base.meta["val"].shape)
     if any(not step.symbols <= {*given, *shape} for step in steps):
         return None
-    return View(number, of_argument, at, tuple(steps), shape)
+    return ResultView(number, of_argument, at, tuple(steps), shape)
 
 
-def _step(aliases: Aliases, node: Node) -> Step | None:
+def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     source, value = aliases.parent[node], node.meta["val"]
     base = source.meta["val"]
     op = functional_form(node.target) if is_view_change(node) else node.target
     if op is operator.getitem:
-        return Step(operator.getitem, (node.args[1],))
+        return ViewStep(operator.getitem, (node.args[1],))
     args, kwargs = positional(op, *aliases.calls[node]), aliases.calls[node][1]
     others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
     kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
     alone = bool(args) and args[0] is source and not others
     if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
         rest, kwargs = map_arg((args[1:], kwargs), size)
-        return Step(op, rest, kwargs)
+        return ViewStep(op, rest, kwargs)
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
         return None
     shape, strides = sizes(value.shape), sizes(value.stride())
     starts = size(base.storage_offset()), size(value.storage_offset())
     if all_same(shape, sizes(base.shape)) and all_same(strides, sizes(base.stride())) and same(*starts):
-        return Step(aten.alias.default)
+        return ViewStep(aten.alias.default)
     if op in _RESHAPES:
-        return Step(aten.view.default, (list(shape),))
-    return Step(_restrided, (list(shape), list(strides), starts[1] - starts[0]))
+        return ViewStep(aten.view.default, (list(shape),))
+    return ViewStep(_restrided, (list(shape), list(strides), starts[1] - starts[0]))
 
 
 def _is_positional(op: Any, name: str, count: int) -> bool:

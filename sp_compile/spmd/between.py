@@ -15,27 +15,23 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated, wraps_others
-from sp_compile.capture.views import View
+from sp_compile.capture.views import ResultView
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
-from sp_compile.lowering.collectives.sharded import (
-    Sharded,
-    entering,
-    known_whole,
-    leaving,
-    leaving_late,
-    view_of,
-    write,
-)
-from sp_compile.lowering.collectives.views import HeldView
+from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
+from sp_compile.lowering.collectives.views import HeldView, make_view
 from sp_compile.lowering.masks.deal import undealt
 
 from .agree import different_work, exchanged
 from .message import READS, Message
+
+WRITTEN_TWICE = (
+    "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
+)
 
 
 def are_traced(args: Sequence[Any]) -> bool:
@@ -128,7 +124,7 @@ class Edges:
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
     deal: tuple[int, ...] = ()
-    views: Sequence[View] = ()
+    views: Sequence[ResultView] = ()
     hidden: int = 0
     written: Sequence[int] = ()
 
@@ -208,7 +204,7 @@ def make_views(values: Sequence[Any], args: Sequence[Any], edges: Edges) -> list
     for view in edges.views:
         base = (args if view.of_argument else values)[view.base]
         known = {symbol: _at(args, place) for symbol, place in edges.symbols.items()} if view.symbols else {}
-        found[view.number] = view_of(base, view.steps_at(base, known))
+        found[view.number] = make_view(base, view.steps_at(base, known))
     return found[: len(found) - edges.hidden]
 
 
@@ -241,22 +237,21 @@ def as_if_sharded(
     return make_views(values, args, replace(edges, views=views, hidden=0))
 
 
-def find_written_twice(args: Sequence[Any], written: Sequence[int]) -> tuple[int, int] | None:
-    """The number of an argument that a program changes in place, and that of another that shares its memory."""
-    if not written:
-        return None
-    places = [_place(args[i]) for i in written]
+def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> str:
+    """Why a program cannot be called on these: it changes one in place, and another shares its memory. "" if it can.
+
+    names: as `input_names` gives them.
+    """
+    places = [_extent(args[i]) for i in written]
     for k, a in enumerate(args):
-        if not isinstance(a, torch.Tensor):
-            continue
-        place = _place(a)
-        for i, (memory, begin, end) in zip(written, places):
-            if i != k and memory == place[0] and begin < place[2] and place[1] < end:
-                return i, k
-    return None
+        memory, first, last = _extent(a) if isinstance(a, torch.Tensor) else (None, 0, 0)
+        for i, (other, begin, end) in zip(written, places):
+            if i != k and memory == other and begin < last and first < end:
+                return WRITTEN_TWICE.format(*(getattr(names[x], "shown", names[x]) for x in (i, k)))
+    return ""
 
 
-def _place(a: torch.Tensor) -> tuple[Any, int, int]:
+def _extent(a: torch.Tensor) -> tuple[Any, int, int]:
     """Where the elements of an argument are: in which memory, and the bytes there from the first to the last.
 
     A value in shards, with all its views, has a memory of its own until it is read.

@@ -19,15 +19,7 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import (
-    FakeTensor,
-    compiled_backwards,
-    compiled_results,
-    is_lost,
-    pytree,
-    summing_group,
-    wraps_others,
-)
+from sp_compile._compat import FakeTensor, compiled_backwards, is_lost, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place, place_of
@@ -46,7 +38,7 @@ from .agree import (
     unlike_fields,
     what_differs,
 )
-from .between import are_traced, find_written_twice, have_shards, read_arguments
+from .between import are_traced, have_shards, read_arguments, refusal
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
@@ -57,9 +49,6 @@ from .wire import Wire, stop, wire_of
 FEW = 4096  # floats that are compared on every call; of more, as many
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
-WRITTEN_TWICE = (
-    "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
-)
 SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
 SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
@@ -167,7 +156,7 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
-        refused = "" if traced or not self.written else self._shares_written(args)
+        refused = refusal(args, self.written, self.names) if self.written and not traced else ""
         call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
         if refused:  # of a rank by itself: several have raised it together
             raise SpError(refused)
@@ -186,11 +175,6 @@ class CheckedProgram:
     def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
         """Another program that is asked first takes values as they are."""
         return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
-
-    def _shares_written(self, args: Sequence[Any]) -> str:
-        """Why this call is refused: an input that is changed in place shares memory with another; "" if none does."""
-        found = find_written_twice(args, self.written)
-        return WRITTEN_TWICE.format(*(_shown(self.names[i]) for i in found)) if found is not None else ""
 
     def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
@@ -359,11 +343,8 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         asked = [ASKED in call.fields]
-        alone = [x for i, x in enumerate(leaves) if i in self.sharded and isinstance(x, torch.Tensor)]
-        rows = {(id(node), number) for x in alone for node, number in compiled_results(x)}
-        for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
-            mine_alone = frozenset(number for owner, number in rows if owner == id(node))
-            node.register_prehook(partial(self._begin, mine, mine_alone, asked))
+        for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._announcing_failure(mine)):
+            node.register_prehook(partial(self._begin, mine, alone, asked))
 
     def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
