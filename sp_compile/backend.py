@@ -262,7 +262,8 @@ def _split(
         rows,
         view.writes,
         symbols,
-        shares=view.shares,
+        views=view.views,
+        hidden=view.hidden,
         written=view.written,
     )
     if edges.results:

@@ -9,7 +9,7 @@ import linecache
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -412,20 +412,41 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def compiled_backwards(outputs: Iterable[Any], around: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
+def compiled_backwards(
+    outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
+) -> list[tuple[Any, frozenset[int]]]:
     """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
+    With each: which of its results are, or make, the outputs of the numbers `some`.
 
     That is more than the compiled backward, which torch 2.13 keeps where nobody reaches it: also the look at what
     autograd has saved.
     """
-    nodes = {id(x.grad_fn): x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    found = [node for node in nodes.values() if type(node).__name__ == "CompiledFunctionBackward"]
-    for node in found:
+    found: dict[int, tuple[Any, set[int]]] = {}
+    for i, x in enumerate(outputs):
+        for node, number in _compiled_result(x) if isinstance(x, torch.Tensor) else ():
+            _, numbers = found.setdefault(id(node), (node, set()))
+            numbers |= {number} if i in some else set()
+    for node, _ in found.values():
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:
             run = forward.backward
             forward.backward = staticmethod(_Around(run.run if isinstance(run, _Around) else run, around))
-    return found
+    return [(node, frozenset(numbers)) for node, numbers in found.values()]
+
+
+def _compiled_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
+    """The autograd node of AOTAutograd of which this is a result, and the number of that.
+
+    Of several views of one value that is the value, from which the views are made when the program has run.
+    """
+    node, number, views = x.grad_fn, x.output_nr, 0
+    while node is not None and views < 8:  # of an input there are more nodes, of what was done before
+        if type(node).__name__ == "CompiledFunctionBackward":
+            yield node, number
+            return
+        if len(node.next_functions) != 1:
+            return
+        ((node, number),), views = node.next_functions, views + 1
 
 
 class _Around:

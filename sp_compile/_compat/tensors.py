@@ -66,11 +66,6 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What autograd takes a tensor for a view of; None if it is none."""
-    return x._base
-
-
 def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
     """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
     try:
@@ -173,6 +168,9 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 
-def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
+def wrapper_subclass(
+    cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor, start: int = 0
+) -> Any:
     """A tensor without memory, of a subclass that says itself what ops do with it."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
+    meta = {"strides": strides, "storage_offset": start, "dtype": like.dtype, "device": like.device}
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **meta)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, pytree, summing_group, wraps_others
+from sp_compile._compat import FakeTensor, compiled_backwards, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place
@@ -37,7 +37,7 @@ from .agree import (
     what_differs,
     who_raised,
 )
-from .between import are_traced, have_shards, read_arguments
+from .between import are_traced, have_shards, read_arguments, refusal
 from .control.failures import agreeing, announcing, end_if_connected
 from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .control.watch import involved, running
@@ -58,6 +58,7 @@ CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
+REFUSED = "refused"  # of a field that tells why a rank refuses the call
 REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
 REQUIRES_GRAD = attrgetter("requires_grad")
@@ -101,6 +102,7 @@ class CheckedProgram:
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
+    written: Sequence[int] = ()  # the inputs that it changes in place, by number
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -156,8 +158,11 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
+        refused = refusal(args, self.written, self.names) if self.written and not traced else ""
         with agreeing():
-            call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
+            call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
+        if refused:  # of a rank by itself: several have raised it together
+            raise SpError(refused)
         if self.error is not None:
             raise self.error
         assert self.run is not None
@@ -174,7 +179,7 @@ class CheckedProgram:
         """Another program that is asked first takes values as they are."""
         return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
 
-    def _agree(self, args: Sequence[Any]) -> Message:
+    def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
@@ -188,6 +193,8 @@ class CheckedProgram:
         asked = self._replicas_asked(wire, fields)
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
+        if refused:
+            fields[REFUSED] = refused
         with self._announcing_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
             if wire is not None and self.error is None:
@@ -195,7 +202,7 @@ class CheckedProgram:
         has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
         raised = who_raised(everyone or ())
-        problem = self._difference(everyone) if everyone is not None else str(self.error or "")
+        problem = self._difference(everyone) if everyone is not None else str(self.error or refused)
         if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
             with self._announcing_failure(mine):
                 fields = self._fields(args, True, wire, mine)
@@ -297,6 +304,9 @@ class CheckedProgram:
         failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
+        refused = [f"rank {rank}: {one.fields[REFUSED]}" for rank, one in enumerate(everyone) if REFUSED in one.fields]
+        if refused:
+            return "\n".join(refused)
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
@@ -340,12 +350,8 @@ class CheckedProgram:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         asked = [ASKED in call.fields]
-        alone = [x for i, x in enumerate(leaves) if i in self.sharded]
-        bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
-        rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
-        for node in compiled_backwards(leaves, lambda: self._running(mine)):
-            mine_alone = frozenset(number for owner, number in rows if owner == id(node))
-            node.register_prehook(partial(self._begin, mine, mine_alone, asked))
+        for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
+            node.register_prehook(partial(self._begin, mine, alone, asked))
 
     def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.

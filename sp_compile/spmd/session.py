@@ -320,6 +320,7 @@ class Session:
                 wanted=trained(gm, example_inputs, weights=True),
                 places=places,
                 lines=lines,
+                written=edges.written,
             )
             error = None
         elif error is not None and not self.groups:
@@ -351,7 +352,7 @@ class Session:
                 lines=lines,
             )
         assert run is not None
-        if edges.results or edges.writes or edges.shares or edges.written:
+        if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
 

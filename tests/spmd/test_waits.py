@@ -276,11 +276,11 @@ def test_a_backward_runs_where_its_waits_are_told() -> None:
     run = torch.compile(lambda x: (x * weight).sin(), backend="aot_eager")
     for _ in range(2):
         out = run(torch.ones(3, requires_grad=True))
-        assert compiled_backwards([out], around) == [out.grad_fn]
+        assert compiled_backwards([out], {0}, around) == [(out.grad_fn, frozenset({0}))]
         out.sum().backward()
     assert entered == [None, None]
     out = run(torch.ones(3, requires_grad=True))
-    compiled_backwards([out], around)
+    compiled_backwards([out], (), around)
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
