@@ -36,9 +36,11 @@ from .agree import (
     failures,
     rows_by_rank,
     unlike_fields,
+    unlike_ways,
+    way,
     what_differs,
 )
-from .between import are_traced, have_shards, read_arguments
+from .between import OnWhole, are_traced, have_shards, read_arguments
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
 from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
@@ -75,7 +77,8 @@ class CheckedProgram:
     equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `places_of` gives them.
+    number; others are read. places: its exchanges, as `places_of` gives them. written: why it is the program as it was
+    written, which runs whole.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -99,6 +102,7 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
+    written: str = ""
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -107,7 +111,7 @@ class CheckedProgram:
     def standing(self) -> HashedFields:
         """What it says of itself on every call."""
         wanted = "\n".join(map(_shown, self.wanted))
-        return HashedFields({**self.options, PROGRAM: str(self.program.digest), GRADIENTS: wanted})
+        return HashedFields({**self.options, **way(self.written), PROGRAM: str(self.program.digest), GRADIENTS: wanted})
 
     @cached_property
     def _stays(self) -> list[bool]:
@@ -168,8 +172,8 @@ class CheckedProgram:
         return out
 
     def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Another program that is asked first takes values as they are."""
-        return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
+        """Another program that is asked first takes values as they are, and so does one that reads them itself."""
+        return args if isinstance(self.run, CheckedProgram | OnWhole) else read_arguments(args, self.layouts)
 
     def _agree(self, args: Sequence[Any]) -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
@@ -287,6 +291,8 @@ class CheckedProgram:
         failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
+        if how := unlike_ways(everyone):
+            return how
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(

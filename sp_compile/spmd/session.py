@@ -28,7 +28,7 @@ from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
-from .between import Edges, ShardedProgram, have_shards, read_arguments
+from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
@@ -282,13 +282,14 @@ class Session:
         common: Mapping[str, Collection[str]] = MappingProxyType({}),
         backward: Collection[str] = (),
         edges: Edges | None = None,
+        whole: str = "",
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
         run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
         raises on all ranks. common: the groups that share work where values are equal, and the inputs that
         have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
-        edges: what it takes and returns in shards.
+        edges: what it takes and returns in shards. whole: why it is the whole program as it was written; "" if it is not.
         """
         job, edges = self._settings, edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
@@ -297,7 +298,8 @@ class Session:
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
         if self.split:
             done = run is not None and local is not None
-            program = fingerprint(local, input_names(gm)) if done else Program()
+            program = Program() if not done else program_of(gm) if whole else fingerprint(local, input_names(gm))
+            run = OnWhole(run) if run is not None and whole else run
             equal, arguments = equal_inputs(gm, example_inputs, asked.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
@@ -317,13 +319,14 @@ class Session:
                 sharded=edges.rows,
                 wanted=trained(gm, example_inputs, weights=True),
                 places=places,
+                written=whole,
             )
             error = None
         elif error is not None and not self.groups:
             stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             run = CheckedProgram(None, ALONE, Program(), [], error)
         elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
-            run = partial(_run_on_whole, run)
+            run = OnWhole(run)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
             compares = run is not None and ranks.group in common
@@ -345,16 +348,12 @@ class Session:
                 shared=always | weights,
                 wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
                 places=places,
+                written=whole,
             )
         assert run is not None
         if edges.results or edges.writes or edges.shares or edges.written:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
-
-
-def _run_on_whole(run: Callable[..., Any], *args: Any) -> Any:
-    """Call a program that takes nothing in shards."""
-    return run(*read_arguments(args, {}))
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
