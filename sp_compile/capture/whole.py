@@ -21,6 +21,8 @@ RUNS_WHOLE = (
     "%s. fallback='error' makes this an error"
 )
 
+NOT_TRACED = "torch cannot trace it, forward or backward, without the data"
+
 _said: set[tuple[str, str]] = set()
 
 
@@ -41,7 +43,7 @@ def why_unsplit(error: Exception) -> str:
     """Why a program runs as it was written after this error; "" if the error stays one."""
     if isinstance(error, CaptureError):
         return str(error)
-    return f"{type(error).__name__}: {error}" if falls_back(error) else ""
+    return f"{NOT_TRACED} ({type(error).__name__}: {error})" if falls_back(error) else ""
 
 
 def warn_of_unsplit(subject: str, why: str) -> None:

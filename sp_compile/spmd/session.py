@@ -289,7 +289,8 @@ class Session:
         run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
         raises on all ranks. common: the groups that share work where values are equal, and the inputs that
         have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
-        edges: what it takes and returns in shards. whole: why it is the whole program as it was written; "" if it is not.
+        edges: what it takes and returns in shards. whole: why it is the program as it was written, which every rank
+        runs whole; "" if it is not.
         """
         job, edges = self._settings, edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
