@@ -346,6 +346,7 @@ class CheckedProgram:
             mine_alone = frozenset(number for owner, number in rows if owner == id(node))
             node.register_prehook(partial(self._begin, mine, mine_alone, asked))
 
+    @torch.compiler.disable
     def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 
