@@ -53,7 +53,7 @@ from sp_compile.spmd.wire import stop
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
-from .errors import SpError, WriteError, at, did_you_mean, source_line
+from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,10 @@ def lower_or_keep(
         raise
     except Exception as failure:
         why, eager = why_unsplit(failure), isinstance(failure, WriteError)
-        if not why or _splits_only(gm, example_inputs, options):
+        stays = not why or _splits_only(gm, example_inputs, options)
+        if stays and _compat.falls_back(failure):  # as Dynamo would
+            raise CaptureError(f"{subject_of(gm)}: {why}") from failure
+        if stays:
             raise
     kept = _kept(gm, example_inputs, options, session, why)
     if not eager:

@@ -55,7 +55,9 @@ class ScanTrees(Spelling):
         larger = [
             one.source
             for _, one in joins
-            if one.dim == piece.dim and same(shape_of(one.source)[one.dim] // 2, rows) and one.source is not piece.source
+            if one.dim == piece.dim
+            and same(shape_of(one.source)[one.dim] // 2, rows)
+            and one.source is not piece.source
         ]
         starts = [cut for leaf in larger for cut in _cuts(leaf, piece.dim) if _is_second(cut)]
         return bool(starts) and piece.source in _after(starts, until=piece.source)

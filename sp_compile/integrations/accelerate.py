@@ -63,11 +63,13 @@ class SequenceParallelAccelerator(Accelerator):
     What is prepared: loaders give ranks that share a sequence the same batches; a model is compiled in place, under
     DDP; a scheduler is stepped once for each replica's batch, as accelerate does for each process.
     `gather_for_metrics`, `gather` and `reduce` count a sequence once, however many ranks share it. With one process it
-    is an Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with one
-    process.
+    is an Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with
+    one process.
 
     Raises SpError: sizes that do not fit, another backend, FSDP, DeepSpeed or Megatron.
     """
+
+    flag_tensor: torch.Tensor | None
 
     def __init__(
         self,

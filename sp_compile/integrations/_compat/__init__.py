@@ -38,6 +38,7 @@ def known_backend() -> Iterator[None]:
 class CountsItems:
     """The part of a Trainer that counts the items of a step, by which its loss is divided."""
 
+    args: Any
     get_tp_size: Any
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
