@@ -397,7 +397,7 @@ def _step(
     axes: Axes, node: Node, call: Call | None, rule: Factors | None, have: Sequence[Placement], n: int,
     keep_whole: bool, window: Frame | None,
 ) -> Step:  # fmt: skip
-    if call is None or rule is None:
+    if call is None or rule is None or record(node).no_rule is not None:
         fits = " for such operands" if has_rule(node.target) else ""
         why = record(node).no_rule or f"{node.target} has no sharding rule{fits}"
         why = "its result is changed in place" if is_written(node) else why

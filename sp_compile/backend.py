@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from sp_compile.capture.capture import capture
 from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
+from sp_compile.capture.whole import lowering, warn_of_unsplit, why_unsplit
 from sp_compile.cost.exchanges import declare_routes
 from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.walk.liveness import nbytes_of
@@ -52,7 +53,7 @@ from sp_compile.spmd.session import ALONE, Session
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
-from .errors import SpError, did_you_mean, source_line
+from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ OF_SEQUENCE = dict.fromkeys(
     ),
     "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
 )
+CANNOT_SPLIT = "every rank runs it whole, as it was written: it cannot be split"
 AS_WRITTEN = Note(
     "replicated",
     "graph",
@@ -102,10 +104,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
         try:
             session.open(gm)
             with session.compiling(gm):
-                with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # not of a checkpoint around it
-                    lowered = lower(gm, example_inputs, options, session)
-                    lowered.return_edges()
-                run = compile_local(lowered, mode)
+                lowered, run = lower_or_keep(gm, example_inputs, options, session, partial(_compiled, mode=mode))
         except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
             raise
         except Exception as failure:
@@ -116,7 +115,9 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
     of_groups = lowered.joint.given.common, lowered.joint.given.backward
-    return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges)
+    if lowered.whole:
+        warn_of_unsplit(subject_of(gm), lowered.whole)
+    return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, lowered.whole)
 
 
 _compat.on_eager(sp, partial(tell_of_eager, stop), tell_of_sharded_parts)
@@ -138,6 +139,8 @@ class RankProgram:
 
     inputs: what stands for its inputs when it is compiled. edges: what it takes and returns in shards.
     joint: what becomes of it, and of its exchanges over other groups, when AOTAutograd has made a joint graph of it.
+    whole: why it is the graph as it was written, which every rank runs whole; "" of one that was lowered. eager: by
+    eager code.
     """
 
     graph: GraphModule
@@ -146,6 +149,8 @@ class RankProgram:
     inputs: Sequence[Any]
     joint: JointPasses = field(default_factory=JointPasses)
     edges: Edges = field(default_factory=Edges)
+    whole: str = ""
+    eager: bool = False
 
     @property
     def ranks(self) -> Ranks:
@@ -176,6 +181,64 @@ class RankProgram:
         given = {**vars(self.settings), **changed}
         job = HalvesJob(**given, memory=list(self.report.memory), given_bytes=self.given_bytes)
         return Halves(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
+
+
+T = TypeVar("T")
+
+
+def lower_or_keep(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: AnyOptions,
+    session: Session,
+    finish: Callable[[RankProgram], T],
+    repeats: FewLayers | None = None,
+) -> tuple[RankProgram, T]:
+    """The program of one rank, and what `finish` makes of it; of the graph as it was written where either cannot be.
+
+    finish: raises an error on which Dynamo falls back where the program cannot run.
+    """
+    try:
+        with _compat.kept_state():
+            with _compat.without_saved_tensor_hooks():  # not of a checkpoint around it
+                lowered = lower(gm, example_inputs, options, session, repeats)
+            return lowered, finish(lowered)
+    except _compat.RestartAnalysis:
+        raise
+    except Exception as failure:
+        why, eager = why_unsplit(failure), isinstance(failure, WriteError)
+        stays = not why or _splits_only(gm, example_inputs, options)
+        if stays and _compat.falls_back(failure):  # as Dynamo would
+            raise CaptureError(f"{subject_of(gm)}: {why}") from failure
+        if stays:
+            raise
+    kept = _kept(gm, example_inputs, options, session, why)
+    if not eager:
+        try:
+            with _compat.kept_state():
+                return kept, finish(kept)
+        except Exception as failure:
+            if not _compat.falls_back(failure):
+                raise
+    kept.eager = True
+    return kept, finish(kept)
+
+
+def _splits_only(gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions) -> bool:
+    """May the graph not run whole: do options forbid it, or is it given, or to return, a rank's part of a value?"""
+    job = Settings.of(SPConfig.of(options), ALONE)
+    local = "local" in (job.asked.inputs, job.asked.outputs)
+    return job.fallback == "error" or local or has_dtensors(gm, example_inputs)
+
+
+def _kept(
+    gm: GraphModule, example_inputs: Sequence[Any], options: AnyOptions, session: Session, why: str
+) -> RankProgram:
+    """The graph as it was written, which every rank runs whole."""
+    settings, plain = Settings.of(SPConfig.of(options), ALONE), compiled_inputs(example_inputs)
+    where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), subject_of(gm))
+    report = Report(session.ranks.n, [Note("replicated", "graph", where, f"{CANNOT_SPLIT}: {why}")])
+    return RankProgram(gm, settings, report, plain, _joint(plain, settings, Session()), whole=why)
 
 
 def lower(
@@ -221,7 +284,8 @@ def _split(
         if has_dtensors(gm, example_inputs):
             raise SpError(WHOLE_DTENSORS)
         deals = any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
-        view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
+        with lowering():
+            view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
         session.ranks.check_carries(device)
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
@@ -244,11 +308,12 @@ def _split(
         return plain, settings, local, report
 
     symbols, why = symbols_of(view.graph), ""
-    try:
-        plain, settings, local, report = passed(view)
-    except OtherOrder as error:
-        why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
-        plain, settings, local, report = passed(view)
+    with lowering():
+        try:
+            plain, settings, local, report = passed(view)
+        except OtherOrder as error:
+            why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
+            plain, settings, local, report = passed(view)
     report.add(_taken_from_others(view, example_inputs, why))
     report.add(_ends_at_break(gm))
     for note in report.notes:
@@ -310,10 +375,6 @@ def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[
     return found
 
 
-def _as_it_is(x: Any) -> Any:
-    return x
-
-
 def _joint(example_inputs: Sequence[Any], settings: Settings, session: Session) -> JointPasses:
     """The passes over the joint graph of a program."""
     shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
@@ -347,9 +408,21 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], session: Ses
         Canonicalize()(graph)
         axes = name_axes(graph)
         find_sequences(graph, axes)
-    except SpError:  # whoever compiles it says so
+    except _compat.RestartAnalysis:
+        raise
+    except Exception:  # whoever compiles it says so
         return False
     return not axes.sequences
+
+
+def _compiled(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
+    """The program of one rank, as it runs."""
+    if lowered.eager:
+        return lowered.graph.forward
+    if not lowered.whole:
+        with _compat.without_saved_tensor_hooks():
+            lowered.return_edges()
+    return compile_local(lowered, mode)
 
 
 def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:

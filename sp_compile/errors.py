@@ -29,6 +29,14 @@ class SpError(ValueError):
     """The program, an option or a rule can not be handled; the message says where and what to do."""
 
 
+class CaptureError(SpError):
+    """A graph that cannot be captured. torch.compile alone may well compile it."""
+
+
+class WriteError(CaptureError):
+    """A write in place whose meaning depends on shared memory, or on autograd: only eager code is sure to be right."""
+
+
 class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 

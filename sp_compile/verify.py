@@ -45,7 +45,7 @@ from ._compat import (
     resumed,
     unprinted,
 )
-from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower
+from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower_or_keep
 from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean, user_line
 from .pipeline import BEHIND
@@ -295,15 +295,25 @@ def _each_graph(
         taken = replace(one.options, outputs="gather") if whole else one.options
         if total.step is not None and settings.state == "sharded":
             total.step.shards = total.n
-        lowered = lower(gm, example_inputs, taken, session, repeats)
         walks = behind or total.step is not None
+
+        def finish(lowered: RankProgram) -> None:
+            if not lowered.eager:
+                looked_at(lowered, one, walks)
+
+        lowered, _ = lower_or_keep(gm, example_inputs, taken, session, finish, repeats)
+        return session, lowered
+
+    def looked_at(lowered: RankProgram, one: Look, walks: bool) -> None:
+        total, settings = one.report, one.settings
         if lowered.exchanges and compare is None and not settings.has_place:
             why = NO_COLLECTIVE_PASSES.format(settings.compiler)
             lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
         elif entry == "explain" and not lowered.exchanges and not walks:
             one.given.refuse(entry, compiler="compiles nothing of a program without exchanges: leave it out")
         if walks or (compare is None and lowered.exchanges and settings.has_place):
-            lowered.return_edges()
+            if not lowered.whole:
+                lowered.return_edges()
             one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
             sends = unrolled if settings.offload == "never" else repeats is not None
             step = _step_of(lowered, settings.fused, sends and settings.has_place)
@@ -311,7 +321,8 @@ def _each_graph(
                 step = _unrolled(step, lowered, repeats, one.steps)
             if total.step is not None:
                 total.step.graphs.append(step)
-        return session, lowered
+        elif entry != "plan" and torch.is_grad_enabled() and not lowered.whole:
+            partitioned(copied(lowered.graph), lowered.inputs, None, for_inductor=False)  # raises where it cannot run
 
     def lowered_in_each(gm: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[Look, Session, RankProgram]]:
         found = list[tuple[Look, Session, RankProgram]]()

@@ -354,6 +354,7 @@ class _Enter(torch.autograd.Function):
         return _rows_of(x, layout).detach()
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
@@ -381,6 +382,7 @@ class _Leave(torch.autograd.Function):
         return Sharded(held, shape)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, *[None] * ctx.sources

@@ -16,6 +16,8 @@
     repeats            repeat_interleave              ->  unsqueeze, expand, reshape
     associative_scans  the op by this name            ->  sp.scan, sp.linear_scan
     scan_idioms        cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
+    scan_trees         what is left of scans      ->  marked as one piece
+    masked_writes      x[mask] = rows             ->  where, with the row of each position
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
     sorted_rows        sort, rows, put back      ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     paddings           pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence

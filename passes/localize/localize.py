@@ -255,4 +255,5 @@ class _Localizer(Editor):
 
 
 def _is_parameter(source: Node) -> bool:
-    return source.op == "get_attr" or bool(record(source).parameter)
+    known = record(source)
+    return not known.constant if source.op == "get_attr" else bool(known.parameter)

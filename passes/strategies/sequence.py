@@ -25,6 +25,14 @@ BEHIND_EAGER_CODE = (
 )
 
 
+NO_EVIDENCE = {
+    "while_loop": "which may do anything with its values",
+    "map_impl": "which treats all rows alike, and so may run along any dim",
+    "cond": "whose branches are not looked into",
+}
+"""Ops that take functions, by name, and why they do not say which dim is the sequence."""
+
+
 class MarkExchanges(Pass):
     """Marks the exchanges of the program's own that no rank may make of its rows alone: these run on whole values."""
 
@@ -63,8 +71,8 @@ class Sequences(Pass):
         name_it = f"options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
         if not job.fragment and (not job.follows or job.fallback == "error"):
             raise SpError(
-                "no sequence found: the model has no attention or scan whose dim could be followed to an input. Name "
-                f"it: {name_it}"
+                "no sequence found: the model has no attention or scan whose dim could be followed to an input"
+                f"{_what_there_is(gm)}. Name it: {name_it}"
             )
         where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), ALL)
         why = BETWEEN_BREAKS if job.fragment else f"{BEHIND_EAGER_CODE}: {name_it}"
@@ -82,6 +90,18 @@ class Sequences(Pass):
             ends = "" if job.seq_dims else "."
             raise SpError(f"{why}{ends} fallback='error' forbids that; name the sequence with seq_dims")
         self.notes.append(Note("replicated", "graph", ALL, why))
+
+
+def _what_there_is(gm: GraphModule) -> str:
+    """What looks along some dim and is no evidence for a sequence, in words; "" if nothing does."""
+    found = dict[str, str]()
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name in NO_EVIDENCE or record(node).scanned is not None:
+            why = NO_EVIDENCE.get(name, "whose dim is made inside of the model")
+            found.setdefault(f"{name} at {at(node)}", why)
+    each = "; ".join(f"{what}, {why}" for what, why in found.items())
+    return f" (there is {each})" if each else ""
 
 
 class LocalOutputs(Pass):

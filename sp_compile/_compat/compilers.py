@@ -166,11 +166,13 @@ def around_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> N
         callback_handler.register_end_callback(_end_late)
 
 
+@torch.compiler.disable  # torch holds a lock here, and eager code that goes backward is looked at by Dynamo
 def _begin_late(told: Any) -> None:
     if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late:
         _entered.enter_context(_late.pop(told.compile_id)())
 
 
+@torch.compiler.disable
 def _end_late(told: Any) -> None:
     _entered.close()
 
@@ -455,6 +457,7 @@ class _Around:
     def __init__(self, run: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
         self.run, self.around = run, around
 
+    @torch.compiler.disable
     def __call__(self, *args: Any) -> Any:
         with self.around():
             return self.run(*args)

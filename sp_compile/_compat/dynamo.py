@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, TensorifyScalarRestartAnalysis, TorchRuntimeError
+from torch._dynamo.exc import (
+    RestartAnalysis,
+    ShortenTraceback,
+    TensorifyScalarRestartAnalysis,
+    TorchRuntimeError,
+    exceptions_allowed_to_be_fallback,
+)
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext, TracingContext
@@ -46,6 +52,11 @@ def is_module_state(node: Node) -> bool:
     """Is the placeholder a parameter or buffer of the module, not an argument of its forward?"""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
+
+
+def falls_back(error: BaseException) -> bool:
+    """Is it one on which Dynamo leaves a graph to eager code, where a backend raises it?"""
+    return isinstance(error, exceptions_allowed_to_be_fallback)
 
 
 def is_compiling() -> bool:

@@ -13,6 +13,7 @@ from torch._higher_order_ops.associative_scan import associative_scan_op
 from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.wrap import (
     tag_activation_checkpoint,
     wrap,

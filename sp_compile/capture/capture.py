@@ -28,7 +28,7 @@ from sp_compile._compat import (
     storage_of,
     wraps_others,
 )
-from sp_compile.errors import SpError, at
+from sp_compile.errors import CaptureError, SpError, WriteError, at
 from sp_compile.graph.edit import copied, drop_dead
 from sp_compile.graph.record import mark
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -191,7 +191,7 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
         changed = next((n for n in names if n in written), None)
         if changed is not None and len(names) > 1:
             other = next(n for n in names if n is not changed)
-            raise SpError(
+            raise WriteError(
                 f"the input {changed.name} is changed in place and shares memory with the input {other.name}; "
                 "pass a clone of one of them"
             )
@@ -208,7 +208,7 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         if isinstance(value, FakeTensor) or is_functorch_tensor(value):
-            raise SpError(
+            raise CaptureError(
                 f"{node.name}: a value inside torch.func escaped from its region, read at "
                 f"{', '.join(at(user) for user in node.users)}; keep the torch.func call out of the compiled region"
             )
@@ -217,7 +217,8 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
             gm.register_buffer(node.target, value, persistent=False)
             mark(node, constant=True, requires_grad=value.requires_grad)
         else:
-            mark(node, requires_grad=value.requires_grad or None)  # which the user may still change
+            asked = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
+            mark(node, requires_grad=asked)  # None: the user may still unfreeze a parameter
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
 

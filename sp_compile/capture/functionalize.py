@@ -25,7 +25,7 @@ from sp_compile._compat import (
     set_grad_enabled,
     unmark_static,
 )
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, WriteError, at
 from sp_compile.graph.edit import Editor, drop_dead
 from sp_compile.graph.mutation import Mutation, functional_form, is_mutation, is_view_change, mutation_of, positional
 from sp_compile.graph.record import record
@@ -122,7 +122,7 @@ class _Functionalizer:
 
     def take_view(self, node: Node) -> Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise SpError(f"{node.name}: {at(node)} is read after memory that it shares has changed; clone it")
+            raise WriteError(f"{node.name}: {at(node)} is read after memory that it shares has changed; clone it")
         args, kwargs = self.now_in(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
@@ -142,7 +142,7 @@ class _Functionalizer:
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
-            raise SpError(
+            raise WriteError(
                 f"{node.name}: {node.target} at {at(node)} changes the shape of an input; "
                 "use the variant without underscore"
             )
@@ -176,7 +176,7 @@ class _Functionalizer:
         root = self.aliases.root(target)
         other = self.aliases.sharer(root)
         if other is not None:
-            raise SpError(
+            raise WriteError(
                 f"{node.name}: {at(node)} changes {root.name}, which shares memory with {other.name}; "
                 "pass a clone of one of them"
             )
@@ -185,7 +185,7 @@ class _Functionalizer:
             instead = "make a new tensor instead, for example x = x.clone()"
             if node.target is aten.embedding_renorm_.default:
                 instead = "leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model"
-            raise SpError(
+            raise WriteError(
                 f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, while its "
                 f"gradient is wanted; {instead}"
             )
@@ -256,7 +256,7 @@ class _Functionalizer:
         else:
             whole = view_inverses.invert(self.application(view), new, emit)
         if whole is None:
-            raise SpError(
+            raise WriteError(
                 f"{node.name}: {at(node)} changes a view made by {view.target} at {at(view)}; "
                 "clone the view before changing it"
             )

@@ -36,7 +36,7 @@ from sp_compile._compat import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from sp_compile.errors import SpError, at
+from sp_compile.errors import CaptureError, at
 from sp_compile.graph.edit import drop_dead
 
 log = logging.getLogger(__name__)
@@ -119,12 +119,12 @@ class _Copy:
         index = _BODY_AT[node.target]
         ref = node.args[index]
         if not isinstance(ref, Node) or ref.op != "get_attr":
-            raise SpError(f"{node.name}: the body of {node.target} is not a sub-graph ({at(node)})")
+            raise CaptureError(f"{node.name}: the body of {node.target} is not a sub-graph ({at(node)})")
         body = gm.get_submodule(ref.target)
         operands = bound(node.args[index + (2 if node.target is invoke_subgraph else 1) :])
         holes = body.graph.find_nodes(op="placeholder")
         if len(holes) != len(operands):
-            raise SpError(
+            raise CaptureError(
                 f"{node.name}: {node.target} passes {len(operands)} values to a body of {len(holes)} inputs "
                 f"({at(node)}); pass keyword arguments of the region by position"
             )

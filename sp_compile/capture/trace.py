@@ -22,18 +22,18 @@ from sp_compile._compat import (
     enable_python_dispatcher,
     get_data,
     give_name,
+    kept_state,
     make_fx,
     name_of,
     pytree,
     register_hook_op,
     rename,
-    reset_functorch,
     set_grad_enabled,
     suspended_trace,
     track_tensor_tree,
     versions,
 )
-from sp_compile.errors import SpError, at
+from sp_compile.errors import CaptureError, SpError, at
 from sp_compile.graph.edit import INHERITED_META
 
 from .regions import inline_regions
@@ -48,15 +48,8 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     Raises SpError with the node and the user's source line where the program can not be recorded.
     """
     flat = inline_regions(gm)
-    grad = torch.is_grad_enabled()
-    try:
-        with fake_mode, enable_python_dispatcher(), preserve_node_meta():
-            traced = make_fx(_Lower(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
-    except BaseException:
-        reset_functorch()
-        raise
-    finally:
-        torch.set_grad_enabled(grad)
+    with kept_state(), fake_mode, enable_python_dispatcher(), preserve_node_meta():
+        traced = make_fx(_Lower(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
         rename(new, old.name)
         new.target = new.name
@@ -84,7 +77,7 @@ class _Lower(Interpreter):
         except SpError:
             raise
         except Exception as error:
-            raise SpError(
+            raise CaptureError(
                 f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {at(n)}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. "
                 "Keep this call out of the compiled region (torch.compiler.disable), or write it with tensor ops "
@@ -223,7 +216,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     free = [node for node in hook.all_input_nodes if node is not source and node.op not in ("get_attr", "placeholder")]
     late = [node for node in free if source < node]
     if late:
-        raise SpError(
+        raise CaptureError(
             f"the hook registered at {at(hook)} reads {late[0].name}, which is computed after the tensor whose "
             "gradient it changes has been used: register it right behind the tensor, before its first use"
         )

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.errors import SpError, at
+from sp_compile.errors import WriteError, at
 
 from .call import nodes_in
 
@@ -110,7 +110,9 @@ def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mu
     targets = _targets(node.target, args, kwargs)
     aliased = [r for r in schema.returns if r.alias_info is not None]
     if aliased and len(targets) != 1:
-        raise SpError(f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out=")
+        raise WriteError(
+            f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out="
+        )
     value = _value_of(node.target) if args and targets == [args[0]] else None
     return Mutation(targets, value, bool(aliased))
 

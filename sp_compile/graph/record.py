@@ -27,6 +27,7 @@ class Record:
     no_rule: why a node runs on whole values only.
     whole: propagation begins no sequence here, of what was gathered. begins: it does, though the node does no work.
     aside: the node names no sequence.
+    scanned: (a, d): the node is, or is a part of, a scan along dim d of its argument a that has no rule.
     grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
     choice: how an attention will be split (a cost.attention.Candidate).
     again: does the node only repeat what tiles, or what was cut in front of it, do, for others that read it?
@@ -44,6 +45,7 @@ class Record:
     whole: bool = False
     begins: bool = False
     aside: bool = False
+    scanned: tuple[int, int] | None = None
     grouped: bool = False
     choice: Any = None
     again: bool = False

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile._compat import FloorDiv, Max, size_hint
-from sp_compile.errors import SpError
+from sp_compile.errors import CaptureError
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -173,7 +173,9 @@ class Sizes:
     def _build(self, expr: sympy.Expr) -> Node:
         if isinstance(expr, sympy.Symbol):
             if expr not in self.sources:
-                raise SpError(f"the size {expr} is not the size of any input, so a rank cannot compute its share of it")
+                raise CaptureError(
+                    f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"
+                )
             node, dim = self.sources[expr]
             return self._emit(torch.ops.aten.sym_size.int, (node, dim))
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
@@ -183,7 +185,7 @@ class Sizes:
             return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
             return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
-        raise SpError(f"the size {expr} is of a form that cannot be computed in the graph")
+        raise CaptureError(f"the size {expr} is of a form that cannot be computed in the graph")
 
     def _fold(self, op: Any, terms: Any) -> Node:
         total = self(size(terms[0]))

@@ -62,12 +62,14 @@ class SequenceParallelAccelerator(Accelerator):
 
     What is prepared: loaders give ranks that share a sequence the same batches; a model is compiled in place, under
     DDP; a scheduler is stepped once for each replica's batch, as accelerate does for each process.
-    `gather_for_metrics` counts a sequence once; `gather` and `reduce` are those of all ranks. With one process it is an
-    Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with one
-    process.
+    `gather_for_metrics`, `gather` and `reduce` count a sequence once, however many ranks share it. With one process it
+    is an Accelerator that compiles. mesh: axes ("dp_replicate", "cp"), the second of which is the sequence's; None with
+    one process.
 
     Raises SpError: sizes that do not fit, another backend, FSDP, DeepSpeed or Megatron.
     """
+
+    flag_tensor: torch.Tensor | None
 
     def __init__(
         self,
@@ -154,6 +156,33 @@ class SequenceParallelAccelerator(Accelerator):
         self._schedulers[-1] = mine
         return mine
 
+    def gather(self, tensor: Any) -> Any:
+        """As `Accelerator.gather`, of every replica once: ranks that share a sequence hold the same rows.
+
+        Raises SpError: replicas that hand in different shapes, or do not come.
+        """
+        if self.mesh is None or _tensors(tensor) is None:
+            return super().gather(tensor)
+        return gathered_of_replicas(tensor, self.mesh.get_group(REPLICA))
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As `Accelerator.reduce`; a sum counts every replica once.
+
+        Raises SpError: a sum of integers that are not the same on the ranks that share a sequence.
+        """
+        total = super().reduce(tensor, reduction, scale)
+        if self.mesh is None or reduction != "sum":
+            return total
+        return recursively_apply(lambda x: _shared_out(x, self.sp_size), total, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """As `Accelerator.check_trigger`: has any rank set the trigger?"""
+        mine = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        found = bool(self.reduce(mine, "max").item() >= 1)
+        if found:
+            self.flag_tensor = None
+        return found
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `Accelerator.gather_for_metrics`, of every replica once.
 
@@ -167,6 +196,18 @@ class SequenceParallelAccelerator(Accelerator):
         if left <= 0:
             return gathered
         return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
+
+
+def _shared_out(total: torch.Tensor, share: int) -> torch.Tensor:
+    """A sum over all ranks, counted once for each replica."""
+    if total.is_floating_point() or total.is_complex():
+        return total / share
+    if bool((total % share).any()):
+        raise SpError(
+            f"reduce: expected the same integers on the {share} ranks that share a sequence, got others; use "
+            "torch.distributed.all_reduce for numbers of each rank's own"
+        )
+    return total // share
 
 
 def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:

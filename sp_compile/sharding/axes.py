@@ -207,7 +207,7 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
                 raise SpError(f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so it has no dim {dim}")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
-    for tier in (_attended, _softmax_attended, _scanned):
+    for tier in (_attended, _softmax_attended, _scanned, _combined):
         found = list(tier(gm, axes))
         atoms = [a for _, dim in found for a in dim]
         longer = [a for a in atoms if not same(a.size, 1)]
@@ -260,6 +260,15 @@ def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
         for dim, kind in _classified(axes, call, rule):
             if kind == "scan" and dim:
                 yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)
+
+
+def _combined(gm: GraphModule, axes: Axes) -> Evidence:
+    """What scans run along that have no rule."""
+    for node in gm.graph.nodes:
+        if (scanned := record(node).scanned) is not None:
+            given, dim = node.args[scanned[0]], scanned[1]
+            for x in given if isinstance(given, list | tuple) else [given]:
+                yield x, axes.dims[x, 0][dim]
 
 
 def _calls(gm: GraphModule) -> Iterable[tuple[Call, Factors]]:

@@ -9,6 +9,7 @@ where groups are declared. Ranks that are about to do different things therefore
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,6 +223,22 @@ def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
         name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
     ]
     return what_differs(what, advice, rows_by_rank([one.fields for one in everyone], names)) if names else ""
+
+
+HOW, SPLIT = "how it runs", "as backend='sp' compiles it"
+SPLIT_BY_SOME = "backend='sp' could compile this program on some ranks of this group only"
+SAME_WAY = "a program runs whole on all of them or on none: give every rank the same model, inputs and versions"
+
+
+def way(whole: str) -> dict[str, str]:
+    """The field that says how a program runs. whole: why as it was written; "" if it is split."""
+    return {HOW: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT}
+
+
+def unlike_ways(everyone: Sequence[Message]) -> str:
+    """Does the program of some ranks run as it was written, and not of others? \"\" if not."""
+    how = [one.fields.get(HOW, SPLIT) for one in everyone]
+    return what_differs(SPLIT_BY_SOME, SAME_WAY, how) if 0 < how.count(SPLIT) < len(how) else ""
 
 
 def rows_by_rank(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:

@@ -64,6 +64,23 @@ def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequen
     return [*(_taken(a, layouts.get(i), orders) for i, a in enumerate(args)), *told]
 
 
+@dataclass(eq=False)
+class OnWhole:
+    """Calls a program that takes nothing in shards; what it writes to a value in shards is written to that."""
+
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        taken = read_arguments(args, {})
+        read = [(a, x) for a, x in zip(args, taken) if isinstance(a, Sharded)]
+        before = versions([x for _, x in read])
+        out = self.run(*taken)
+        for (a, x), old, new in zip(read, before, versions([x for _, x in read])):
+            if old != new:
+                write(a, x)
+        return out
+
+
 def _taken(a: Any, layout: Layout | None, orders: Orders | None) -> Any:
     if isinstance(a, Sharded):
         return a.full() if layout is None else entering(a, replace(layout, dealt=orders if layout.is_dealt else None))

@@ -34,10 +34,12 @@ from .agree import (
     failures,
     rows_by_rank,
     unlike_fields,
+    unlike_ways,
+    way,
     what_differs,
     who_raised,
 )
-from .between import are_traced, have_shards, read_arguments, refusal
+from .between import OnWhole, are_traced, have_shards, read_arguments, refusal
 from .control.failures import agreeing, announcing, end_if_connected
 from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .control.watch import involved, running
@@ -78,6 +80,7 @@ class CheckedProgram:
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
     number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
+    why_whole: why it is the program as it was written, which every rank runs whole.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -103,6 +106,7 @@ class CheckedProgram:
     places: Mapping[str, Place] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
     written: Sequence[int] = ()  # the inputs that it changes in place, by number
+    why_whole: str = ""
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -111,7 +115,9 @@ class CheckedProgram:
     def standing(self) -> HashedFields:
         """What it says of itself on every call."""
         wanted = "\n".join(map(_shown, self.wanted))
-        return HashedFields({**self.options, PROGRAM: str(self.program.digest), GRADIENTS: wanted})
+        return HashedFields(
+            {**self.options, **way(self.why_whole), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
+        )
 
     @cached_property
     def _stays(self) -> list[bool]:
@@ -176,8 +182,8 @@ class CheckedProgram:
         return out
 
     def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Another program that is asked first takes values as they are."""
-        return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
+        """Another program that is asked first takes values as they are, and so does one that reads them itself."""
+        return args if isinstance(self.run, CheckedProgram | OnWhole) else read_arguments(args, self.layouts)
 
     def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
@@ -307,6 +313,8 @@ class CheckedProgram:
         refused = [f"rank {rank}: {one.fields[REFUSED]}" for rank, one in enumerate(everyone) if REFUSED in one.fields]
         if refused:
             return "\n".join(refused)
+        if how := unlike_ways(everyone):
+            return how
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
@@ -353,6 +361,7 @@ class CheckedProgram:
         for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
             node.register_prehook(partial(self._begin, mine, alone, asked))
 
+    @torch.compiler.disable
     def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 

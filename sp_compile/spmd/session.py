@@ -28,7 +28,7 @@ from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
 from .agree import meeting
-from .between import Edges, ShardedProgram, have_shards, read_arguments
+from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
 from .control.message import MEASURES, sendable
@@ -283,13 +283,15 @@ class Session:
         common: Mapping[str, Collection[str]] = MappingProxyType({}),
         backward: Collection[str] = (),
         edges: Edges | None = None,
+        whole: str = "",
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
         run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
         raises on all ranks. common: the groups that share work where values are equal, and the inputs that
         have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
-        edges: what it takes and returns in shards.
+        edges: what it takes and returns in shards. whole: why it is the program as it was written, which every rank
+        runs whole; "" if it is not.
         """
         job, edges = self._settings, edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
@@ -299,7 +301,8 @@ class Session:
         lines = node_lines(local.graph) if local is not None else {}
         if self.split:
             done = run is not None and local is not None
-            program = fingerprint(local, input_names(gm)) if done else Program()
+            program = Program() if not done else program_of(gm) if whole else fingerprint(local, input_names(gm))
+            run = OnWhole(run) if run is not None and whole else run
             equal, arguments = equal_inputs(gm, example_inputs, asked.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
@@ -321,13 +324,14 @@ class Session:
                 places=places,
                 lines=lines,
                 written=edges.written,
+                why_whole=whole,
             )
             error = None
         elif error is not None and not self.groups:
             stop(str(error), subject=subject)  # whoever they are that this rank will not reach
             run = CheckedProgram(None, ALONE, Program(), [], error)
         elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
-            run = partial(_run_on_whole, run)
+            run = OnWhole(run)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
             facts = self.facts.get(ranks.group, Facts())
             compares = run is not None and ranks.group in common
@@ -350,16 +354,12 @@ class Session:
                 wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
                 places=places,
                 lines=lines,
+                why_whole=whole,
             )
         assert run is not None
         if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
-
-
-def _run_on_whole(run: Callable[..., Any], *args: Any) -> Any:
-    """Call a program that takes nothing in shards."""
-    return run(*read_arguments(args, {}))
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

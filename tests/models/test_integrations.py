@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,3 +196,56 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
         assert "rank 0: [('torch.float32', [1])]\n  rank 1: [('torch.float32', [2])]" in sizes
         assert "rank 1: values" in kinds
         assert "did not come" in alone or not alone
+
+
+def counted() -> dict[str, Any]:
+    """What a rank of two replicas of two ranks each is given, and what a rank is told of sums that differ."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    import sp_compile.integrations.accelerate as integration
+
+    given = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, given))
+        for one in (AcceleratorState, GradientState, PartialState):
+            stack.enter_context(mock.patch.object(one, "_shared_state", {}))
+        config = integration.ParallelismConfig(dp_replicate_size=2)
+        accelerator = integration.SequenceParallelAccelerator(cpu=True, parallelism_config=config)
+        replica = dist.get_rank() // 2
+        rows, count = torch.arange(2.0) + 10 * replica, torch.tensor(3 + replica)
+        found = {
+            "gather": accelerator.gather({"rows": rows})["rows"].tolist(),
+            "number": accelerator.gather(count).tolist(),
+            "for metrics": accelerator.gather_for_metrics(rows).tolist(),
+            "padded": accelerator.gather(accelerator.pad_across_processes(rows[: 1 + replica])).tolist(),
+            "sum": accelerator.reduce(rows).tolist(),
+            "count": accelerator.reduce(count).item(),
+            "mean": accelerator.reduce(rows, "mean").tolist(),
+            "max": accelerator.reduce(rows, "max").tolist(),
+        }
+        if dist.get_rank() == 3:
+            accelerator.set_trigger()
+        found["triggers"] = [accelerator.check_trigger(), accelerator.check_trigger()]
+        found["told"] = error_text(lambda: accelerator.reduce(torch.tensor(dist.get_rank() == 3).int()))
+    return found
+
+
+def test_rows_are_counted_once(accelerate: Any, ranks: Ranks) -> None:
+    for found in ranks.run(4, counted):
+        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("told")
+        assert found == {
+            "gather": [0, 1, 10, 11],
+            "number": [3, 4],
+            "for metrics": [0, 1, 10, 11],
+            "padded": [0, 0, 10, 11],
+            "sum": [10, 12],
+            "count": 7,
+            "mean": [5, 6],
+            "max": [10, 11],
+            "triggers": [True, False],
+        }

@@ -128,7 +128,7 @@ def test_api_has_every_public_name() -> None:
 
 # Errors: a message of the code as it stands, with … for what is put into it; a page's quotation of it, alike.
 
-RAISED = {"SpError", "SimulationError", "RanksDiffer", "RemoteError"}
+RAISED = {"SpError", "CaptureError", "WriteError", "SimulationError", "RanksDiffer", "RemoteError"}
 ELSEWHERE = {  # who raises words that another module has put together
     "sp_compile/data/handing.py": "sp_compile/data/loader.py",
     "sp_compile/functional/call.py": "sp_compile/functional/permute.py",

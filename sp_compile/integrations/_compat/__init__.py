@@ -42,7 +42,6 @@ class CountsItems:
     get_tp_size: Any
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The Trainer divides by the ranks with the same batch whether or not it has summed over them: undo that."""
+        """The Trainer divides by the ranks with the same batch, over which `gather` does not sum: undo that."""
         items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        averages = self.args.average_tokens_across_devices
-        return items if items is None or averages else items * self.get_tp_size()
+        return items if items is None else items * self.get_tp_size()

@@ -1,0 +1,119 @@
+"""Scans by functions of their own: found as sequences, and each leaf gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.parity import Outcome, against_eager, check
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+from torch._higher_order_ops import associative_scan
+from torch._higher_order_ops.scan import scan
+
+import sp_compile
+
+WIDTH = 4
+
+
+class Scanned(nn.Module):
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.a(x), self.b(x)).sin().sum()
+
+
+def softmax(a: Tensor, b: Tensor) -> Tensor:
+    def combine(x, y):
+        top = torch.maximum(x[0], y[0])
+        left, right = (x[0] - top).exp(), (y[0] - top).exp()
+        return top, x[1] * left + y[1] * right, x[2] * left + y[2] * right
+
+    _, d, o = associative_scan(combine, (a, torch.ones_like(a), b), dim=1, combine_mode="generic")
+    return o / d
+
+
+def argmax(a: Tensor, b: Tensor) -> Tensor:
+    def combine(x, y):
+        later = y[0] > x[0]
+        return torch.where(later, y[0], x[0]), torch.where(later, y[1], x[1])
+
+    return associative_scan(combine, (a, b), dim=1, reverse=True, combine_mode="generic")[1]
+
+
+def complex_numbers(a: Tensor, b: Tensor) -> Tensor:
+    def combine(x, y):
+        return x[0] * y[0], y[1] + y[0] * x[1]
+
+    z = torch.polar(torch.full_like(a, 0.9), a), torch.complex(b, a)
+    return associative_scan(combine, z, dim=1, combine_mode="generic")[1].real
+
+
+def matrices(a: Tensor, b: Tensor) -> Tensor:
+    each = torch.eye(2, dtype=a.dtype) + 0.1 * a.unflatten(-1, (2, 2))
+    return associative_scan(lambda x, y: x @ y, each, dim=1, combine_mode="generic").flatten(2) + b
+
+
+def one_op(a: Tensor, b: Tensor) -> Tensor:
+    rows = a.transpose(0, 1)
+    last, out = scan(lambda c, x: ((c * 0.5 + x).tanh(), c + x), torch.zeros_like(rows[0]), rows)
+    return out.transpose(0, 1) + last[:, None] + b
+
+
+def twice(a: Tensor, b: Tensor) -> Tensor:
+    return argmax(softmax(a, b).cos(), b)
+
+
+LEAVES = {softmax: 3, argmax: 2, complex_numbers: 2, matrices: 1, one_op: 1, twice: 5}
+
+
+def made(run: Callable[..., Tensor], length: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Scanned(run).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("run", LEAVES)
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> None:
+    report = sp_compile.verify(*made(run, length), sp=2)
+    assert report.inputs == {"x": [1]}
+    assert report.worst < 1e-12
+    assert report.count("unshard") + report.count("all_gather") == LEAVES[run]
+    assert {note.done for note in report.fallbacks} == {"gather"}
+
+
+def test_rotary_positions_are_no_scan() -> None:
+    class Rotary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = x[..., ::2], x[..., 1::2]
+            return torch.stack([a.cos() - b, b.sin() + a], -1).flatten(-2).cumsum(1)
+
+    report = sp_compile.verify(Rotary(), torch.randn(2, 7, 4, dtype=torch.float64), sp=2)
+    assert report.inputs == {"x": [1]}
+    assert not report.fallbacks
+
+
+def test_what_is_found_is_named() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    with pytest.raises(sp_compile.SpError, match=r"there is cond at .*test_scan_trees.py:\d+.*are not looked into"):
+        sp_compile.explain(Branches(), torch.randn(2, 4, 4))
+
+
+def on_ranks() -> list[Outcome]:
+    found = []
+    for run in LEAVES:
+        torch._dynamo.reset()
+        found.append(against_eager(*made(run, 7), mesh=mesh()))
+    return found
+
+
+def test_ranks_agree_with_one_device(ranks: Ranks) -> None:
+    for outcomes in zip(*ranks.run(3, on_ranks), strict=True):
+        check(outcomes)

@@ -1,0 +1,305 @@
+"""Graphs that cannot be split run whole, right and with one warning; a failed compilation leaves no state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.parity import Outcome, against_eager, check, error_text, outcome, sp
+from support.ranks import Ranks, mesh
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import checkpoint
+
+import sp_compile
+from sp_compile import backend
+from sp_compile._compat import kept_state
+from sp_compile.capture import trace
+from sp_compile.errors import CaptureError
+
+WIDTH = 8
+
+
+class Written(nn.Module):
+    """Causal attention of (batch, S, WIDTH) behind `write(x, mask, rows, parameter)`."""
+
+    def __init__(self, write: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.qkv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.given, self.write = nn.Parameter(torch.randn(WIDTH)), write
+
+    def forward(self, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        x = self.write(self.inner(x), mask, rows, self.given)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+
+def features(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[mask] = rows * 2
+    return x
+
+
+def zeros(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[~mask] = 0
+    return x
+
+
+def a_parameter(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[mask] = given
+    return x
+
+
+def one_number(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[x > 0] = given[0]
+    return x
+
+
+def added(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    return torch.index_put(x, (mask,), rows, accumulate=True)
+
+
+def behind_a_slice(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    x[:, mask[0]] = given
+    return x
+
+
+def without_grad(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(-1, 1)
+    return y + given
+
+
+def escaped(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    y, back = vjp(lambda w: (x * w).cumsum(1).tanh(), given)
+    return y * back(y.sin())[0]
+
+
+def inner_step(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    return x * (given - 0.1 * grad(lambda w: (x * w).cumsum(1).square().mean())(given))
+
+
+def step_of_each(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    steps = vmap(grad(lambda w, t: (t * w).cumsum(0).square().mean()), (None, 0))(given, x)
+    return x * (given - 0.1 * steps)[:, None]
+
+
+def forward_mode(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    y, tangent = jvp(lambda w: (x * w).cumsum(1).tanh(), (given,), (given.sin(),))
+    return y + tangent
+
+
+SPLIT = features, zeros, a_parameter, one_number, added, inner_step, step_of_each, forward_mode
+WHOLE = behind_a_slice, without_grad, escaped
+MASK = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0]]).bool()
+
+
+def made(write: Callable[..., Tensor]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = Written(write).double()
+    x, rows = torch.randn(2, 7, WIDTH, dtype=torch.float64), torch.randn(6, WIDTH, dtype=torch.float64)
+    return model, (x, MASK.clone(), rows.requires_grad_())
+
+
+def told_of() -> list[str]:
+    """The warnings of whole programs from here on."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger = logging.getLogger("sp_compile.capture.whole")
+    logger.handlers = [Handler()]
+    return found
+
+
+def parity(write: Callable[..., Tensor], **how: Any) -> Outcome:
+    """Also of the gradient of the rows."""
+    model, (x, mask, rows) = made(write)
+    alone, others = copy.deepcopy(model), rows.detach().clone().requires_grad_()
+    expected = alone(x, mask, others)
+    expected.backward()
+    torch._dynamo.reset()
+    found = sp(model, mesh=mesh(), **how)(x, mask, rows)
+    found.backward()
+    grads = [*(p.grad for p in model.parameters()), rows.grad]
+    return outcome(found, grads, expected, [*(p.grad for p in alone.parameters()), others.grad])
+
+
+def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tuple[list[Outcome], list[str]]:
+    told = told_of()
+    return [parity(write, **how) for write in writes], told
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_split(ranks: Ranks, n: int) -> None:
+    answers = ranks.run(n, of_all, SPLIT, {})
+    assert not any(told for _, told in answers)
+    for outcomes in zip(*(found for found, _ in answers), strict=True):
+        check(outcomes)
+
+
+def test_what_is_split_under_inductor(ranks: Ranks) -> None:
+    answers = ranks.run(2, of_all, (features, inner_step), {"compiler": "inductor"})
+    assert not any(told for _, told in answers)
+    for outcomes in zip(*(found for found, _ in answers), strict=True):
+        check(outcomes)
+
+
+def test_what_runs_whole(ranks: Ranks) -> None:
+    """One warning each, on rank 0, with the first line and the reason."""
+    (first, told), *others = ranks.run(2, of_all, WHOLE, {})
+    for outcomes in zip(first, *(found for found, _ in others), strict=True):
+        check(outcomes)
+    assert [words for _, words in others] == [[]]
+    assert len(told) == len(WHOLE)
+    assert all("test_left_whole.py" in words and "runs whole on every rank" in words for words in told)
+    for words, reason in zip(told, ("torch cannot trace it", "under no_grad", "escaped from its region"), strict=True):
+        assert reason in words
+
+
+@pytest.mark.parametrize("write", WHOLE)
+def test_reports_say_so(write: Callable[..., Tensor]) -> None:
+    model, args = made(write)
+    for entry in (sp_compile.explain, sp_compile.verify):
+        report = entry(model, *args, sp=2)
+        assert [note.done for note in report.fallbacks] == ["replicated"]
+        assert "it cannot be split" in report.fallbacks[0].why
+    assert report.worst == 0
+
+
+def test_fallback_error_forbids_it() -> None:
+    model, args = made(behind_a_slice)
+    with pytest.raises(Exception, match=r"aten.nonzero|fallback"):
+        sp_compile.explain(model, *args, sp=2, fallback="error")
+
+
+class Broken(nn.Module):
+    """A piece that writes to what comes in shards, between two with attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Written(zeros), Written(zeros)
+        self.given = nn.Parameter(torch.randn(WIDTH))
+
+    def half(self, part: Written, x: Tensor) -> Tensor:
+        q, k, v = part.qkv(part.inner(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.half(self.first, x) * 2
+        torch._dynamo.graph_break()
+        h[:, mask[0]] = self.given
+        torch._dynamo.graph_break()
+        return self.half(self.last, h).square().sum() + h.sin().sum()
+
+
+def between_shards() -> Outcome:
+    torch.manual_seed(0)
+    model, x = Broken().double(), torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    return against_eager(model, x, MASK.clone(), mesh=mesh())
+
+
+def test_a_whole_piece_writes_to_what_lies_in_shards(ranks: Ranks) -> None:
+    check(ranks.run(2, between_shards))
+
+
+def on_one_rank() -> str:
+    """What each rank says where only rank 1 cannot split the program."""
+    model, args = made(zeros)
+
+    def fails(*args: Any) -> Any:
+        raise CaptureError("injected")
+
+    with mock.patch.object(backend, "global_view", fails if dist.get_rank() else backend.global_view):
+        return error_text(lambda: sp(model, mesh=mesh())(*args))
+
+
+def test_ranks_take_one_way(ranks: Ranks) -> None:
+    for words in ranks.run(2, on_one_rank):
+        assert "on some ranks of this group only" in words
+        assert "rank 0: as backend='sp' compiles it\n  rank 1: whole: injected" in words
+
+
+def state() -> tuple[Any, ...]:
+    functorch, hooks = torch._C._functorch, torch._C._autograd
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.autocast_increment_nesting() - 1 + 0 * torch.autocast_decrement_nesting(),
+        functorch.get_dynamic_layer_stack_depth(),
+        functorch.get_inplace_requires_grad_allowed(),
+        hooks._saved_tensors_hooks_get_disabled_error_message(),
+        torch._C._is_fwd_grad_enabled(),
+        str(torch._C._dispatch_tls_local_include_set()),
+    )
+
+
+def fail_in_all_states() -> None:
+    with kept_state():
+        torch._C._functorch._grad_increment_nesting()
+        torch._C._functorch._vmap_increment_nesting(3, "error")
+        torch._C._enter_dual_level()
+        torch._C._autograd._saved_tensors_hooks_disable("not now")
+        torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, None)
+        torch._C._set_grad_enabled(False)
+        raise ZeroDivisionError
+
+
+def test_state_is_kept() -> None:
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        fail_in_all_states()
+    assert state() == before
+
+
+def failing(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        return x * torch.sin(x * given)
+
+
+def failing_inside(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    return x * vmap(grad(lambda w, t: torch.ops.sp_tests.fails(t * w).sum()), (None, 0))(given, x)[:, None]
+
+
+def checkpointed(run: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("write", "around"), [(failing_inside, None), (failing, None), (failing, checkpointed)])
+def test_a_failed_compilation_leaves_no_state(write: Callable[..., Tensor], around: Any) -> None:
+    """Also inside of a checkpoint of eager code, whose hooks are around it; then a good model is compiled and right."""
+
+    def fails(x: Tensor) -> Tensor:
+        if get_proxy_mode() is not None:
+            raise ZeroDivisionError("while it is captured")
+        return x.clone()
+
+    def fails_too(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        return fails(args[0]) if target is torch.sin else call(self, target, args, kwargs)
+
+    call = trace._Lower.call_function
+    lowered = mock.patch.object(trace._Lower, "call_function", fails_too)
+    with lowered, torch.library._scoped_library("sp_tests", "DEF") as library:
+        library.define("fails(Tensor x) -> Tensor")
+        library.impl("fails", fails, "CompositeImplicitAutograd")
+        before, (model, args) = state(), made(write)
+        torch._dynamo.reset()
+        run = sp(model, fallback="error")
+        with pytest.raises(sp_compile.SpError, match=r"could not be captured at .*while it is captured"):
+            run(*args) if around is None else around(run, *args)
+        assert state() == before
+    model, args = made(inner_step)
+    expected = copy.deepcopy(model)(*args)
+    torch._dynamo.reset()
+    torch.testing.assert_close(sp(model, fallback="error")(*args), expected)
+    checkpointed(model.inner, args[0]).sum().backward()
