@@ -12,15 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fuzz import ledger, op_db, oracle, programs, tiled_programs
+from support.fuzz import ledger, oracle
 from support.fuzz.fault_table import FAULTS
 from support.fuzz.faults import AFTERWARDS, BROKEN, NEXT_CALL, judged
 from support.fuzz.loop import AFTER, Event, Scene
 from support.fuzz.outcomes import Outcome, Result
-from support.fuzz.programs import Setting, made, minimal, without
-from support.fuzz.random_programs import Program, Step
 from support.fuzz.runner import Fuzzing, run
-from support.fuzz.tiled_programs import TiledSetting
+from support.fuzz.simulated import op_db, programs, tiled_programs
+from support.fuzz.simulated.programs import Setting, made, minimal, without
+from support.fuzz.simulated.random_programs import Program, Step
+from support.fuzz.simulated.tiled_programs import TiledSetting
 from torch import Tensor
 from torch.fx import GraphModule
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -51,6 +52,27 @@ def without_timing_guards() -> None:
 
 class RanksError(AssertionError):
     """Some rank raised, died or did not answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised. kinds: the names of the error's class and its bases, also of the errors that it wraps."""
+
+    kinds: tuple[str, ...]
+    words: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """To be called where the error is handled."""
+        kinds, inner = [], error
+        while inner is not None:
+            kinds += [base.__name__ for base in type(inner).__mro__]
+            inner = getattr(inner, "inner_exception", None)
+        return cls(tuple(kinds), str(error), traceback.format_exc())
+
+    def __str__(self) -> str:
+        return self.traceback
 
 
 def forkserver() -> ForkServerContext:
@@ -109,14 +131,14 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
 
 
 def answer(payload: bytes) -> bytes:
-    """Run one pickled call; the pickled (True, result) or (False, traceback)."""
+    """Run one pickled call; the pickled (True, result) or (False, Failure)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
         fn, args = pickle.loads(payload)
         return pickle.dumps((True, fn(*args)))
-    except Exception:
-        return pickle.dumps((False, traceback.format_exc()))
+    except Exception as error:
+        return pickle.dumps((False, Failure.of(error)))
 
 
 # In the test process.
@@ -136,13 +158,7 @@ class Ranks:
         Raises RanksError with the traceback of every rank that raised and the names of those that died or
         did not answer within ``timeout`` seconds.
         """
-        payload = pickle.dumps((fn, args))
-        if not self._processes or not all(process.is_alive() for process in self._processes):
-            self.close()
-            self._start()
-        for pipe in self._pipes[:n]:
-            pipe.send((n, payload))
-        answers = self._collect(n, timeout)
+        answers = self.answers(n, fn, *args, timeout=timeout)
         silent = [rank for rank in range(n) if rank not in answers]
         failures = [f"rank {r} of {n}:\n{text}" for r, (ok, text) in sorted(answers.items()) if not ok]
         if silent:
@@ -155,6 +171,21 @@ class Ranks:
         if failures:
             raise RanksError("\n".join(failures))
         return [answers[rank][1] for rank in range(n)]
+
+    def answers(
+        self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE
+    ) -> dict[int, tuple[bool, Any]]:
+        """What each rank that answered in time gave: (True, its result) or (False, Failure).
+
+        grace: seconds that the other ranks have once one has failed.
+        """
+        payload = pickle.dumps((fn, args))
+        if not self._processes or not all(process.is_alive() for process in self._processes):
+            self.close()
+            self._start()
+        for pipe in self._pipes[:n]:
+            pipe.send((n, payload))
+        return self._collect(n, timeout, grace)
 
     def close(self) -> None:
         """Kill the workers."""
@@ -184,7 +215,7 @@ class Ranks:
             time.sleep(0.5)
         return _stack_of(self._store, rank).read_text()
 
-    def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    def _collect(self, n: int, timeout: float, grace: float) -> dict[int, tuple[bool, Any]]:
         """The answers of the ranks that gave one."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {self._pipes[rank]: rank for rank in range(n)}
@@ -198,8 +229,8 @@ class Ranks:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
                     continue
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         return answers
