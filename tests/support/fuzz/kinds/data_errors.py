@@ -170,7 +170,7 @@ def outcome(scene: DataError) -> Result:
     cause = ODD if scene.odd >= 0 else first_line(compiled).partition(": ")[2]
     answers = pool().ask(scene)
     try:
-        result = _judged(scene, answers, cause)
+        result = judged(scene, answers, cause)
         if result.outcome.is_bad:
             return result
         return _afterwards(scene, result)
@@ -178,7 +178,7 @@ def outcome(scene: DataError) -> Result:
         pool().close()  # whose groups may be broken
 
 
-def _judged(scene: DataError, answers: dict[int, tuple[bool, Any]], cause: str) -> Result:
+def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], cause: str) -> Result:
     silent = [rank for rank in range(scene.world) if rank not in answers]
     failures = {rank: found for rank, (right, found) in answers.items() if not right}
     words = "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in failures.items())

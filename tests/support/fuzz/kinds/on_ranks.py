@@ -112,10 +112,10 @@ def outcome(scene: Scene) -> Result:
         return Result(Outcome.SKIPPED, f"on one device: {first_line(expected)}")
     used = pool().scenes > 0
     result = _judged(scene, expected)
-    if not result.outcome.is_bad:
+    if result.outcome in (Outcome.EXACT, Outcome.GATHERED, Outcome.SKIPPED):
         return result
-    pool().close()
-    if not used:
+    pool().close()  # what a failure leaves in a process is the subject of other scenes
+    if not used or not result.outcome.is_bad:
         return result
     again = _judged(scene, expected)
     pool().close()
