@@ -32,6 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
 TIMEOUT = 120.0
+COMPILE_TIMEOUT = 300.0
+"""Seconds for a call that compiles by Inductor."""
 GRACE = 5.0
 """Seconds that the other ranks are given to answer once one has failed."""
 
@@ -89,6 +91,12 @@ def forkserver() -> ForkServerContext:
 
 _groups: dict[int, dist.ProcessGroup] = {}
 _running = 0
+_as_users_run = False
+
+
+def as_users_run() -> bool:
+    """Does this call compile models as users do: by Inductor, with all default options? See ``pytest.mark.as_users_run``."""
+    return _as_users_run
 
 
 def group(n: int | None = None) -> dist.ProcessGroup:
@@ -114,7 +122,7 @@ def _stack_of(store: str, rank: int) -> Path:
 
 def _work(rank: int, store: str, pipe: Connection) -> None:
     """A worker's life: join the groups, then answer calls until the pipe closes."""
-    global _running
+    global _running, _as_users_run
     faulthandler.register(signal.SIGUSR1, _stack_of(store, rank).open("w"), all_threads=True)
     torch.set_num_threads(1)
     init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=TIMEOUT)}
@@ -124,7 +132,7 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
     _groups[WORLD] = dist.group.WORLD
     while True:
         try:
-            _running, payload = pipe.recv()
+            _running, _as_users_run, payload = pipe.recv()
         except EOFError:
             return
         pipe.send_bytes(answer(payload))
@@ -136,6 +144,10 @@ def answer(payload: bytes) -> bytes:
     torch.manual_seed(0)
     try:
         fn, args = pickle.loads(payload)
+        if _as_users_run:
+            from support.recording import checked_as_users_run as run  # only in a rank: it imports the package
+
+            return pickle.dumps((True, run(fn, *args)))
         return pickle.dumps((True, fn(*args)))
     except Exception as error:
         return pickle.dumps((False, Failure.of(error)))
@@ -145,9 +157,10 @@ def answer(payload: bytes) -> bytes:
 
 
 class Ranks:
-    """The workers, started at the first call and again after a failure."""
+    """The workers, started at the first call and again after a failure. as_users_run: how they compile models."""
 
     def __init__(self) -> None:
+        self.as_users_run = False
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -158,6 +171,8 @@ class Ranks:
         Raises RanksError with the traceback of every rank that raised and the names of those that died or
         did not answer within ``timeout`` seconds.
         """
+        if self.as_users_run:
+            timeout = max(timeout, COMPILE_TIMEOUT)
         answers = self.answers(n, fn, *args, timeout=timeout)
         silent = [rank for rank in range(n) if rank not in answers]
         failures = [f"rank {r} of {n}:\n{text}" for r, (ok, text) in sorted(answers.items()) if not ok]
@@ -184,7 +199,7 @@ class Ranks:
             self.close()
             self._start()
         for pipe in self._pipes[:n]:
-            pipe.send((n, payload))
+            pipe.send((n, self.as_users_run, payload))
         return self._collect(n, timeout, grace)
 
     def close(self) -> None:

@@ -84,6 +84,7 @@ MODES = {
 }
 
 
+@pytest.mark.as_users_run(case="one layer")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
@@ -110,6 +111,7 @@ def test_explain_shows_the_sequence_and_the_layers(ranks: Ranks) -> None:
         assert "go over this axis" in error
 
 
+@pytest.mark.as_users_run
 @pytest.mark.slow
 def test_dynamic_lengths_under_the_sequence_passes(ranks: Ranks) -> None:
     how = {"layers": 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.fuzz.kinds import on_ranks
+from support.fuzz.kinds.on_ranks import compiled_alone, named, outcome
 from support.fuzz.kinds.scene import (
     BODIES,
     WIDTH,
@@ -137,7 +137,7 @@ class AfterFailure(Scene):
                 BAD[name](compiled, [x.detach().clone().requires_grad_() for x in inputs])
         state = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu"))
         values |= {
-            "plain": step(on_ranks.compiled_alone("aot_eager"), _model, inputs),
+            "plain": step(compiled_alone("aot_eager"), _model, inputs),
             "afterwards": self._good(compiled, inputs),
         }
         x = inputs[0].detach().clone().requires_grad_()
@@ -163,7 +163,8 @@ def cases(seed: int) -> Iterator[str]:
 
 
 def run(name: str) -> Result:
-    return on_ranks.outcome(made(int(name.partition(":")[2])))
+    scene = made(int(name.partition(":")[2]))
+    return named(name, scene, outcome(scene))
 
 
 SOURCES = {"after_failure": (cases, run)}

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.fuzz.kinds import on_ranks
-from support.fuzz.kinds.on_ranks import alone, brief, compiled_alone, eager, pool
+from support.fuzz.kinds.on_ranks import alone, brief, compiled_alone, eager, named, pool, unlike
 from support.fuzz.kinds.scene import (
     BODIES,
     WIDTH,
@@ -222,7 +221,7 @@ def _afterwards(scene: DataError, result: Result) -> Result:
         right, found = answers[rank]
         if not right and not ("SpError" in found.kinds and BROKEN in found.words):
             return Result(Outcome.RAW, f"rank {rank}, with another model afterwards: {brief(found)}")
-        if right and on_ranks.unlike(expected, found):
+        if right and unlike(expected, found):
             return Result(Outcome.WRONG, f"rank {rank}, with another model afterwards")
     return result
 
@@ -247,7 +246,8 @@ def cases(seed: int) -> Iterator[str]:
 
 
 def run(name: str) -> Result:
-    return outcome(made(int(name.partition(":")[2])))
+    scene = made(int(name.partition(":")[2]))
+    return named(name, scene, outcome(scene))
 
 
 SOURCES = {"data_errors": (cases, run)}

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
-from support.fuzz.kinds import on_ranks
+from support.fuzz.kinds.on_ranks import named, outcome
 from support.fuzz.kinds.scene import (
     BODIES,
     WIDTH,
@@ -184,7 +184,8 @@ def cases(source: str, seed: int) -> Iterator[str]:
 
 def run(name: str) -> Result:
     source, _, number = name.partition(":")
-    return on_ranks.outcome(made(source, int(number)))
+    scene = made(source, int(number))
+    return named(name, scene, outcome(scene))
 
 
 SOURCES = {source: (partial(cases, source), run) for source in ("aliases", "writes")}

@@ -6,19 +6,17 @@ import atexit
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from support.fuzz.kinds.scene import Compile, Scene, Values
 from support.fuzz.oracle import Run, differences, first_line, is_rounding, listed
 from support.fuzz.outcomes import Outcome, Result
 from support.ranks import Failure, Ranks, mesh
+from support.recording import lowered_programs
 from torch import Tensor
-
-from sp_compile import backend
 
 LIMIT = {False: 100.0, True: 240.0}  # seconds for a scene, and under Inductor
 GRACE = 25.0  # seconds that ranks have to raise once one has, on a busy machine
@@ -36,19 +34,11 @@ class Played:
 
 def on_rank(scene: Scene) -> Played:
     """One rank's part. Raises what the play raises."""
-    reports: list[Any] = []
-    lower = backend.lower
-
-    def lowered(*args: Any) -> Any:
-        found = lower(*args)
-        reports.append(found.report)
-        return found
-
     given = {} if scene.inductor else {"compiler": "aot_eager", "cost": {}}
     options = {**given, **scene.options, "mesh": mesh()}
-    with mock.patch.object(backend, "lower", lowered), _quiet():
+    with lowered_programs() as programs, _quiet():
         values = scene.play(partial(_compiled, options), scene.inputs())
-    notes = [f"{note.done} {note.node}" for report in reports for note in report.fallbacks]
+    notes = [f"{note.done} {note.node}" for program in programs for note in program.report.fallbacks]
     return Played(values, ", ".join(dict.fromkeys(notes)))
 
 
@@ -103,6 +93,28 @@ class Pool:
 @cache
 def pool() -> Pool:
     return Pool()
+
+
+SCRIPT = '''\
+"""{result}
+
+The same case: PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{name}'
+"""
+
+from {module} import {kind}, outcome
+
+if __name__ == "__main__":
+    print(outcome({scene}))
+'''
+
+
+def named(name: str, scene: Scene, result: Result) -> Result:
+    """The result of a case, with a script of it where that is bad."""
+    if not result.outcome.is_bad:
+        return result
+    kind = type(scene)
+    given = {"result": result, "name": name, "module": kind.__module__, "kind": kind.__name__, "scene": scene}
+    return replace(result, program=SCRIPT.format(**given))
 
 
 def outcome(scene: Scene) -> Result:

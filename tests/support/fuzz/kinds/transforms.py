@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import torch
-from support.fuzz.kinds import on_ranks
+from support.fuzz.kinds.on_ranks import alone, eager, named, outcome
 from support.fuzz.kinds.scene import (
     BODIES,
     WIDTH,
@@ -150,7 +150,7 @@ def made(seed: int) -> Transformed:
         given = {"transform": random.choice(sorted(TRANSFORMS)), "inner": random.choice(sorted(BODIES)), "sizes": sizes}
         given |= {"outer": random.choice(["", *sorted(BODIES)]), "then": random.choice(["", *sorted(BODIES)])}
         scene = Transformed(**drawn, **given, trained=random.random() < 0.8)
-        if not isinstance(on_ranks.alone(scene, on_ranks.eager), Exception):
+        if not isinstance(alone(scene, eager), Exception):
             return scene
 
 
@@ -160,7 +160,8 @@ def cases(seed: int) -> Iterator[str]:
 
 
 def run(name: str) -> Result:
-    return on_ranks.outcome(made(int(name.partition(":")[2])))
+    scene = made(int(name.partition(":")[2]))
+    return named(name, scene, outcome(scene))
 
 
 SOURCES = {"transforms": (partial(cases), run)}
