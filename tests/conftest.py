@@ -39,7 +39,8 @@ tensor_parallel/test_tensor_parallel_graphs.py
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test marked `as_users_run` has a second variant, `[inductor...]`, whose models ranks compile as users do."""
     if metafunc.definition.get_closest_marker("as_users_run"):
-        metafunc.fixturenames.append("as_users_run")
+        if "as_users_run" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("as_users_run")
         metafunc.parametrize("as_users_run", [False, True], indirect=True, ids=["aot_eager", "inductor"])
 
 
@@ -97,10 +98,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def as_users_run(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[None]:
-    """Ranks compile models with Inductor and all default options: what a test does not ask for, `parity.sp` leaves out."""
+def as_users_run(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[bool]:
+    """Do ranks compile models with Inductor and all default options? What a test does not ask for, `parity.sp` leaves out."""
     ranks.as_users_run = request.param
-    yield
+    yield request.param
     ranks.as_users_run = False
 
 

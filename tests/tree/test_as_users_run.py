@@ -14,7 +14,7 @@ from support.ranks import Ranks, RanksError, mesh
 TESTS = Path(__file__).parents[1]
 COMPARES = {"sp", "against_eager", "trained"}
 """What compiles a model on the ranks of a test: of `support.parity`, and `trained` of `support.parallel`."""
-SHARE = 8
+SHARE = 10
 """Of so many parity tests of a folder, one at least runs as users do; of fewer, one."""
 KNOWN = {
     *(
