@@ -42,7 +42,7 @@ SOURCES = {
     **{name: Source(*source, 2) for kind in KINDS for name, source in kind.SOURCES.items()},
 }
 COMMAND = "PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{}'"
-PATIENCE = 600.0  # seconds for one case, and for making it small
+PATIENCE = 900.0  # seconds for one case, and for making it small
 WIDTH = 120  # of a table that goes to a file
 LIFE = 1000  # cases of a worker: what torch remembers of them adds up
 

@@ -18,7 +18,7 @@ from support.ranks import Failure, Ranks, mesh
 from support.recording import lowered_programs
 from torch import Tensor
 
-LIMIT = {False: 100.0, True: 240.0}  # seconds for a scene, and under Inductor
+LIMIT = {False: 150.0, True: 280.0}  # seconds for a scene, and under Inductor
 GRACE = 25.0  # seconds that ranks have to raise once one has, on a busy machine
 LIFE = 150  # scenes of a pool of ranks
 TIMED_OUT = ("timed out", "Timed out", "timeout")
