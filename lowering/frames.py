@@ -94,6 +94,36 @@ def is_padded(frame: FrameArg, n: int) -> bool:
     return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
 
 
+def place_of(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
+    """(rank that holds the position, its row there)."""
+    chunks, folds = folds_of(frame) * n, folds_of(frame)
+    chunk_rows = rows_held(frame, n) // folds
+    chunk = position // chunk_rows
+    if n == 1:
+        return 0, position
+    if folds == 1:
+        return chunk, position - chunk * chunk_rows
+    rank = torch.sym_min(chunk, chunks - 1 - chunk)
+    second = 1 - (chunks - 1 - chunk) // n  # 0 in the first chunk of a rank, 1 in the second
+    return rank, position - chunk * chunk_rows + second * chunk_rows
+
+
+def edges_elsewhere(frame: FrameArg, n: int) -> tuple[bool, bool]:
+    """Does a rank hold padded rows, before or after the window, without its first or its last valid row?
+
+    Only of sequences of a few rows for each rank, and of windows that cut off all rows of one. For symbolic sizes the
+    answer becomes a guard.
+    """
+    if n == 1:
+        return False, False
+    _, _, start, length = frame[:4]
+    chunks = folds_of(frame) * n
+    chunk_rows = rows_held(frame, n) // folds_of(frame)
+    before = not known(start < chunk_rows) and bool(start >= chunk_rows)
+    end = (chunks - 1) * chunk_rows
+    return before, not known(start + length > end) and bool(start + length <= end)
+
+
 def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
     """The positions this rank holds, int64 (s,), or those of its neighbourhood of ``stride`` ranks, in order.
 
@@ -129,7 +159,8 @@ def by_rank(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     """Indices into a dim of outer * length * inner, int64 (outer * k * inner,), of k positions.
 
-    A position outside the window is given the nearest one inside.
+    A position outside the window is given the nearest one inside: the definition of what a padded row holds, see
+    ``collectives/padding.py``.
     """
     outer, _, start, length = frame[:4]
     offsets = positions if known(start == 0) else positions - start

@@ -22,6 +22,13 @@ COMPOSITES: set[OpOverload] = set()
 MOVES: dict[OpOverload, tuple[str, str]] = {}
 """Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
 
+PADDED: dict[OpOverload, str] = {}
+"""Operators whose results may be shards -> what padded rows of these hold, see ``collectives/padding.py``.
+
+"nearest": the nearest valid row, whatever the operands hold there. "finite": finite numbers, not those of a valid row.
+"as given": each row follows from the same row of the operands.
+"""
+
 INSIDE: dict[OpOverload, Callable[..., int]] = {}
 """Opaque operators that take memory while they run -> its bytes, besides operands and results: see `opaque`."""
 
@@ -31,11 +38,12 @@ SOURCES: set[Path] = set()
 Body = TypeVar("Body", bound=Callable[..., object])
 
 
-def composite(schema: str, moves: tuple[str, str] | None = None) -> Callable[[Body], Body]:
+def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | None = None) -> Callable[[Body], Body]:
     """Decorator: register the function as ``sp::<schema>``.
 
     The body is CompositeImplicitAutograd: one node in a rewritten graph, but autograd, fake tensors and
     AOTAutograd trace through it, so that the collectives inside are visible to the compiler. moves: see `MOVES`.
+    padded: see `PADDED`.
     """
 
     def register(body: Body) -> Body:
@@ -46,6 +54,8 @@ def composite(schema: str, moves: tuple[str, str] | None = None) -> Callable[[Bo
         COMPOSITES.add(op)
         if moves is not None:
             MOVES[op] = moves
+        if padded is not None:
+            PADDED[op] = padded
         _remember(body)
         return body
 

@@ -16,26 +16,26 @@ from torch import Tensor
 from .library import composite
 
 
-@composite("sort_rows(Tensor ids, bool stable, bool descending) -> (Tensor keys, Tensor order)")
+@composite("sort_rows(Tensor ids, bool stable, bool descending) -> (Tensor keys, Tensor order)", padded="as given")
 def sort_rows(ids: Tensor, stable: bool, descending: bool) -> tuple[Tensor, Tensor]:
     """ids (R,) -> ids[order] and the order (R,), int64. Bytes: none."""
     return torch.sort(ids, stable=stable, descending=descending)
 
 
-@composite("to_sorted(Tensor x, Tensor order) -> Tensor")
+@composite("to_sorted(Tensor x, Tensor order) -> Tensor", padded="as given")
 def to_sorted(x: Tensor, order: Tensor) -> Tensor:
     """x (R, ...), order (R,) -> x[order]. Bytes: none."""
     return x[order]
 
 
-@composite("from_sorted(Tensor x, Tensor order) -> Tensor")
+@composite("from_sorted(Tensor x, Tensor order) -> Tensor", padded="as given")
 def from_sorted(x: Tensor, order: Tensor) -> Tensor:
     """x (R, ...), order (R,) -> what ``to_sorted`` makes x of. Bytes: none."""
     places = torch.arange(order.shape[0], device=order.device)
     return x[torch.empty_like(order).scatter(0, order, places)]
 
 
-@composite("grouped_mm(Tensor x, Tensor w, Tensor keys, str op) -> Tensor")
+@composite("grouped_mm(Tensor x, Tensor w, Tensor keys, str op) -> Tensor", padded="as given")
 def grouped_mm(x: Tensor, w: Tensor, keys: Tensor, op: str) -> Tensor:
     """Each row with the matrix of its group, by a grouped product ``op`` of (x, w, where each group ends).
 

@@ -18,7 +18,8 @@ from .gathered import GatheredKeys
     "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
     "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None, "
     "str score='', Tensor[]? heads=None, Tensor? attn_mask=None, Tensor? sinks=None, Tensor[]? tables=None, "
-    "bool lse=False) -> Tensor"
+    "bool lse=False) -> Tensor",
+    padded="as given",
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.

@@ -42,7 +42,7 @@ def _without_padding(out: Tensor, args: ShardArgs) -> Tensor:
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
-@composite(f"ring_attention({ARGUMENTS}, int steps, str grads) -> Tensor")
+@composite(f"ring_attention({ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values go round a ring of n ranks.
 
@@ -55,7 +55,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return _around(q, k, v, args, 1, steps, grads)
 
 
-@composite(f"hybrid_attention({ARGUMENTS}, int ulysses, str grads) -> Tensor")
+@composite(f"hybrid_attention({ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): heads split over `ulysses` neighbours, a ring between neighbourhoods.
 
@@ -67,7 +67,7 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return _around(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
-@composite(f"gathered_attention({ARGUMENTS}, Tensor[]? orders=None) -> Tensor")
+@composite(f"gathered_attention({ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values are gathered; only shards are kept for the backward.
 

@@ -139,6 +139,7 @@ def _unpack(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tenso
     "all_to_all(Tensor[] xs, int scatter_dim, SymInt[] scatter_frame, int gather_dim, SymInt[] gather_frame,"
     " int n, str group) -> Tensor[]",
     moves=("all_to_all", "all_to_all"),
+    padded="nearest",
 )
 def all_to_all(
     xs: list[Tensor], scatter_dim: int, scatter: FrameArg, gather_dim: int, gather: FrameArg, n: int, group: str

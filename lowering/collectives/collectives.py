@@ -1,8 +1,9 @@
 """The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
 
-Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); positions outside the window hold copies
-of valid rows and have zero cotangents. *Partial*: the true value is the sum over the ranks. A value that is whole on
-every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a sum.
+Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); what padded rows hold is defined in
+``padding.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
+whole on every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a
+sum.
 
 Every operator takes the number of ranks ``n`` and a process group's name; none has an edge that knows the
 rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
@@ -22,7 +23,6 @@ from sp_compile.lowering.frames import (
     in_order,
     is_padded,
     nearest_rows,
-    outside_window,
     own_positions,
     pad,
     rows_back,
@@ -32,6 +32,8 @@ from sp_compile.lowering.frames import (
     trim,
 )
 from sp_compile.lowering.library import LinearMap, composite, opaque
+
+from .padding import fill_padding
 
 # The maps. Each pair below names two of them.
 
@@ -47,7 +49,7 @@ def _take(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
 def _take_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """This rank's rows of a whole cotangent; zeros at positions outside the window."""
-    return _zero_outside(_take(x, dim, frame, n, group), dim, frame, n, group)
+    return fill_padding(_take(x, dim, frame, n, group), dim, frame, 0, n, group)
 
 
 def _whole(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
@@ -98,7 +100,9 @@ def rank(group: str, device: torch.device) -> Tensor:
     return torch.full((), current().rank(group), dtype=torch.int64, device=device)
 
 
-@composite("shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("", "all_gather"))
+@composite(
+    "shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("", "all_gather"), padded="nearest"
+)
 def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Invariant -> Shard(dim).
 
@@ -133,7 +137,7 @@ def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tens
     return LinearMap.apply(x, _whole, _reduced_cotangents, dim % x.ndim, frame, n, group)
 
 
-@composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
+@composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", padded="nearest")
 def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Partial(sum) -> Shard(dim): each rank gets its rows of the sum, and copies of valid rows as padding.
 
@@ -173,40 +177,6 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
     behind a random op it makes value and gradient those of rank 0's draw.
     """
     return LinearMap.apply(x, _same, _first, group)
-
-
-@composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor")
-def mask(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, group: str) -> Tensor:
-    """Shard(dim) -> Shard(dim): ``value`` at the positions outside the window.
-
-    Shapes: any -> same; dtype kept. Bytes: none. Backward: the cotangent, zero where masked.
-    Source: masked_fill; nothing when no position can be outside.
-    """
-    if not is_padded(frame, n):
-        return x
-    return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
-
-
-def _inside(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    kept = ~outside_window(x, dim, frame, n, group).flatten()
-    kept_row = kept.to(torch.uint8).argmax()
-    rows = x.index_select(dim, torch.where(kept, torch.arange(x.shape[dim], device=x.device), kept_row))
-    return rows.masked_fill(~kept.any(), 1)
-
-
-def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    return mask(grad, dim, frame, 0, n, group)
-
-
-@composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor")
-def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Shard(dim) -> Shard(dim) of a shorter window: the rows that it cuts off repeat one that it keeps.
-
-    Shapes: any -> same; outer and inner must be 1. A rank that keeps no row gets ones. Bytes: none. Backward: the
-    cotangent, with exact zeros (whatever stands there, NaN too) outside the window.
-    Source: index_select and masked_fill.
-    """
-    return LinearMap.apply(x, _inside, _zero_outside, dim % x.ndim, frame, n, group)
 
 
 class _ReduceGradFunction(torch.autograd.Function):

@@ -53,7 +53,7 @@ def own_rows(x: Tensor, dim: int, n: int, group: str) -> Tensor:
     return x.index_select(dim, own_positions((1, length, 0, length), n, group, x.device))
 
 
-@composite("all_rows(Tensor x, int dim, int n, str group) -> Tensor")
+@composite("all_rows(Tensor x, int dim, int n, str group) -> Tensor", padded="nearest")
 def all_rows(x: Tensor, dim: int, n: int, group: str) -> Tensor:
     """Every rank's block, in the order of the ranks.
 

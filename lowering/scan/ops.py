@@ -51,14 +51,15 @@ class ScanShards(NamedTuple):
         return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
 
     def window(self, y: Tensor, dim: int) -> Tensor:
-        """A result whose padding repeats valid rows, and has zeros as cotangents."""
+        """A result whose padded rows hold the nearest valid row, and have zeros as cotangents."""
         padded = self.frame is not None and is_padded(self.frame, self.n)
         return sp.window(y, dim, self.frame, self.n, self.group) if padded else y
 
 
 @composite(
     "scan(Tensor x, Tensor? segments, int dim, str op, bool exclusive=False, bool reverse=False, "
-    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_SHARD_ARGUMENTS}) -> Tensor"
+    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_SHARD_ARGUMENTS}) -> Tensor",
+    padded="nearest",
 )
 def scan(
     x: Tensor,
@@ -98,7 +99,9 @@ def scan(
     return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
 
 
-@composite(f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)")
+@composite(
+    f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)", padded="nearest"
+)
 def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
     """Shard(dim) -> Shard(dim), Shard(dim): the running max or min, and its position in the window, int64.
 
@@ -117,12 +120,13 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
     best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes(_chunked(x, way), op, way))
     if shards.frame is not None and not known(shards.frame[2] == 0):
         index = index - shards.frame[2]
-    return shards.window(best, way.dim), shards.masked(index, way.dim, 0)
+    return shards.window(best, way.dim), shards.window(index, way.dim)
 
 
 @composite(
     "linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse=False, ScalarType? accumulate=None, "
-    f"{_SHARD_ARGUMENTS}) -> Tensor"
+    f"{_SHARD_ARGUMENTS}) -> Tensor",
+    padded="nearest",
 )
 def linear_scan(
     a: Tensor,

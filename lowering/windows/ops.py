@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.collectives.collectives import window
+from sp_compile.lowering.collectives.padding import window
 from sp_compile.lowering.frames import FrameArg, column_along, folds_of, is_padded, known, own_positions, rows_held
 from sp_compile.lowering.library import composite
 
@@ -61,7 +61,7 @@ class Where(NamedTuple):
         return around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
-        """Rows outside the result's window repeat one inside, and have exact zeros as cotangents."""
+        """Padded rows of the result hold the nearest valid row, and have exact zeros as cotangents."""
         result = self.result or self.frame
         if self.frame is None or result is None or not is_padded(result, self.n):
             return y
@@ -77,7 +77,7 @@ def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
 
-@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {SHARD_ARGUMENTS}")
+@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {SHARD_ARGUMENTS}", padded="nearest")
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
     """Row i of the result is row i - before of x, or ``fill`` where x has none.
 
@@ -90,7 +90,8 @@ def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any
 
 @composite(
     "conv1d(Tensor x, Tensor weight, Tensor? bias, int before, int after, int stride=1, int dilation=1, "
-    f"int groups=1, {SHARD_ARGUMENTS}"
+    f"int groups=1, {SHARD_ARGUMENTS}",
+    padded="nearest",
 )
 def conv1d(
     x: Tensor,
@@ -117,7 +118,7 @@ def conv1d(
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
-@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {SHARD_ARGUMENTS}")
+@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {SHARD_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
     """Means of ``width`` rows, zeros at the ends included.
 
@@ -129,7 +130,9 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *whe
 
 
 @composite(
-    f"max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, {SHARD_ARGUMENTS}"
+    "max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, "
+    f"{SHARD_ARGUMENTS}",
+    padded="nearest",
 )
 def max_pool1d(
     x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *where: Any
@@ -143,7 +146,10 @@ def max_pool1d(
     return lies.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
-@composite(f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {SHARD_ARGUMENTS}")
+@composite(
+    f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {SHARD_ARGUMENTS}",
+    padded="nearest",
+)
 def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
     """Every window of ``width`` rows, as a last dim.
 
@@ -188,7 +194,9 @@ def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     return ring_shifts(-shift, s - shift, s, n) + ring_shifts(turn.low + turn.delta, turn.high + turn.delta, s, n)
 
 
-@composite("roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor")
+@composite(
+    "roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor", padded="nearest"
+)
 def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int = 1, group: str = "") -> Tensor:
     """Row i of the result is row i - shift of x, counted round the end. Any dtype.
 

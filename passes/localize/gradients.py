@@ -3,10 +3,6 @@
 `x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
 parameters share a reduction, one for each of the `buckets`. A node can be lifted if nothing wants its gradient
 invariant.
-
-Finds shorter windows whose cut-off rows need no care: the label shift of every language model among them.
-
-logits[:, :-1] -> view -> cross_entropy      the last row is masked in the sum; nothing before it can spoil a gradient
 """
 
 from __future__ import annotations
@@ -17,15 +13,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import OpOverload, set_grad_enabled
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.closure import closure
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import size
 from sp_compile.passes.propagate import wanted
-from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import lookup, transfer_of
-from sp_compile.sharding.rules.pointwise import SMOOTH_OPS
-from sp_compile.sharding.windows import SHARD_WINDOWS
+from sp_compile.sharding.placement import REPLICATE, Placement, Plan, Replicate
+from sp_compile.sharding.rule import transfer_of
 
 # As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
 BUCKET_BYTES = 25 << 20
@@ -129,24 +122,3 @@ def before_first_use(sums: list[Node], graph: Graph) -> None:
     for made in sums:
         for node in (made, *made.users):
             readers[made].prepend(node)
-
-
-def stays_smooth(node: Node, plan: Plan) -> bool:
-    """Do only ops with finite derivatives see the value, up to where padding is masked or dropped?"""
-
-    def onwards(n: Node) -> list[Node]:
-        sharded = (u for u in _readers(n, plan) if any(isinstance(p, Shard) for p in plan.placements[u]))
-        return [*sharded, *(u for u in n.users if u.target is operator.getitem)]
-
-    return all(_is_smooth(user) for n in closure([node], onwards) for user in _readers(n, plan))
-
-
-def _readers(node: Node, plan: Plan) -> list[Node]:
-    """Who computes with the value, but who takes constants for what is outside: cotangents there are exact zeros."""
-    found = [u for u in node.users if u in plan.wants and transfer_of(u.target) is None]
-    return [u for u in found if u.target not in SHARD_WINDOWS or Call(u)["frame"] is None]
-
-
-def _is_smooth(node: Node) -> bool:
-    _, rule = lookup(node) or (None, None)
-    return (rule is not None and rule.lazy) or node.target in SMOOTH_OPS

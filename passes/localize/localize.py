@@ -29,7 +29,8 @@ from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
 from sp_compile.sharding.rule import Factors, lookup
 
-from .gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes, stays_smooth
+from .gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes
+from .padding import cuts, nodes_to_restore
 from .prove import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -64,6 +65,7 @@ class _Localizer(Editor):
         self.converted: dict[tuple[Node, Placement], Node] = {}
         self.differentiable = differentiable_nodes(gm)
         self.lifted = lifted_nodes(gm, plan, self.differentiable)
+        self.restored = nodes_to_restore(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
         """The local GraphModule; the record of a node that stands for one of the global view says which: `origin`."""
@@ -93,7 +95,17 @@ class _Localizer(Editor):
         """`new` computes on this rank what `old` computes in the global view."""
         new.meta.update(old.meta)
         mark(new, origin=old, requires_grad=old in self.differentiable)
-        self.env[old] = new
+        self.env[old] = self._restored(old, new)
+
+    def _restored(self, old: Node, local: Node) -> Node:
+        """The local value with the nearest valid row in padded rows, where something may notice others there."""
+        have = self.plan.of(old)
+        if old not in self.restored or not isinstance(have, Shard):
+            return local
+        args = (local, have.dim, self.sizes.list(have.frame_arg()), self.ranks.n, self.ranks.group)
+        new = self._call(sp.window.default, args, old)
+        mark(new, origin=old, requires_grad=old in self.differentiable)
+        return new
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
@@ -142,7 +154,7 @@ class _Localizer(Editor):
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
         if rule is None:  # an exchange
             self._keep(node, self._rebuilt(call, operands))
-        elif rule.spans and isinstance(wants[0], Shard) and wants[0].dim == rule.window:
+        elif cuts(node, self.plan):
             self._cut(node, operands[0])
         elif rule.alias:
             self.env[node] = operands[0]
@@ -162,35 +174,29 @@ class _Localizer(Editor):
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut(self, node: Node, local: Node) -> None:
-        """A shorter window is the same local value, unless the rows that it cuts off could spoil a gradient."""
+        """A shorter window is the same local value, whose padded rows are restored where something may notice them."""
         if isinstance(node.meta["val"], (list, tuple)):
             pieces = results_read(node)
             self.aliases[node] = tuple(
-                self._windowed(pieces[i], p, local) if i in pieces else local
-                for i, p in enumerate(self.plan.placements[node])
+                self._restored(pieces[i], local) if i in pieces else local
+                for i in range(len(self.plan.placements[node]))
             )
         else:
-            self.env[node] = self._windowed(node, self.plan.of(node), local)
-
-    def _windowed(self, node: Node, have: Placement, local: Node) -> Node:
-        assert isinstance(have, Shard)
-        if node not in self.differentiable or stays_smooth(node, self.plan):
-            return local
-        args = (local, have.dim, self.sizes.list(have.frame_arg()), self.ranks.n, self.ranks.group)
-        return self._call(sp.window.default, args, node)
+            self.env[node] = self._restored(node, local)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
         return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
     def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
-        """Make padded rows vanish from a sum over the sharded factor."""
+        """Make padded rows vanish from a sum over the sharded factor: of a product all operands, as 0 * inf is NaN."""
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or record(call.node).combines:
             return operands
-        index, value = rule.pad or (next(i for i, w in enumerate(wants) if isinstance(w, Shard)), 0)
-        want = wants[index]
-        if isinstance(want, Shard) and not want.frame.exact(self.ranks.n):
-            args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, self.ranks.n, self.ranks.group)
-            operands[index] = self._call(sp.mask.default, args, call.node)
+        n, group = self.ranks.n, self.ranks.group
+        for index, value in [rule.pad] if rule.pad else [(i, 0) for i in range(len(operands))]:
+            want = wants[index]
+            if isinstance(want, Shard) and not want.frame.exact(n):
+                args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, n, group)
+                operands[index] = self._call(sp.mask.default, args, call.node)
         return operands
 
     def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:

@@ -1,8 +1,9 @@
 """The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
 
 Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
-size. Also: only op overloads and built-in operators, no rank in the graph, and no exchange read before its wait. Bytes
-moved: none. Raises SpError naming the node, the user's line, both shapes and the expected one.
+size. Also: only op overloads and built-in operators, no rank in the graph, no exchange read before its wait, and padded
+rows that hold what `padding.py` says. Bytes moved: none. Raises SpError naming the node, the user's line, both shapes
+and the expected one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from sp_compile.passes.job import Job
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.spmd.named_groups import is_under_way
 
+from .padding import PaddingProof
+
 sp = torch.ops.sp
 PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
 """Modules of what else a program may call."""
@@ -54,6 +57,7 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
     in_order_of_keys: set[Node] = set()
+    padding = PaddingProof(plan, n)
     with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
         for node in local.graph.nodes:
             if node.op == "call_function":
@@ -62,6 +66,7 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
                 _check_sorted(node, in_order_of_keys)
                 _infer(node, plan)
                 _check_shape(node, plan, n, mode)
+            padding.check(node)
 
 
 def _check_target(node: Node) -> None:

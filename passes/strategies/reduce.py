@@ -13,17 +13,16 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.graph.call import Call, is_tensor, shape_of
 from sp_compile.graph.modes import settle_dtypes
 from sp_compile.graph.sizes import Size, product
 from sp_compile.lowering.dtypes import HALF, accumulation_dtype
 from sp_compile.passes.job import Job
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Partial
-from sp_compile.sharding.rules.norms import NONE, SUM
+from sp_compile.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
 
 sp, aten = torch.ops.sp, torch.ops.aten
-CLASS_LOSSES = overloads("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
 MEANS = (aten.mean.default, aten.mean.dim)
 
 

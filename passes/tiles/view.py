@@ -30,8 +30,7 @@ from sp_compile.sharding.rules.exchanges import frame_of
 from sp_compile.sharding.rules.sorted_rows import SORTED_ROWS
 
 sp, aten = torch.ops.sp, torch.ops.aten
-MASKS = (sp.mask.default, sp.window.default)
-CUTS = (sp.shard.default, *MASKS)
+CUTS = (sp.shard.default, sp.mask.default, sp.window.default)
 
 
 @dataclass
@@ -165,19 +164,16 @@ class _TokenCopy:
         return is_pure(node) or node.target is aten.dropout.default  # which may draw nothing, too
 
     def _fills(self, node: Node) -> bool:
-        return node.target in MASKS and node.meta["val"].is_floating_point() and node not in self.refused
+        return node.target is sp.mask.default and node.meta["val"].is_floating_point() and node not in self.refused
 
     def _filled(self, graph: Graph, node: Node) -> Node:
-        """A mask as one op on rows: which of them it fills is an input of rows.
-
-        A window, too: what it repeats in the rows that it cuts off is read by nobody, and no gradient comes back.
-        """
+        """A mask as one op on rows: which of them it fills is an input of rows."""
         call, have = Call(node), _cut_by_hand(node)
         x = node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
         self.flags.add(flags)
         self.source[flags] = node
-        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call.get("value", 1)))
+        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call["value"]))
         made.meta.update(node.meta)
         return made

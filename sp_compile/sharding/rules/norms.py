@@ -114,6 +114,7 @@ NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 _KIND = {MEAN: "mean", SUM: "sum"}
 _ELEMENTWISE = {MEAN: "mean", SUM: "total"}
 
+CLASS_LOSSES = overloads("cross_entropy_loss nll_loss nll_loss2d nll_loss_nd")
 LOSSES = overloads("""
     binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss
     margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss soft_margin_loss

@@ -1,17 +1,19 @@
 """Ops that act on each element alone, with broadcasting: whatever is tagged pointwise, and what torch forgot to tag.
 
-SMOOTH_OPS are ops whose derivative is finite wherever their value is. A slice of a sharded sequence keeps the rows that
-it cuts off: the same local value, under a shorter window. One device never computes on those rows. Behind these ops
-that does no harm: their cotangents are zero and stay so. Any other op may turn them into 0 * inf (the square root of a
-zero), so `passes/localize` replaces the rows first.
+SMOOTH_OPS are finite, with finite derivatives, wherever their operands are: see `is_smooth`. They cannot notice padded
+rows that are finite, whatever these hold. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the
+square root of a zero), so `passes/localize/padding.py` restores the rows first.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch.fx import Node
 
 from sp_compile.graph.call import Call, overloads
-from sp_compile.sharding.rule import POINTWISE, Factors, rule, rule_of
+from sp_compile.sharding.rule import POINTWISE, Factors, lookup, rule, rule_of
 
 from ._build import along, bind, names
 
@@ -73,5 +75,14 @@ def _view_dtype(call: Call) -> Factors:
 SMOOTH_OPS = overloads("""
     add.Tensor addmm baddbmm bmm cos cross_entropy_loss dropout einsum gelu layer_norm linear
     log_softmax.int masked_fill.Scalar matmul mean mean.dim mm mse_loss mul.Scalar mul.Tensor neg
-    nll_loss_nd relu sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh where.self
+    nll_loss_nd relu sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh
 """)
+
+
+def is_smooth(node: Node) -> bool:
+    """Is the call finite, with finite derivatives, wherever its operands are finite?"""
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
+        return False
+    fill, eps = call.get("value"), call.get("eps")
+    return not (isinstance(fill, float) and not math.isfinite(fill)) and (eps is None or eps > 0)

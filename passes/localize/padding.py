@@ -1,0 +1,159 @@
+"""Which values need their padded rows restored (``sp::window``), and the proof that no operator reads wrong ones.
+
+What a padded row holds is defined in `lowering/collectives/padding.py`: the nearest valid row. Three kinds of nodes
+have other ("loose") padded rows, and all of them finite:
+
+    x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
+    ring_attention(..)    a padded query attends to nothing (`library.PADDED` says "finite")
+    rand_like(x)          each row is a draw of its own
+
+`smooth` operators are defined at any finite rows, in values and derivatives, and a sum fills its padding. Where only
+these read a loose value, up to where padding is dropped, nothing can notice. All others get `sp::window` first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from sp_compile._compat import namespace_of
+from sp_compile.errors import SpError, at
+from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.random import is_random
+from sp_compile.graph.record import record
+from sp_compile.graph.sizes import same
+from sp_compile.lowering.library import PADDED
+from sp_compile.sharding.attention import strategy_of
+from sp_compile.sharding.placement import Partial, Placement, Plan, Shard
+from sp_compile.sharding.rule import lookup, transfer_of
+from sp_compile.sharding.rules.norms import CLASS_LOSSES
+from sp_compile.sharding.rules.pointwise import is_smooth
+from sp_compile.sharding.windows import SHARD_WINDOWS
+
+UNDECLARED = (
+    "{name} ({op}) at {at} gives shards and does not declare what padded rows of them hold; register it with padded="
+    "'nearest', 'finite' or 'as given' (lowering/library.py)"
+)
+NOTICED = (
+    "{name} ({op}) at {at} reads padded rows of {operand} that are not duplicates of a valid row, and is not smooth: "
+    "sp::window has to restore them first"
+)
+
+
+def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
+    """The nodes of a global graph whose local value has loose padded rows that an operator may notice."""
+    noticed: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if any(_reaches(node, user, plan, noticed) for user in node.users):
+            noticed.add(node)
+    return {node for node in noticed if _is_loose(node, plan, n)}
+
+
+def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node]) -> bool:
+    """May the user, or what reads its result, notice what padded rows of the node hold?"""
+    if user.op == "output":
+        return isinstance(plan.of(node), Shard)  # another graph may read it
+    if user.target is operator.getitem:
+        return user in noticed
+    if not _is_sharded(node, plan) or user not in plan.wants:
+        return False
+    operands = [i for i, x in enumerate(Call(user).operands) if x is node]
+    return any(_notices(user, i, plan) for i in operands) or (user in noticed and not drops_padding(user))
+
+
+def _is_sharded(node: Node, plan: Plan) -> bool:
+    return any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
+
+
+def _is_loose(node: Node, plan: Plan, n: int) -> bool:
+    """Has the node, one of whose results may be several, loose padded rows where its operands' hold the nearest?"""
+    if node.target is operator.getitem:
+        return is_tensor(node) and _is_loose(node.args[0], plan, n)
+    placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
+    if node.op != "call_function" or not placements or node not in plan.wants:
+        return False
+    if cuts(node, plan):
+        return True
+    made = PADDED.get(node.target) == "finite" or is_random(node)
+    return made and not all(p.frame.exact(n) for p in placements)
+
+
+def cuts(node: Node, plan: Plan) -> bool:
+    """Is a result a shorter window of a sharded operand?"""
+    _, rule = lookup(node) or (None, None)
+    wants = plan.wants.get(node, ())
+    return bool(
+        rule is not None and rule.spans and wants and isinstance(wants[0], Shard) and wants[0].dim == rule.window
+    )
+
+
+def drops_padding(node: Node) -> bool:
+    """Does the node read the valid rows of its operands and no others?"""
+    if transfer_of(node.target) is not None or strategy_of(node.target) is not None:
+        return True
+    if node.target in SHARD_WINDOWS:
+        return Call(node)["frame"] is not None
+    return PADDED.get(node.target) == "nearest"
+
+
+def _notices(user: Node, operand: int, plan: Plan) -> bool:
+    """May a node give other values or derivatives in valid rows, or fail, by what an operand's padded rows hold?"""
+    if drops_padding(user):
+        return False
+    if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
+        return False  # `Localize` fills what a sum reads
+    if user.target in CLASS_LOSSES and Call(user).operands[operand] is Call(user)["target"]:
+        return True  # an index
+    return not is_smooth(user)
+
+
+class PaddingProof:
+    """Follows loose padded rows through a local graph, in its order."""
+
+    def __init__(self, plan: Plan, n: int) -> None:
+        self.plan, self.n = plan, n
+        self.loose: set[Node] = set()
+
+    def check(self, node: Node) -> None:
+        """Raise SpError if the node may notice padded rows that are not those of the nearest valid row."""
+        if node.op == "output":
+            for x in node.all_input_nodes:
+                origin = record(x).origin
+                if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
+                    raise SpError(NOTICED.format(name="the output", op="output", at=at(x), operand=x.name))
+            return
+        if node.op != "call_function":
+            return
+        if node.target is operator.getitem:
+            if node.args[0] in self.loose:
+                self.loose.add(node)
+            return
+        source = record(node).origin
+        results = () if source is None else self.plan.placements.get(source, ())
+        sharded = any(isinstance(p, Shard) for p in results)
+        declared = PADDED.get(node.target)
+        if sharded and namespace_of(node.target) == "sp" and declared is None:
+            raise SpError(UNDECLARED.format(name=node.name, op=node.target, at=at(node)))
+        if source is None or source not in self.plan.wants or declared == "nearest":
+            return
+        read = list(self._loose_operands(node, source))
+        for i, operand in read:
+            if _notices(source, i, self.plan):
+                raise SpError(NOTICED.format(name=node.name, op=node.target, at=at(node), operand=operand.name))
+        if (read and not drops_padding(source)) or _is_loose(source, self.plan, self.n):
+            self.loose.add(node)
+
+    def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node]]:
+        for i, (operand, want) in enumerate(zip(Call(node).operands, self.plan.wants[source])):
+            if isinstance(want, Shard) and (operand in self.loose or self._is_longer(operand, want)):
+                yield i, operand
+
+    def _is_longer(self, operand: Node, want: Shard) -> bool:
+        """Is it the local value of a longer window than the one that is read?"""
+        origin = record(operand).origin
+        have: Placement | None = None if origin is None else self.plan.of(origin)
+        if not isinstance(have, Shard):
+            return False
+        return not (same(have.frame.start, want.frame.start) and same(have.frame.length, want.frame.length))
