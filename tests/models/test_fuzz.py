@@ -371,6 +371,7 @@ TWO, THREE, HALF = (Played({"result": torch.full((2,), x, dtype=torch.float64)},
 REFUSAL = Failure(("SpError", "ValueError"), "rank 1 raised IndexError: index out of range in self, at model.py:7", "")
 UNCLEAR = Failure(("SpError", "ValueError"), "a rank has raised", "")
 OWN = Failure(("IndexError", "LookupError"), "index out of range in self", "")
+PLACED = Failure(OWN.kinds, f"{OWN.words}; rank 0 raised this at model.py:7", "")
 GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
 
 
@@ -422,13 +423,16 @@ def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
         ((OWN, TWO), Outcome.WRONG),
         ((OWN, None), Outcome.HANG),
         ((OWN, REFUSAL), Outcome.RAW),
+        ((PLACED, REFUSAL), Outcome.REFUSED),
+        ((Failure(("RuntimeError",), PLACED.words, ""), REFUSAL), Outcome.RAW),
         ((UNCLEAR, REFUSAL), Outcome.RAW),
         ((GONE, GONE), Outcome.RAW),
     ],
 )
 def test_the_judgement_of_an_error_of_the_data(answers: tuple[Any, ...], expected: Outcome) -> None:
     found = {rank: (not isinstance(one, Failure), one) for rank, one in enumerate(answers) if one is not None}
-    result = data_errors.judged(data_errors.DataError(2), found, "index out of range in self")
+    causes = [data_errors.Cause("IndexError", "index out of range in self")]
+    result = data_errors.judged(data_errors.DataError(2), found, causes)
     assert result.outcome is expected, result
 
 

@@ -98,7 +98,7 @@ FAULTY: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gather": lambda w, x, ids: x + x.gather(-1, ids[..., None]),
     "index": lambda w, x, ids: x + matrix(w, 20)[ids],
     "index_select": lambda w, x, ids: x + matrix(w, 20).index_select(0, ids.flatten()).view_as(x),
-    "scatter": lambda w, x, ids: torch.zeros_like(x).scatter(-1, ids[..., None], x),
+    "scatter": lambda w, x, ids: torch.zeros_like(x).scatter(-1, ids[..., None], x[..., :1]),
     "inverse": lambda w, x, ids: _squares(x, ids).inverse().flatten(-2),
     "solve": lambda w, x, ids: torch.linalg.solve(_squares(x, ids), _squares(x.cos(), ids)).flatten(-2),
     "op": lambda w, x, ids: torch.ops.fuzz.raises(x, ids),
@@ -161,15 +161,15 @@ class Afterwards(Scene):
 
 
 def outcome(scene: DataError) -> Result:
-    """Every rank raises in time: an SpError that names rank, line and cause, or all of them the error of one device."""
-    expected = alone(scene, eager)
-    compiled = alone(scene, compiled_alone("aot_eager"))
-    if scene.odd < 0 and not (isinstance(expected, Exception) and isinstance(compiled, Exception)):
+    """Every rank raises in time, and says which rank has raised what at which line; or all raise the error of one device."""
+    compilers = [eager, compiled_alone("aot_eager"), *[compiled_alone("inductor")] * scene.inductor]
+    raised = [alone(scene, compiled) for compiled in compilers]
+    causes = [Cause.of(error) for error in raised if isinstance(error, Exception)]
+    if scene.odd < 0 and len(causes) < len(raised):
         return Result(Outcome.SKIPPED, "one device, or torch.compile on it, raises nothing")
-    cause = ODD if scene.odd >= 0 else first_line(compiled).partition(": ")[2]
     answers = pool().ask(scene)
     try:
-        result = judged(scene, answers, cause)
+        result = judged(scene, answers, [Cause("ValueError", ODD)] if scene.odd >= 0 else causes)
         if result.outcome.is_bad:
             return result
         return _afterwards(scene, result)
@@ -177,7 +177,28 @@ def outcome(scene: DataError) -> Result:
         pool().close()  # whose groups may be broken
 
 
-def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], cause: str) -> Result:
+@dataclass(frozen=True)
+class Cause:
+    """The error of one device: its class, and its words."""
+
+    kind: str
+    words: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Cause:
+        return cls(type(error).__name__, first_line(error).partition(": ")[2])
+
+    def is_said_by(self, failure: Failure) -> bool:
+        """Has the failure these words, of whatever place?"""
+        known, found = (set(re.findall(r"[a-z_]{4,}", words.lower())) for words in (self.words, failure.words))
+        return len(known & found) >= len(known) / 2
+
+    def is_raised_by(self, failure: Failure) -> bool:
+        return self.kind in failure.kinds and self.is_said_by(failure)
+
+
+def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], causes: Sequence[Cause]) -> Result:
+    """What the answers of the ranks come to. causes: one device's errors, by each compiler."""
     silent = [rank for rank in range(scene.world) if rank not in answers]
     failures = {rank: found for rank, (right, found) in answers.items() if not right}
     words = "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in failures.items())
@@ -186,29 +207,20 @@ def judged(scene: DataError, answers: dict[int, tuple[bool, Any]], cause: str) -
     if len(failures) < scene.world:
         deaf = [rank for rank in range(scene.world) if rank not in failures]
         return Result(Outcome.WRONG, f"ranks {deaf} of {scene.world} raise nothing; {words}")
-    if all("SpError" not in failure.kinds and _says(failure, cause) for failure in failures.values()):
+    if all(any(cause.is_raised_by(failure) for cause in causes) for failure in failures.values()):
         return Result(Outcome.REFUSED, f"the error of one device: {words}")
-    unclear = {rank: failure for rank, failure in failures.items() if not _is_clear(failure, cause)}
+    unclear = {rank: failure for rank, failure in failures.items() if not _is_clear(failure, causes)}
     if unclear:
         return Result(Outcome.RAW, "; ".join(f"rank {rank}: {brief(failure)}" for rank, failure in unclear.items()))
     return Result(Outcome.REFUSED, words)
 
 
-def _is_clear(failure: Failure, cause: str) -> bool:
-    """Are rank, line and cause named?"""
-    return (
-        "SpError" in failure.kinds
-        and bool(re.search(r"rank \d", failure.words))
-        and _says(failure, cause)
-        and (bool(re.search(r"\w+\.py:\d+", failure.words)))
-    )
-
-
-def _says(failure: Failure, cause: str) -> bool:
-    """Are the words those of one device's error, of whatever place?"""
-    known = set(re.findall(r"[a-z_]{4,}", cause.lower()))
-    found = set(re.findall(r"[a-z_]{4,}", failure.words.lower()))
-    return len(known & found) >= len(known) / 2
+def _is_clear(failure: Failure, causes: Sequence[Cause]) -> bool:
+    """Are rank, line and cause named, by an SpError, or on the rank itself by the error of one device?"""
+    names = re.search(r"rank \d", failure.words) and re.search(r"\w+\.py:\d+", failure.words)
+    said = any(cause.is_said_by(failure) for cause in causes)
+    ours = "SpError" in failure.kinds or any(cause.is_raised_by(failure) for cause in causes)
+    return bool(names and said and ours)
 
 
 def _afterwards(scene: DataError, result: Result) -> Result:
