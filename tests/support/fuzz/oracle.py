@@ -258,6 +258,7 @@ class _SimulatedRanks:
             if any(isinstance(child, GraphModule) for child in given.children()):
                 return capture(gm, example_inputs)
             made = copied(given)
+            made.meta.update(given.meta)  # what capture has found of the program
             for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
                 keep_source(new, old)
             return made
