@@ -32,10 +32,11 @@ test-slow: $(VENV)/.test $(VENV)/.recipes $(VENV)/.docs
 test-versions: $(VENV)/.versions
 	$(BIN)/python benchmarks/versions.py --uv $(BIN)/uv $(VERSIONS)
 
-# Random programs, every op of torch's op_db and faults on real ranks, for so many minutes.
+# Random programs of every kind, every op of torch's op_db and faults on real ranks, for so many minutes. Each SEED draws others.
 MINUTES ?= 10
+SEED ?= 0
 fuzz: $(VENV)/.test
-	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests:benchmarks $(BIN)/python -m support.fuzz --minutes $(MINUTES) --workers $(WORKERS)
+	TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 PYTHONPATH=tests:benchmarks $(BIN)/python -m support.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
 # What tests state of any value, on other values than the ones that `make test` always draws.
 properties: $(VENV)/.test

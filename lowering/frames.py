@@ -94,7 +94,7 @@ def is_padded(frame: FrameArg, n: int) -> bool:
     return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
 
 
-def place_of(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
+def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """(rank that holds the position, its row there)."""
     chunks, folds = folds_of(frame) * n, folds_of(frame)
     chunk_rows = rows_held(frame, n) // folds

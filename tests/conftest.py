@@ -36,9 +36,38 @@ tensor_parallel/test_tensor_parallel_graphs.py
 """What `make quick` runs, as far as it needs no processes: each kind of pass and op once."""
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked `as_users_run` has a second variant, `[inductor...]`, whose models ranks compile as users do."""
+    if metafunc.definition.get_closest_marker("as_users_run"):
+        if "as_users_run" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("as_users_run")
+        metafunc.parametrize("as_users_run", [False, True], indirect=True, ids=["aot_eager", "inductor"])
+
+
+def is_as_users_run(item: pytest.Item) -> bool:
+    """Is the item such a variant?"""
+    return bool(getattr(item, "callspec", None) and item.callspec.params.get("as_users_run"))
+
+
+def keep_chosen(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the variants of a test that run as users do, those cases stay that its mark names, and are never slow."""
+    left: list[pytest.Item] = []
+    for item in items[:]:
+        if not is_as_users_run(item):
+            continue
+        chosen = item.get_closest_marker("as_users_run").kwargs
+        if all(item.callspec.params[name] == value for name, value in chosen.items()):
+            item.own_markers = [mark for mark in item.own_markers if mark.name not in ("slow", "sampled")]
+        else:
+            items.remove(item)
+            left.append(item)
+    config.hook.pytest_deselected(items=left)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `sampled(every=k)`, every k-th case runs always and the others are slow; what is quick."""
+    keep_chosen(config, items)
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
         if place.startswith(tuple(QUICK)) and "ranks" not in getattr(item, "fixturenames", ()):
@@ -66,6 +95,14 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def as_users_run(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[bool]:
+    """Do ranks compile models with Inductor and all default options? What a test does not ask for, `parity.sp` leaves out."""
+    ranks.as_users_run = request.param
+    yield request.param
+    ranks.as_users_run = False
 
 
 @pytest.fixture

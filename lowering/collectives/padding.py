@@ -29,7 +29,7 @@ from sp_compile.lowering.frames import (
     known,
     outside_window,
     own_positions,
-    place_of,
+    row_of_position,
     rows_held,
     rows_within,
 )
@@ -88,7 +88,7 @@ def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tupl
     start, length = frame[2:4]
     before, after = not known(start == 0), not known(start + length == n * rows_held(frame, n))
     edges = [(start, before), (start + length - 1, after)]
-    places = [place_of(position, frame, n) for position, needed in edges if needed]
+    places = [row_of_position(position, frame, n) for position, needed in edges if needed]
     rows = [x.narrow(dim, row, 1) for _, row in places]
     elsewhere = edges_elsewhere(frame, n)
     if any(missing and needed for missing, (_, needed) in zip(elsewhere, edges)):

@@ -14,7 +14,15 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated, wraps_others
+from sp_compile._compat import (
+    AsyncCollectiveTensor,
+    FakeTensor,
+    arrived,
+    compiled_frame,
+    evaluated,
+    versions,
+    wraps_others,
+)
 from sp_compile.capture.views import ResultView
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line

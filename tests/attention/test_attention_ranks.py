@@ -129,6 +129,16 @@ def test_a_model_with_convolutions_keeps_its_order_outside_attention(seq: int, b
     assert not report.fallbacks
 
 
+def mixed(seq: int) -> Outcome:
+    return against_eager(build(Mixed), *text(seq), mesh=worker.mesh())
+
+
+@pytest.mark.as_users_run
+@pytest.mark.parametrize("seq", [13])
+def test_attention_between_a_scan_and_a_convolution(ranks: Ranks, seq: int) -> None:
+    check(ranks.run(2, mixed, seq))
+
+
 class Translator(nn.Module):
     """Encoder and decoder of different lengths."""
 

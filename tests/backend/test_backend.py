@@ -33,6 +33,7 @@ def one_step(model: type, seq: int = 9, layers: int = 1) -> Outcome:
     return against_eager(build(model, layers=layers), *text(seq), mesh=worker.mesh())
 
 
+@pytest.mark.as_users_run(n=3)
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [3, 2, 4])
 def test_decoder(ranks: Ranks, n: int) -> None:
@@ -119,6 +120,7 @@ def toggle() -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.as_users_run
 def test_buffers_and_train_eval(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(2, toggle)):
         check(outcomes)
@@ -148,6 +150,7 @@ def statistics(ranks: int) -> list[float]:
     return [difference(model.get_buffer(name), buffer) for name, buffer in alone.named_buffers()]
 
 
+@pytest.mark.as_users_run(n=2)
 @pytest.mark.parametrize("n", [1, 2])
 def test_statistics_of_norms_whose_results_are_unused(ranks: Ranks, n: int) -> None:
     for found in [statistics(1)] if n == 1 else ranks.run(n, statistics, n):

@@ -97,7 +97,7 @@ def in_buckets(dynamic: bool) -> tuple[list[Outcome], list[bool]]:
     with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 12):  # it is a MiB
         parallel = DDP(model, process_group=worker.group(), bucket_cap_mb=1 / 128)
         how = {"param_grads": "partial", "outputs": "lazy", "seq_dims": {"ids": 1}}  # of an embedding by itself
-        run = sp(parallel, dynamic, compiler, mesh=worker.mesh(), **how)
+        run = sp(parallel, dynamic, compiler=compiler, mesh=worker.mesh(), **how)
         found = []
         for seed, seq in enumerate((9, 12) if dynamic else (9, 9)):
             args = text(seq, seed=seed)

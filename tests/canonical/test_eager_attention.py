@@ -8,9 +8,13 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from support import ranks as worker
 from support.capturing import compile_function
 from support.golden import show
 from support.models import check, floats, seeded
+from support.parity import Outcome, against_eager
+from support.parity import check as same_on_ranks
+from support.ranks import Ranks
 from support.spellings.eager_spellings import (
     DATA,
     LOWEST,
@@ -126,6 +130,25 @@ def test_on_ranks(name: str, attention: str, ranks: int) -> None:
     """Loss and gradients of one device."""
     x = (floats(B, H, S, D) * 2 - 1).requires_grad_()
     check(seeded(lambda: Projected(ON_RANKS[name])), x, sp=ranks, attention=attention, seq_dims={"x": 2})
+
+
+class Scored(Projected):
+    """One number of it, and of rows behind it that mix none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def trained(name: str) -> Outcome:
+    x = floats(B, H, S, D) * 2 - 1
+    return against_eager(seeded(lambda: Scored(ON_RANKS[name])), x, mesh=worker.mesh(), seq_dims={"x": 2})
+
+
+@pytest.mark.as_users_run
+@pytest.mark.parametrize("name", [next(iter(SPELLINGS))])
+def test_training_step(ranks: Ranks, name: str) -> None:
+    """On real ranks, which do not divide the length."""
+    same_on_ranks(ranks.run(3, trained, name))
 
 
 @pytest.mark.parametrize("name", SOFT_CAPS)

@@ -262,6 +262,7 @@ def trained(how: str, attention: str) -> Outcome:
     return against_eager(model, *text(9), mesh=worker.mesh(), attention=attention)
 
 
+@pytest.mark.as_users_run(how="products stay", attention="ring")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "attention"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.frames import edges_elsewhere, is_padded, place_of, rows_held
+from sp_compile.lowering.frames import edges_elsewhere, is_padded, row_of_position, rows_held
 from sp_compile.lowering.library import COMPOSITES, PADDED
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.sharding.rule import RULES, TRANSFERS
@@ -93,13 +93,13 @@ def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
 
 
 def test_places_and_who_lacks_an_edge() -> None:
-    """`place_of` and `edges_elsewhere`, against a table of who holds which position."""
+    """`row_of_position` and `edges_elsewhere`, against a table of who holds which position."""
     for n, frame in itertools.product((1, 2, 3, 4), frames(6)):
         _, _, start, length, folds = frame
         total = n * rows_held(frame, n)
         held = nearest(torch.arange(total), [1, total, 0, total, folds], n)
         owner = {int(p): (rank, row) for rank in range(n) for row, p in enumerate(held(rank))}
-        assert {p: place_of(p, frame, n) for p in owner} == owner
+        assert {p: row_of_position(p, frame, n) for p in owner} == owner
         last = start + length - 1
         before = any(owner[p][0] != owner[start][0] for p in range(start))
         after = any(owner[p][0] != owner[last][0] for p in range(last + 1, total))

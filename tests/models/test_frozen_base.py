@@ -140,6 +140,7 @@ def tuned(base: Callable[[Tensor], nn.Module], dtype: torch.dtype) -> Outcome:
     return against_eager(model, *text(9), run=sp(model, mesh=worker.mesh()))
 
 
+@pytest.mark.as_users_run(base=Codes)
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("base", [BySubclass, Table, ByAnOp, Codes])
 def test_adapters_of_a_frozen_base(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,15 +14,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fuzz import ledger, op_db, oracle, programs, tiled_programs
+from support.fuzz import ledger, oracle
 from support.fuzz.fault_table import FAULTS
 from support.fuzz.faults import AFTERWARDS, BROKEN, NEXT_CALL, judged
-from support.fuzz.loop import AFTER, Event, Scene
+from support.fuzz.kinds import after_failure, data_errors, memory, on_ranks, stepped, transforms
+from support.fuzz.kinds.on_ranks import Played
+from support.fuzz.kinds.scene import Scene
+from support.fuzz.loop import AFTER, Event
+from support.fuzz.loop import Scene as FaultScene
 from support.fuzz.outcomes import Outcome, Result
-from support.fuzz.programs import Setting, made, minimal, without
-from support.fuzz.random_programs import Program, Step
-from support.fuzz.runner import Fuzzing, run
-from support.fuzz.tiled_programs import TiledSetting
+from support.fuzz.runner import SOURCES, Fuzzing, run
+from support.fuzz.simulated import op_db, programs, tiled_programs
+from support.fuzz.simulated.programs import Setting, made, minimal, without
+from support.fuzz.simulated.random_programs import Program, Step
+from support.fuzz.simulated.tiled_programs import TiledSetting
+from support.ranks import Failure
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -261,7 +269,7 @@ TOLD = Event(1, "refused", "the 2 ranks of this group were given different value
     ],
 )
 def test_the_judgement_of_what_ranks_told(first: list, second: list, expected: Outcome) -> None:
-    scene = Scene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
+    scene = FaultScene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
     assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
 
 
@@ -294,8 +302,144 @@ def test_the_ledger_goes_on(tmp_path: Path) -> None:
         ("op_db", 0, Outcome.WRONG),
         ("programs", 8, Outcome.REFUSED),
     ):
-        ledger.add(ledger.Row.now(source, number, outcome), path)
-    assert [ledger.end_of(source, path) for source in ("programs", "op_db", "faults")] == [9, 1, 0]
+        ledger.add(ledger.Row.now(source, 0, number, outcome), path)
+    ledger.add(ledger.Row.now("programs", 1, 9, Outcome.EXACT), path)
+    assert [ledger.end_of(source, path=path) for source in ("programs", "op_db", "faults")] == [9, 1, 0]
     rows = [line for line in path.read_text().splitlines() if line.startswith(("| programs", "| op_db"))]
-    assert [line.split(" | ")[1] for line in rows] == ["7-8", "0-0"]
+    assert [line.split(" | ")[1:3] for line in rows] == [["0", "7-8"], ["0", "0-0"], ["1", "9-9"]]
+    assert [ledger.end_of("programs", seed, path) for seed in (1, 2)] == [10, 0]
     assert rows[0].endswith("| 0 | 1 | 0 | 1 | 0 | 0 | 0 | 0 |")
+
+
+# Kinds of programs on real ranks.
+
+MADE: dict[str, Callable[[int], Any]] = {
+    **{table: partial(stepped.made, table) for table in stepped.TABLES},
+    **{source: partial(memory.made, source) for source in memory.SOURCES},
+    **{"data_errors": data_errors.made, "transforms": transforms.made, "after_failure": after_failure.made},
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_seed_makes_one_program_of_each_kind(kind: str) -> None:
+    """Of other sizes and ranks, some under Inductor, of which most are lengths that the ranks do not divide."""
+    drawn = [MADE[kind](seed) for seed in range(30)]
+    assert MADE[kind](7) == drawn[7]
+    assert len({str(one) for one in drawn}) == 30
+    if kind in stepped.TABLES:
+        cut = [(setting.sizes[1], setting.ranks[-1], setting.inductor) for setting, _ in drawn]
+    else:
+        cut = [(one.sizes[1], one.world, one.inductor) for one in drawn]
+    assert sum(length % world > 0 for length, world, _ in cut) > 15
+    assert 0 < sum(inductor for *_, inductor in cut) < 15
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_seed_of_a_session_draws_other_cases(name: str) -> None:
+    first, again, other = (list(itertools.islice(SOURCES[name].cases(seed), 3)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+@dataclass(frozen=True)
+class Told(Scene):
+    """A scene without ranks: each rank's answer is given. raised: by one device."""
+
+    answers: tuple[Any, ...] = ()
+    raises: bool = False
+
+    def inputs(self) -> list[Tensor]:
+        return [torch.ones(2, dtype=torch.float64)]
+
+    def play(self, compiled: Any, inputs: Any) -> dict[str, Any]:
+        if self.raises:
+            raise IndexError("index out of range in self")
+        return {"result": 2 * inputs[0]}
+
+
+def told(scene: Told) -> Any:
+    """The pool in place of the one that has processes; None is a rank that does not answer."""
+    answers = {
+        rank: (not isinstance(answer, Failure), answer)
+        for rank, answer in enumerate(scene.answers)
+        if answer is not None
+    }
+    return mock.patch.object(on_ranks.Pool, "ask", return_value=answers)
+
+
+TWO, THREE, HALF = (Played({"result": torch.full((2,), x, dtype=torch.float64)}, "") for x in (2.0, 3.0, float("nan")))
+REFUSAL = Failure(("SpError", "ValueError"), "rank 1 raised IndexError: index out of range in self, at model.py:7", "")
+UNCLEAR = Failure(("SpError", "ValueError"), "a rank has raised", "")
+OWN = Failure(("IndexError", "LookupError"), "index out of range in self", "")
+PLACED = Failure(OWN.kinds, f"{OWN.words}; rank 0 raised this at model.py:7", "")
+GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((TWO, TWO), Outcome.EXACT),
+        ((Played(TWO.values, "gather sort"), TWO), Outcome.GATHERED),
+        ((TWO, THREE), Outcome.WRONG),
+        ((HALF, TWO), Outcome.WRONG),
+        ((Played({}, ""), Played({}, "")), Outcome.WRONG),
+        ((TWO, None), Outcome.HANG),
+        ((REFUSAL, None), Outcome.HANG),
+        ((REFUSAL, REFUSAL), Outcome.REFUSED),
+        ((REFUSAL, TWO), Outcome.RAW),
+        ((REFUSAL, GONE), Outcome.RAW),
+        ((GONE, Failure(("RuntimeError",), "Timed out waiting 120000ms", "")), Outcome.HANG),
+    ],
+)
+def test_the_judgement_of_what_ranks_found(answers: tuple[Any, ...], expected: Outcome) -> None:
+    scene = Told(2, answers=answers)
+    with told(scene):
+        assert on_ranks.outcome(scene).outcome is expected
+
+
+def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
+    """NaN where one device has NaN, and an error where it raises."""
+
+    class Infinite(Told):
+        def play(self, compiled: Any, inputs: Any) -> dict[str, Any]:
+            return {"result": inputs[0] / 0, "other": inputs[0]}
+
+    other = {"other": torch.ones(2, dtype=torch.float64)}
+    for answer, expected in (
+        ({**HALF.values, **other}, Outcome.SKIPPED),
+        ({**HALF.values, "other": TWO}, Outcome.WRONG),
+    ):
+        scene = Infinite(2, answers=(Played(answer, ""),) * 2)
+        with told(scene):
+            assert on_ranks.outcome(scene).outcome is expected
+    assert on_ranks.outcome(Told(2, raises=True)).outcome is Outcome.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((REFUSAL, REFUSAL), Outcome.REFUSED),
+        ((OWN, OWN), Outcome.REFUSED),
+        ((OWN, TWO), Outcome.WRONG),
+        ((OWN, None), Outcome.HANG),
+        ((OWN, REFUSAL), Outcome.RAW),
+        ((PLACED, REFUSAL), Outcome.REFUSED),
+        ((Failure(("RuntimeError",), PLACED.words, ""), REFUSAL), Outcome.RAW),
+        ((UNCLEAR, REFUSAL), Outcome.RAW),
+        ((GONE, GONE), Outcome.RAW),
+    ],
+)
+def test_the_judgement_of_an_error_of_the_data(answers: tuple[Any, ...], expected: Outcome) -> None:
+    found = {rank: (not isinstance(one, Failure), one) for rank, one in enumerate(answers) if one is not None}
+    causes = [data_errors.Cause("IndexError", "index out of range in self")]
+    result = data_errors.judged(data_errors.DataError(2), found, causes)
+    assert result.outcome is expected, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MADE)
+def test_a_case_of_each_kind_runs(kind: str) -> None:
+    """On real ranks, to some outcome but for an error of the fuzzer itself."""
+    result = run(f"{kind}:0")
+    assert "the fuzzer itself" not in result.words
+    on_ranks.pool().close()

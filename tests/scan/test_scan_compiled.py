@@ -122,6 +122,7 @@ def check_all(found: list[list[Outcome]]) -> None:
         check(outcomes)
 
 
+@pytest.mark.as_users_run(names=list(SCANS)[4::10])
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("names", [list(SCANS)[i::10] for i in range(10)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:

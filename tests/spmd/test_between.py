@@ -129,6 +129,7 @@ def both_results() -> tuple[Outcome, float, Any]:
     return outcome(loss, gradients(model), right, gradients(alone)), read, before
 
 
+@pytest.mark.as_users_run
 def test_logits_are_read_afterwards(ranks: Ranks) -> None:
     results = ranks.run(2, both_results)
     check([found for found, _, _ in results])
@@ -202,6 +203,7 @@ def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:
     return outcomes, shapes
 
 
+@pytest.mark.as_users_run(read=True)
 @pytest.mark.parametrize("read", [False, True])
 def test_logits_that_nobody_reads_have_no_gradient(ranks: Ranks, read: bool) -> None:
     """The backward takes a number in its place; once they are read it is right all the same, and afterwards too."""
@@ -246,6 +248,7 @@ def parts_of_dims(dynamic: bool) -> tuple[list[Outcome], list[str], float]:
     return outcomes, lazy, off
 
 
+@pytest.mark.as_users_run(n=2, dynamic=False)
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("n", [2, 3])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.ranks import as_users_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,12 +106,18 @@ def build(model: Callable[..., nn.Module] = Decoder, **kwargs: Any) -> nn.Module
     return model(**kwargs).double()
 
 
-def sp(model: Any, dynamic: bool | None = None, compiler: Any = "aot_eager", **options: Any) -> Any:
-    """The model under backend="sp"; aot_eager, as the tests are many.
+def compile_options() -> dict[str, Any]:
+    """The options that a test gives where it asks for none: none in a test that runs as users do (`conftest.py`).
 
-    cost={}: the device's constants. Measured ones change with what else runs, and with them what "auto" takes.
+    Else aot_eager, as the tests are many, and cost={}, the device's constants: measured ones change with what else runs,
+    and with them what "auto" takes.
     """
-    given = {"compiler": compiler, "cost": {}, **options}
+    return {} if as_users_run() else {"compiler": "aot_eager", "cost": {}}
+
+
+def sp(model: Any, dynamic: bool | None = None, **options: Any) -> Any:
+    """The model under backend="sp"; options: on top of `compile_options`."""
+    given = {**compile_options(), **options}
     return torch.compile(model, backend="sp", dynamic=dynamic, options=given)
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -31,6 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD = 4
 TIMEOUT = 120.0
+COMPILE_TIMEOUT = 300.0
+"""Seconds for a call that compiles by Inductor."""
 GRACE = 5.0
 """Seconds that the other ranks are given to answer once one has failed."""
 
@@ -53,6 +56,27 @@ class RanksError(AssertionError):
     """Some rank raised, died or did not answer."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised. kinds: the names of the error's class and its bases, also of the errors that it wraps."""
+
+    kinds: tuple[str, ...]
+    words: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """To be called where the error is handled."""
+        kinds, inner = [], error
+        while inner is not None:
+            kinds += [base.__name__ for base in type(inner).__mro__]
+            inner = getattr(inner, "inner_exception", None)
+        return cls(tuple(kinds), str(error), traceback.format_exc())
+
+    def __str__(self) -> str:
+        return self.traceback
+
+
 def forkserver() -> ForkServerContext:
     """What starts processes that have imported, and compiled, what takes each rank seconds: see ``parallel/warm.py``."""
     context = multiprocessing.get_context("forkserver")
@@ -67,6 +91,12 @@ def forkserver() -> ForkServerContext:
 
 _groups: dict[int, dist.ProcessGroup] = {}
 _running = 0
+_as_users_run = False
+
+
+def as_users_run() -> bool:
+    """Does this call compile models as users do: by Inductor, with all default options? See ``pytest.mark.as_users_run``."""
+    return _as_users_run
 
 
 def group(n: int | None = None) -> dist.ProcessGroup:
@@ -92,7 +122,7 @@ def _stack_of(store: str, rank: int) -> Path:
 
 def _work(rank: int, store: str, pipe: Connection) -> None:
     """A worker's life: join the groups, then answer calls until the pipe closes."""
-    global _running
+    global _running, _as_users_run
     faulthandler.register(signal.SIGUSR1, _stack_of(store, rank).open("w"), all_threads=True)
     torch.set_num_threads(1)
     init = {"init_method": f"file://{store}", "timeout": timedelta(seconds=TIMEOUT)}
@@ -102,30 +132,35 @@ def _work(rank: int, store: str, pipe: Connection) -> None:
     _groups[WORLD] = dist.group.WORLD
     while True:
         try:
-            _running, payload = pipe.recv()
+            _running, _as_users_run, payload = pipe.recv()
         except EOFError:
             return
         pipe.send_bytes(answer(payload))
 
 
 def answer(payload: bytes) -> bytes:
-    """Run one pickled call; the pickled (True, result) or (False, traceback)."""
+    """Run one pickled call; the pickled (True, result) or (False, Failure)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
         fn, args = pickle.loads(payload)
+        if _as_users_run:
+            from support.recording import checked_as_users_run as run  # only in a rank: it imports the package
+
+            return pickle.dumps((True, run(fn, *args)))
         return pickle.dumps((True, fn(*args)))
-    except Exception:
-        return pickle.dumps((False, traceback.format_exc()))
+    except Exception as error:
+        return pickle.dumps((False, Failure.of(error)))
 
 
 # In the test process.
 
 
 class Ranks:
-    """The workers, started at the first call and again after a failure."""
+    """The workers, started at the first call and again after a failure. as_users_run: how they compile models."""
 
     def __init__(self) -> None:
+        self.as_users_run = False
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -136,13 +171,9 @@ class Ranks:
         Raises RanksError with the traceback of every rank that raised and the names of those that died or
         did not answer within ``timeout`` seconds.
         """
-        payload = pickle.dumps((fn, args))
-        if not self._processes or not all(process.is_alive() for process in self._processes):
-            self.close()
-            self._start()
-        for pipe in self._pipes[:n]:
-            pipe.send((n, payload))
-        answers = self._collect(n, timeout)
+        if self.as_users_run:
+            timeout = max(timeout, COMPILE_TIMEOUT)
+        answers = self.answers(n, fn, *args, timeout=timeout)
         silent = [rank for rank in range(n) if rank not in answers]
         failures = [f"rank {r} of {n}:\n{text}" for r, (ok, text) in sorted(answers.items()) if not ok]
         if silent:
@@ -155,6 +186,21 @@ class Ranks:
         if failures:
             raise RanksError("\n".join(failures))
         return [answers[rank][1] for rank in range(n)]
+
+    def answers(
+        self, n: int, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE
+    ) -> dict[int, tuple[bool, Any]]:
+        """What each rank that answered in time gave: (True, its result) or (False, Failure).
+
+        grace: seconds that the other ranks have once one has failed.
+        """
+        payload = pickle.dumps((fn, args))
+        if not self._processes or not all(process.is_alive() for process in self._processes):
+            self.close()
+            self._start()
+        for pipe in self._pipes[:n]:
+            pipe.send((n, self.as_users_run, payload))
+        return self._collect(n, timeout, grace)
 
     def close(self) -> None:
         """Kill the workers."""
@@ -184,7 +230,7 @@ class Ranks:
             time.sleep(0.5)
         return _stack_of(self._store, rank).read_text()
 
-    def _collect(self, n: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    def _collect(self, n: int, timeout: float, grace: float) -> dict[int, tuple[bool, Any]]:
         """The answers of the ranks that gave one."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {self._pipes[rank]: rank for rank in range(n)}
@@ -198,8 +244,8 @@ class Ranks:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
                     continue
                 if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         return answers

@@ -1,12 +1,18 @@
 """What AOTAutograd makes of a compiled model, and what Inductor generates from it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+
+from sp_compile import backend
+from sp_compile.backend import RankProgram
 
 
 class Recorder:
@@ -36,3 +42,39 @@ class Recorder:
 
     def text(self) -> list[str]:
         return [gm.print_readable(print_output=False) for gm in self.graphs.values()]
+
+
+@contextmanager
+def lowered_programs() -> Iterator[list[RankProgram]]:
+    """The programs of this rank that are made meanwhile."""
+    found: list[RankProgram] = []
+    lower = backend.lower
+
+    def lowered(*args: Any) -> RankProgram:
+        found.append(lower(*args))
+        return found[-1]
+
+    with mock.patch.object(backend, "lower", lowered):
+        yield found
+
+
+def is_undivided(program: RankProgram) -> bool:
+    """Is it given a sequence of a length that its ranks do not divide?"""
+    shards = program.graph.graph.find_nodes(op="call_function", target=torch.ops.sp.shard.default)
+    return any(_number(node.args[2][1]) % program.ranks.n for node in shards)
+
+
+def _number(size: Any) -> int:
+    """A size, or that of the call which a symbol was made for."""
+    size = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def checked_as_users_run(fn: Callable[..., Any], *args: Any) -> Any:
+    """fn(*args), which has to compile by Inductor a program of a length that the ranks do not divide."""
+    with lowered_programs() as programs:
+        result = fn(*args)
+    compilers = {str(program.settings.compiler) for program in programs}
+    assert compilers == {"inductor"}, f"not as users run: compiled by {compilers}"
+    assert any(map(is_undivided, programs)), "not as users run: the ranks divide every length"
+    return result

@@ -61,10 +61,10 @@ def with_sequence(
     return found, [note.why for r in reports for note in r.fallbacks], all(r.inputs for r in reports)
 
 
-def check(outcomes: Sequence[tuple[Trained, list[str], bool]], modes: str) -> None:
+def check(outcomes: Sequence[tuple[Trained, list[str], bool]], modes: str | None) -> None:
     for one, fallbacks, sharded in outcomes:
         assert not one.where, one.where[:5]
-        assert one.modes == [modes]
+        assert modes is None or one.modes == [modes]
         assert not fallbacks
         assert sharded
 
@@ -84,10 +84,12 @@ MODES = {
 }
 
 
+@pytest.mark.as_users_run(case="one layer")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c == "one layer" else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_under_the_sequence_passes(ranks: Ranks, case: str) -> None:
-    check(ranks.run(4, with_sequence, *CASES[case]), MODES.get(case, "s" * 8))
+def test_under_the_sequence_passes(ranks: Ranks, case: str, as_users_run: bool) -> None:
+    """Measured costs of the machine may choose other modes."""
+    check(ranks.run(4, with_sequence, *CASES[case]), None if as_users_run else MODES.get(case, "s" * 8))
 
 
 def explained() -> tuple[str, list[tuple[Any, ...]], int, str]:

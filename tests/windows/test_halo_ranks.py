@@ -82,6 +82,7 @@ def step(block: str, seq: int, how: dict[str, Any]) -> Outcome:
     return against_eager(build(Model, block=block), *text(seq), mesh=worker.mesh(), **ALONG, **how)
 
 
+@pytest.mark.as_users_run(n=3, block="conv", seq=13)
 @pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("block", BLOCKS)

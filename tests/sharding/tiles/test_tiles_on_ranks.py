@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.parity import Decoder, text
+from support.parity import Decoder, sp, text
 from support.ranks import Ranks, mesh
 
 SEQ = 21
 
 
-def step(compiler: str, tiles: int | str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def step(tiles: int | str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     torch.manual_seed(0)
     model = Decoder(layers=1, tie=True).double()
-    options = {"mesh": mesh(), "tiles": tiles, "compiler": compiler, "cost": {}}
-    loss = torch.compile(model, backend="sp", options=options)(*text(SEQ))
+    loss = sp(model, mesh=mesh(), tiles=tiles)(*text(SEQ))
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.as_users_run(n=2)
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_decoder(ranks: Ranks, n: int, compiler: str) -> None:
+def test_decoder(ranks: Ranks, n: int) -> None:
     torch.manual_seed(0)
     model = Decoder(layers=1, tie=True).double()
     loss = model(*text(SEQ))
     loss.backward()
-    for found, gradients in ranks.run(n, step, compiler, 3):
+    for found, gradients in ranks.run(n, step, 3):
         torch.testing.assert_close(found, loss.detach(), rtol=1e-9, atol=0)
         torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-9, atol=1e-12)

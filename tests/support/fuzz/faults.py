@@ -62,9 +62,9 @@ Told = dict[int, list[Event | None]]
 """What each rank has told, in order; None at the end if it came so far."""
 
 
-def cases() -> Iterator[str]:
+def cases(seed: int = 0) -> Iterator[str]:
     """Without end: every fault once in a random order, then again in other scenes."""
-    random = Random(0)
+    random = Random(seed)
     while True:
         for fault in random.sample(sorted(FAULTS), len(FAULTS)):
             yield f"faults:{fault}:{random.randrange(10**6)}"

@@ -16,19 +16,21 @@ PATH = ROOT / "benchmarks" / "results" / "fuzz.md"
 HEAD = """\
 # Fuzzing
 
-Written by `make fuzz MINUTES=n`, which goes on behind the last case of each source. Case n of a source is always the
-same: n is the seed of a random program, and a sample of torch's op_db in the order of the ops' names. A random program
-and a sample run on 2 and on 3 simulated ranks, some programs on 4 as well, and count once, by the worst outcome. A
-sample whose graph an earlier one of the run had is not run again. A row is of one commit; what was bad in it was mended
-behind it, and is in the table of `tests/models/test_fuzz.py`.
+Written by `make fuzz MINUTES=n SEED=s`, which goes on after the last case of each source with that seed. Case n of a
+source and a seed is always the same: `python -m support.fuzz --list SOURCE --from n --cases 1 --seed s` prints its name, and
+`--case NAME` runs it again. What a source draws is in `tests/support/fuzz/__init__.py`. Programs on simulated ranks and
+samples of op_db run on 2 and on 3 ranks, some programs on 4 as well, and count once, by the worst outcome. A sample
+whose graph an earlier one of the run had is not run again. A row is of one commit; what was bad in it was fixed after it,
+and is in the table of `tests/models/test_fuzz.py`.
 """
 
 
 @dataclass
 class Row:
-    """Cases first to end - 1 of a source, at one commit, on one version of torch."""
+    """Cases first to end - 1 of a source and a seed, at one commit, on one version of torch."""
 
     source: str
+    seed: int
     first: int
     end: int
     commit: str
@@ -36,34 +38,34 @@ class Row:
     counts: Counter[Outcome] = field(default_factory=Counter)
 
     @classmethod
-    def now(cls, source: str, number: int, outcome: Outcome) -> Row:
+    def now(cls, source: str, seed: int, number: int, outcome: Outcome) -> Row:
         """What has just come of a case."""
         version = torch.__version__.partition("+")[0]
-        return cls(source, number, number + 1, commit(), version, Counter([outcome]))
+        return cls(source, seed, number, number + 1, commit(), version, Counter([outcome]))
 
     def __str__(self) -> str:
         counts = [str(self.counts[outcome]) for outcome in Outcome]
-        return _line(self.source, f"{self.first}-{self.end - 1}", self.commit, self.torch, *counts)
+        return _line(self.source, str(self.seed), f"{self.first}-{self.end - 1}", self.commit, self.torch, *counts)
 
 
-def end_of(source: str, path: Path = PATH) -> int:
-    """The case of a source with which to go on."""
-    return max((row.end for row in _rows(path) if row.source == source), default=0)
+def end_of(source: str, seed: int = 0, path: Path = PATH) -> int:
+    """The case of a source and a seed with which to go on."""
+    return max((row.end for row in _rows(path) if (row.source, row.seed) == (source, seed)), default=0)
 
 
 def add(row: Row, path: Path = PATH) -> None:
     """Write the row down, as a part of one that it goes on behind."""
     rows = list(_rows(path))
     for other in rows:
-        same = (other.source, other.commit, other.torch, other.end) == (row.source, row.commit, row.torch, row.first)
-        if same:
+        place = (row.source, row.seed, row.commit, row.torch, row.first)
+        if (other.source, other.seed, other.commit, other.torch, other.end) == place:
             other.end, other.counts = row.end, other.counts + row.counts
             break
     else:
         rows.append(row)
     head = [
-        _line("source", "cases", "commit", "torch", *(outcome.value for outcome in Outcome)),
-        "|---|---|---|---|" + "---:|" * len(Outcome),
+        _line("source", "seed", "cases", "commit", "torch", *(outcome.value for outcome in Outcome)),
+        "|---|---:|---|---|---|" + "---:|" * len(Outcome),
     ]
     path.write_text(HEAD + "\n" + "\n".join([*head, *map(str, rows)]) + "\n")
 
@@ -73,9 +75,10 @@ def _rows(path: Path) -> Iterator[Row]:
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and cells[0] not in ("source", "---"):
-            source, cases, commit, version, *counts = cells
+            source, seed, cases, commit, version, *counts = cells
             first, _, last = cases.partition("-")
-            yield Row(source, int(first), int(last) + 1, commit, version, Counter(dict(zip(Outcome, map(int, counts)))))
+            found = Counter(dict(zip(Outcome, map(int, counts))))
+            yield Row(source, int(seed), int(first), int(last) + 1, commit, version, found)
 
 
 def _line(*cells: str) -> str:

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 from unittest import mock
@@ -50,6 +51,7 @@ SLACK = 100.0  # times what that change does
 ROUNDING = 1e-6  # of the largest gradient: less is a gradient that is zero but for rounding
 RIGHT = (Outcome.EXACT, Outcome.GATHERED, Outcome.COVERED)
 BY_WEIGHT = list(Outcome)
+SESSION = 10**6  # numbers of random programs, of one session of the fuzzer: `--seed`
 E = TypeVar("E", bound=Exception)
 _SEEN: set[str] = set()  # the graphs of direct cases that have come out right
 
@@ -79,6 +81,18 @@ class Run:
     values: dict[str, Any]
     floors: dict[str, float]
 
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Run:
+        """Gradients are those values that are called so."""
+        smooth = {name: y for name, y in values.items() if isinstance(y, Tensor) and y.is_floating_point()}
+        # What is zero but for rounding, as where what a sum adds cancels, is rounded as numbers around one are.
+        floors = {name: LAST_BITS / TOLERANCE for name, y in smooth.items() if largest_entry(y) <= SLACK * LAST_BITS}
+        gradients = [name for name, y in values.items() if name.startswith("gradient") and isinstance(y, Tensor)]
+        largest = {name: largest_entry(values[name]) for name in gradients}
+        # Where all gradients are zero but for rounding, that of numbers around one.
+        floor = max(ROUNDING * max(largest.values(), default=0.0), LAST_BITS / TOLERANCE)
+        return cls(values, floors | dict.fromkeys(largest, floor))
+
     @property
     def results(self) -> list[Any]:
         return [x for name, x in self.values.items() if name.startswith("result")]
@@ -95,9 +109,9 @@ class _Apart(Exception):
 def outcome(case: Case) -> Result:
     """What comes of the case, the worst over its numbers of ranks: see `Outcome`."""
     try:
-        expected = _run(case.model, case.inputs)
+        expected = run_model(case.model, case.inputs)
     except Exception as error:
-        return Result(Outcome.SKIPPED, f"on one device: {_first_line(error)}")
+        return Result(Outcome.SKIPPED, f"on one device: {first_line(error)}")
     return _outcome(case, expected)
 
 
@@ -124,25 +138,25 @@ def _compared(case: Case, expected: Run) -> Result:
     except _Covered:
         return Result(Outcome.COVERED)
     except Exception as error:
-        if _cause(error, _Apart) is not None:
+        if cause(error, _Apart) is not None:
             return Result(Outcome.RAW, "each number of ranks alone")
-        refused = ranks.refused or _cause(error, SpError)
+        refused = ranks.refused or cause(error, SpError)
         if refused is not None:
-            return Result(Outcome.REFUSED, _first_line(refused))
+            return Result(Outcome.REFUSED, first_line(refused))
         if not case.direct and _fails_without_us(case):
-            return Result(Outcome.SKIPPED, f"torch.compile cannot: {_first_line(error)}")
+            return Result(Outcome.SKIPPED, f"torch.compile cannot: {first_line(error)}")
         return Result(Outcome.RAW, f"{type(error).__name__}: {error}"[:2000])
-    wrong = _differences(expected, found)
+    wrong = differences(expected, found)
     if wrong and not _is_determined(case, expected):
         return Result(Outcome.SKIPPED, "random on one device, too")
     if wrong and _fails_without_us(case, expected):
         return Result(Outcome.SKIPPED, "torch.compile differs without ranks, too")
-    if wrong and _is_rounding(case, expected, wrong):
+    if wrong and is_rounding(partial(run_model, case.model), case.inputs, expected, wrong):
         return Result(
-            Outcome.SKIPPED, f"one device is as far off where inputs differ in their last bits: {_listed(wrong)}"
+            Outcome.SKIPPED, f"one device is as far off where inputs differ in their last bits: {listed(wrong)}"
         )
     if wrong:
-        return Result(Outcome.WRONG, f"{case.ranks} ranks{' without Dynamo' * case.direct}: {_listed(wrong)}")
+        return Result(Outcome.WRONG, f"{case.ranks} ranks{' without Dynamo' * case.direct}: {listed(wrong)}")
     _SEEN.add(ranks.graph)
     return Result(Outcome.GATHERED if ranks.fallbacks else Outcome.EXACT, ranks.fallbacks)
 
@@ -150,7 +164,7 @@ def _compared(case: Case, expected: Run) -> Result:
 def runs(case: Case) -> bool:
     """Can one device do it, gradients and all?"""
     try:
-        _run(case.model, case.inputs)
+        run_model(case.model, case.inputs)
     except Exception:
         return False
     return True
@@ -178,7 +192,7 @@ class _SimulatedRanks:
         dynamic = {"assume_static_by_default": not self.case.dynamic, "automatic_dynamic_shapes": self.case.dynamic}
         with torch._dynamo.config.patch(dynamic):
             compiled = torch.compile(copy.deepcopy(self.case.model), backend=self)
-            _run(compiled, self.case.inputs)  # Dynamo compiles here, and the ranks find it compiled
+            run_model(compiled, self.case.inputs)  # Dynamo compiles here, and the ranks find it compiled
             return self._on_ranks(compiled)
 
     def run_direct(self, results: int) -> list[Run]:
@@ -201,7 +215,7 @@ class _SimulatedRanks:
         found = []
         for n in self.case.ranks:
             self.n = n
-            found += run_ranks(n, lambda _: _run(compiled, self.case.inputs))
+            found += run_ranks(n, lambda _: run_model(compiled, self.case.inputs))
         return found
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -244,6 +258,7 @@ class _SimulatedRanks:
             if any(isinstance(child, GraphModule) for child in given.children()):
                 return capture(gm, example_inputs)
             made = copied(given)
+            made.meta.update(given.meta)  # what capture has found of the program
             for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
                 keep_source(new, old)
             return made
@@ -271,7 +286,7 @@ def _no_view_of_a_function(y: Any) -> Any:
     return y.clone() if isinstance(y, Tensor) and y._is_view() and y.requires_grad else y
 
 
-def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
+def run_model(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
     """Forward and backward on fresh leaves; the cotangents are fixed, so that runs can be compared."""
     leaves = _leaves(inputs)
     with torch.enable_grad():  # and afterwards, whatever fails where a graph has switched gradients off
@@ -279,9 +294,6 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
     values: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     wanted = {f"gradient {i}": x for i, x in enumerate(leaves) if x.requires_grad}
-    # A result that is zero but for rounding, as where what a sum adds cancels, is rounded as numbers around one are.
-    smooth = {n: y for n, y in values.items() if isinstance(y, Tensor) and y.is_floating_point()}
-    floors = {name: LAST_BITS / TOLERANCE for name, y in smooth.items() if _largest(y.detach()) <= SLACK * LAST_BITS}
     if wanted:
         # A view of a leaf that is made under no_grad is told to require a gradient, and hands none on. Where nothing
         # else of the results does, they may as well not be told so: a gradient of zero it is, either way.
@@ -289,12 +301,9 @@ def _run(model: Callable[..., Any], inputs: Sequence[Tensor]) -> Run:
         if outs:
             given = list(map(_cotangent, outs))
             grads = torch.autograd.grad(outs, list(wanted.values()), given, materialize_grads=True)
-        largest = max((_largest(g) for g in grads), default=0.0)
-        # Where all of them are zero but for rounding, that of numbers around one.
-        floors |= dict.fromkeys(wanted, max(ROUNDING * largest, LAST_BITS / TOLERANCE))
         values |= zip(wanted, grads)
     values |= {f"input {i} afterwards": x for i, x in enumerate(leaves)}
-    return Run({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}, floors)
+    return Run.of({name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()})
 
 
 def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -307,12 +316,12 @@ def _cotangent(y: Tensor) -> Tensor:
     return torch.sin(12.9898 * torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype)
 
 
-def _largest(x: Tensor) -> float:
+def largest_entry(x: Tensor) -> float:
     known = x[x.isfinite()]
     return known.abs().max().double().item() if known.numel() else 0.0
 
 
-def _differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
+def differences(expected: Run, found: Sequence[Run]) -> dict[str, float]:
     """The values of which some rank's error is more than rounding; the largest error of each."""
     worst: dict[str, float] = {}
     for one in found:
@@ -346,25 +355,30 @@ def _error(expected: Any, found: Any, floor: float) -> float:
     if not expected.is_floating_point() and not expected.is_complex():
         return float("inf")
     apart = (expected - found)[~alike].abs().max().double().item()
-    return apart / (max(_largest(expected), floor) or 1e-30) if apart == apart else float("inf")
+    return apart / (max(largest_entry(expected), floor) or 1e-30) if apart == apart else float("inf")
 
 
-def _is_rounding(case: Case, expected: Run, wrong: Mapping[str, float]) -> bool:
-    """Does one device itself differ as much where inputs differ in their last bits, in all that is wrong?"""
+def is_rounding(
+    run: Callable[[Sequence[Tensor]], Run], inputs: Sequence[Tensor], expected: Run, wrong: Mapping[str, float]
+) -> bool:
+    """Does one device itself differ as much where inputs differ in their last bits, in all that is wrong?
+
+    run: what one device finds of inputs.
+    """
     worst = dict.fromkeys(expected.values, 0.0)
     for seed in range(NUDGES):
         generator = torch.Generator().manual_seed(seed)
-        nudged = _run(case.model, [_nudged(x, generator) for x in case.inputs])
-        for (name, a), b in zip(expected.values.items(), nudged.values.values()):
+        other = run([nudged(x, generator) for x in inputs])
+        for (name, a), b in zip(expected.values.items(), other.values.values()):
             worst[name] = max(worst[name], 0.0 if "afterwards" in name else _error(a, b, expected.floors.get(name, 0)))
     return all(error <= SLACK * worst.get(name, 0.0) for name, error in wrong.items())
 
 
-def _listed(wrong: Mapping[str, float]) -> str:
+def listed(wrong: Mapping[str, float]) -> str:
     return ", ".join(f"{name}: {error:.1e}" for name, error in wrong.items())
 
 
-def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
+def nudged(x: Tensor, generator: torch.Generator) -> Tensor:
     if x.dtype != torch.float64:
         return x
     signs = torch.randint(-1, 2, x.shape, generator=generator)
@@ -375,7 +389,7 @@ def _is_determined(case: Case, expected: Run) -> bool:
     """Does one device find the same with other random numbers?"""
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        return not _differences(expected, [_run(case.model, case.inputs)])
+        return not differences(expected, [run_model(case.model, case.inputs)])
 
 
 def _fails_without_us(case: Case, expected: Run | None = None) -> bool:
@@ -384,19 +398,19 @@ def _fails_without_us(case: Case, expected: Run | None = None) -> bool:
         torch._dynamo.reset()
         try:
             with torch._dynamo.config.patch(assume_static_by_default=not case.dynamic):
-                found = _run(torch.compile(case.model, backend=backend), case.inputs)
+                found = run_model(torch.compile(case.model, backend=backend), case.inputs)
         except Exception:
             return True
-        if expected is not None and _differences(expected, [found]):
+        if expected is not None and differences(expected, [found]):
             return True
     return False
 
 
-def _cause(error: BaseException | None, kind: type[E]) -> E | None:
+def cause(error: BaseException | None, kind: type[E]) -> E | None:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

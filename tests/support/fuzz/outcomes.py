@@ -40,7 +40,7 @@ class Result:
 
 
 def table(counts: Mapping[str, Counter[Outcome]]) -> Table:
-    """A row for each source, a column for each outcome."""
+    """A row for each source, or kind of program, and a column for each outcome."""
     made = Table(title="cases by outcome")
     made.add_column("source")
     for outcome in Outcome:

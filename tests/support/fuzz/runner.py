@@ -16,27 +16,33 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from support.fuzz import faults, ledger, op_db, programs, tiled_programs
+from support.fuzz import faults, ledger
+from support.fuzz.kinds import after_failure, data_errors, memory, stepped, transforms
 from support.fuzz.outcomes import Outcome, Result, table
+from support.fuzz.simulated import op_db, programs, tiled_programs
 from support.ranks import without_timing_guards
 
 
 @dataclass(frozen=True)
 class Source:
-    """cases: their names, always the same. run: what comes of one. share: of the time."""
+    """cases: their names, always the same for a seed. run: what comes of one. share: of the time."""
 
-    cases: Callable[[], Iterator[str]]
+    cases: Callable[[int], Iterator[str]]
     run: Callable[[str], Result]
     share: float
 
 
+KINDS = (memory, data_errors, transforms, after_failure)
 SOURCES = {
     "programs": Source(programs.cases, programs.run, 3),
     "tiles": Source(tiled_programs.cases, tiled_programs.run, 2),
     "op_db": Source(op_db.cases, op_db.run, 2),
-    "faults": Source(faults.cases, faults.run, 1),
+    "faults": Source(faults.cases, faults.run, 2),
+    **{name: Source(*source, 3) for name, source in stepped.SOURCES.items()},
+    **{name: Source(*source, 2) for kind in KINDS for name, source in kind.SOURCES.items()},
 }
-PATIENCE = 300.0  # seconds for one case, and for making it small
+COMMAND = "PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{}'"
+PATIENCE = 900.0  # seconds for one case, and for making it small
 WIDTH = 120  # of a table that goes to a file
 LIFE = 1000  # cases of a worker: what torch remembers of them adds up
 
@@ -102,15 +108,17 @@ class Worker:
 class Fuzzing:
     """One run of the fuzzer. begin: the sources, and the number of the first case of each. folder: where programs of
     bad outcomes go, and a line for each case. most: cases of each source; None: as many as there is time for.
-    ledger: where the outcomes are added up, if they are."""
+    ledger: where the outcomes are added up, if they are. seed: of the session. bad: names of cases, and what came of them."""
 
     begin: Mapping[str, int]
     folder: Path
     most: int | None = None
     ledger: Path | None = None
+    seed: int = 0
     console: Console = field(default_factory=Console)
     counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
+    bad: dict[str, Result] = field(default_factory=dict)
 
     def run(self, seconds: float, workers: int) -> Mapping[str, Counter[Outcome]]:
         """As many cases as that time allows; the outcomes of each source."""
@@ -131,7 +139,7 @@ class Fuzzing:
         return self.counts
 
     def _cases(self, source: str, first: int) -> Iterator[str]:
-        return islice(SOURCES[source].cases(), first, None if self.most is None else first + self.most)
+        return islice(SOURCES[source].cases(self.seed), first, None if self.most is None else first + self.most)
 
     def _next(self, left: dict[str, Iterator[str]]) -> str:
         """A case of the source that has had the least of its share; "" if none has any."""
@@ -152,7 +160,7 @@ class Fuzzing:
         self.counts[source][result.outcome] += 1
         if self.ledger is not None:
             number = self.begin[source] + self.counts[source].total() - 1
-            ledger.add(ledger.Row.now(source, number, result.outcome), self.ledger)
+            ledger.add(ledger.Row.now(source, self.seed, number, result.outcome), self.ledger)
         with (self.folder / "cases.log").open("a") as log:
             log.write(f"{time.monotonic() - worker.begun:6.1f} s  {worker.name}: {result}\n")
         if result.outcome.is_bad:
@@ -165,13 +173,17 @@ class Fuzzing:
         return worker
 
     def _write(self, name: str, result: Result) -> None:
+        self.bad[name] = result
         path = self.folder / (re.sub(r"\W+", "_", name) + ".py")
         alone = f"from support.fuzz.runner import run\n\nprint(run({name!r}))\n"
         path.write_text(result.program or f'"""{result}"""\n\n{alone}')
         self.console.print(f"{name}: {result}\n  {path}", markup=False, highlight=False)
 
 
-def shown(counts: Mapping[str, Counter[Outcome]]) -> bool:
-    """Print the table; is nothing of it bad?"""
-    Console(width=max(Console().width, WIDTH)).print(table(counts))
-    return not any(count[outcome] for count in counts.values() for outcome in Outcome if outcome.is_bad)
+def shown(counts: Mapping[str, Counter[Outcome]], bad: Mapping[str, Result]) -> bool:
+    """Print the table, and the command of each bad case; is there none?"""
+    console = Console(width=max(Console().width, WIDTH))
+    console.print(table(counts))
+    for name, result in bad.items():
+        console.print(f"{result.outcome.value}: {COMMAND.format(name)}", markup=False, highlight=False, soft_wrap=True)
+    return not bad

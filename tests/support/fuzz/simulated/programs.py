@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from support.fuzz.oracle import Case, outcome
-from support.fuzz.outcomes import Result
-from support.fuzz.random_programs import Program, Sizes, Step, inputs_of, random_program
+from support.fuzz.oracle import SESSION, Case, outcome
+from support.fuzz.outcomes import Outcome, Result
+from support.fuzz.simulated.random_programs import Program, Sizes, Step, inputs_of, random_program
 from torch import Tensor
 
 STEPS = 12
@@ -31,11 +31,11 @@ OPTIONS: list[dict[str, Any]] = [
 SCRIPT = '''\
 """{result}
 
-The same case: PYTHONPATH=tests python -m support.fuzz --case {name}
+The same case: PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{name}'
 """
 
 from {module} import {kind}
-from support.fuzz.random_programs import Step
+from support.fuzz.simulated.random_programs import Step
 
 print({kind}({setting}).outcome([
 {steps}
@@ -65,9 +65,9 @@ class Setting:
         return inputs_of(self.sizes, self.frozen)
 
 
-def cases() -> Iterator[str]:
+def cases(seed: int = 0) -> Iterator[str]:
     """Without end."""
-    return (f"programs:{seed}" for seed in itertools.count())
+    return (f"programs:{number}" for number in itertools.count(seed * SESSION))
 
 
 def made(seed: int) -> tuple[Setting, list[Step]]:
@@ -90,7 +90,8 @@ def shrunk(name: str, setting: Setting, steps: list[Step]) -> Result:
     result = setting.outcome(steps)
     if not result.outcome.is_bad:
         return result
-    setting, steps, result = minimal(setting, steps, result)
+    if result.outcome is not Outcome.HANG:  # each try of which takes minutes
+        setting, steps, result = minimal(setting, steps, result)
     fields = ", ".join(f"{key}={value!r}" for key, value in vars(setting).items())
     lines = "\n".join(f"    Step({s.name!r}, {s.operands!r}, {s.args!r}, {s.around!r})," for s in steps)
     made_of = {"module": type(setting).__module__, "kind": type(setting).__name__}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import torch
@@ -60,11 +61,17 @@ def has(variant: str, name: str) -> bool:
     return {"function": True, "inplace": info.inplace_variant is not None, "out": info.supports_out}[variant]
 
 
-def cases() -> Iterator[str]:
-    """Each op with its first samples, then with the others, then with the first ones and `out=`: an end."""
+def cases(seed: int = 0) -> Iterator[str]:
+    """Each op with its first samples, then with the others, then with the first ones and `out=`: an end.
+
+    seed: of the order of the ops; 0 is that of their names.
+    """
+    names = sorted(infos())
+    if seed:
+        Random(seed).shuffle(names)
     first, others = range(AT_FIRST), range(AT_FIRST, ALWAYS)
     for numbers, variants in ((first, VARIANTS[:2]), (others, VARIANTS[:2]), (first, VARIANTS[2:])):
-        for name in sorted(infos()):
+        for name in names:
             for number, variant in itertools.product(numbers, variants):
                 if has(variant, name) and number < len(samples(name)):
                     yield f"op_db:{name}:{variant}:{number}"
@@ -76,7 +83,7 @@ def run(name: str) -> Result:
     result = outcome(made if variant != "out" and runs(made) else made.without_gradients())
     if not result.outcome.is_bad:
         return result
-    script = f'"""{result}"""\n\nfrom support.fuzz.op_db import run\n\nprint(run({name!r}))\n'
+    script = f'"""{result}"""\n\nfrom support.fuzz.simulated.op_db import run\n\nprint(run({name!r}))\n'
     return Result(result.outcome, result.words, script)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.fuzz.stops import AROUND, IDIOMS, STOPS, idiom
+from support.fuzz.simulated.stops import AROUND, IDIOMS, STOPS, idiom
 from torch import Tensor, nn
 
 import sp_compile

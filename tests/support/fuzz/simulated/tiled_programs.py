@@ -12,10 +12,11 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
+from support.fuzz.oracle import SESSION
 from support.fuzz.outcomes import Result
-from support.fuzz.programs import Setting, shrunk
-from support.fuzz.random_programs import LIMIT, Program, Sizes, Step, inputs_of
-from support.fuzz.stops import AROUND
+from support.fuzz.simulated.programs import Setting, shrunk
+from support.fuzz.simulated.random_programs import LIMIT, Program, Sizes, Step, inputs_of
+from support.fuzz.simulated.stops import AROUND
 from torch import Tensor
 
 D, V = 3, 17
@@ -212,9 +213,9 @@ def given(sizes: Sizes, frozen: str = "") -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, ids.masked_fill(torch.rand(sizes[:2], generator=generator) < 0.25, IGNORED)
 
 
-def cases() -> Iterator[str]:
+def cases(seed: int = 0) -> Iterator[str]:
     """Without end."""
-    return (f"tiles:{seed}" for seed in itertools.count())
+    return (f"tiles:{number}" for number in itertools.count(seed * SESSION))
 
 
 def made(seed: int) -> tuple[TiledSetting, list[Step]]:
