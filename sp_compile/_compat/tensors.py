@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -29,6 +30,17 @@ is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 def in_backward() -> bool:
     """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_threads() -> list[int]:
+    """The threads that have called a backward which runs now."""
+    return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
+
+
+def _calls_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_transform() -> bool:

@@ -27,7 +27,7 @@ from sp_compile.lowering.collectives.views import HeldView, make_view
 from sp_compile.lowering.masks.deal import undealt
 
 from .agree import different_work, exchanged
-from .message import READS, Message
+from .control.message import READS, Message
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 WRITTEN_TWICE = (
