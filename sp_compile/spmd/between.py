@@ -37,6 +37,7 @@ from sp_compile.lowering.masks.deal import undealt
 from .agree import different_work, exchanged
 from .control.message import READS, Message
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 WRITTEN_TWICE = (
     "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
 )
@@ -268,7 +269,10 @@ def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -
     names: as `input_names` gives them.
     """
     places = [_extent(args[i]) for i in written]
+    end_of_all = max((end for _, _, end in places), default=0)
     for k, a in enumerate(args):
+        if type(a) in PLAIN and a.layout is torch.strided and a.data_ptr() >= end_of_all:
+            continue
         memory, first, last = _extent(a) if isinstance(a, torch.Tensor) else (None, 0, 0)
         for i, (other, begin, end) in zip(written, places):
             if i != k and memory == other and begin < last and first < end:
@@ -286,7 +290,7 @@ def _extent(a: torch.Tensor) -> tuple[Any, int, int]:
         if whole is None:
             return (id(a.held.base) if isinstance(a.held, HeldView) else id(a.held)), 0, 1
         a = whole
-    if a.layout is not torch.strided or wraps_others(a):
+    if a.layout is not torch.strided or (type(a) not in PLAIN and wraps_others(a)):
         return None, 0, 0
     begin, size = a.data_ptr(), a.element_size()
     if not begin:

@@ -18,9 +18,10 @@ from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import opaque
 
 from .agree import different_work, exchanged
-from .check_run import EARLIER, is_away
+from .check_run import EARLIER
 from .control.message import BACKWARD, Message
 from .control.wire import Wire, wire_of
+from .inputs import is_away
 
 
 @opaque(

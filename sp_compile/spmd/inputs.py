@@ -34,6 +34,8 @@ from .control.message import sendable
 from .fingerprint import Text, digest, input_names, text_of
 from .named_groups import Grid, has_dtensors, is_collective, named_groups
 
+FEW = 4096  # floats that are compared on every call; of more, as many
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -186,6 +188,16 @@ def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts
     rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs))
     equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
     return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
+
+
+def is_small(a: Any) -> bool:
+    """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
+    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
+
+
+def is_away(a: Any) -> bool:
+    """Does it lie on a device that works while Python goes on?"""
+    return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
 def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> tuple[frozenset[str], frozenset[str]]:
