@@ -44,11 +44,11 @@ from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.between import Edges, Result, have_left_results, leave_results, symbols_of
+from sp_compile.spmd.control.wire import stop
 from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
 from sp_compile.spmd.session import ALONE, Session
-from sp_compile.spmd.wire import stop
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
@@ -262,7 +262,8 @@ def _split(
         rows,
         view.writes,
         symbols,
-        shares=view.shares,
+        views=view.views,
+        hidden=view.hidden,
         written=view.written,
     )
     if edges.results:

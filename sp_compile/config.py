@@ -225,6 +225,11 @@ OF_COMPILE = "mode", "dynamic", "fullgraph", "backend", "disable"
 """What torch.compile takes beside `options`."""
 
 
+def stronger_output(a: str, b: str) -> str:
+    """Of two words of the option `outputs` for one value, the one that both are content with."""
+    return max(a, b, key=OUTPUTS.index)
+
+
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 

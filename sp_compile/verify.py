@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +31,7 @@ from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
-from sp_compile.spmd.between import as_if_sharded
+from sp_compile.spmd.between import as_if_sharded, make_views
 from sp_compile.spmd.session import ALONE, Session
 
 from ._compat import (
@@ -212,7 +212,8 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
         now("one device")
         worst, alone = dict(lowered.report.errors), outcome_of(gm, inputs)
         now(f"{lowered.ranks.n} simulated ranks")
-        for rank in run_ranks(lowered.ranks.n, lambda _: outcome_of(lowered.graph, inputs)):
+        views = partial(make_views, edges=lowered.edges)
+        for rank in run_ranks(lowered.ranks.n, lambda _: outcome_of(lowered.graph, inputs, views)):
             for name, error in errors_of(gm, inputs, alone, rank):
                 worst[name] = max(worst.get(name, 0.0), error)
         lowered.report.errors = list(worst.items())
@@ -337,7 +338,7 @@ def _each_graph(
             running.append(gm)
             results = gm.forward(*inputs)
             running.pop()
-            return as_if_sharded(results, found[0][2].edges, looked)
+            return as_if_sharded(results, inputs, found[0][2].edges, looked)
 
         return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -119,6 +120,16 @@ class Origin:
     looked: Callable[[str], None] = _nobody
 
 
+class HeldValue(Protocol):
+    """What stands behind a value: rows of it, or the whole."""
+
+    layout: Layout
+
+    def rows(self) -> Tensor: ...
+
+    def read(self) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class HeldRows:
     """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
@@ -173,7 +184,7 @@ class HeldRows:
             self.whole, self.local = whole, None
         return whole
 
-    def become(self, new: Tensor, held: HeldRows | None) -> None:
+    def become(self, new: Tensor, held: HeldValue | None) -> None:
         """Hold what was written to the value, and so to all its aliases. held: of a new value in shards, its own.
 
         Rows are replaced: graphs have kept the old ones for their backwards. Plain tensors share the memory of a whole.

@@ -39,6 +39,7 @@ from sp_compile.lowering.frames import rows_held
 from .held import HeldRows, Layout, Orders, Origin
 from .late import LateRows
 from .tickets import leave
+from .views import HeldView, keeps_views, views_held
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -66,13 +67,15 @@ class Sharded(Tensor):
     the sum of two that lie alike. Reading takes every rank. repr() does not read.
     """
 
-    held: HeldRows
+    held: HeldRows | HeldView
 
     @staticmethod
-    def __new__(cls, held: HeldRows, shape: Sequence[int]) -> Sharded:
-        """shape: of the whole."""
-        strides = held.layout.strides(shape)
-        value: Sharded = wrapper_subclass(cls, shape, strides, held.near)
+    def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+        """shape, strides: of the whole; without gaps if none are given."""
+        start = 0
+        if isinstance(held, HeldView):
+            strides, start = held.like.stride(), int(held.like.storage_offset())
+        value: Sharded = wrapper_subclass(cls, shape, strides or held.layout.strides(shape), held.near, start)
         value.held = held
         return value
 
@@ -141,8 +144,11 @@ class Sharded(Tensor):
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
             raise SpError(OTHER_DATA.format(_said(new), _said(self)))
-        lazy = isinstance(new, Sharded)
-        self.held = new.held if lazy else replace(self.held, local=None, late=None, whole=self.lies.dense(new.detach()))
+        if isinstance(new, Sharded):
+            self.held = new.held
+            return
+        held, whole = self.held, self.lies.dense(new.detach())
+        self.held = HeldRows(held.layout, held.length, None, held.origin, whole)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Of the whole."""
@@ -190,7 +196,7 @@ class Sharded(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
             layout = replace(layout, dealt=Orders(*(inner[part] for part in DEALT_PARTS)))
-        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape)
+        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape, strides)
 
     @property
     def order(self) -> Tensor:
@@ -214,7 +220,7 @@ class Sharded(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
-        move = MOVES.get(func)
+        move = MOVES.get(func) or (_viewed if func.is_view and keeps_views() else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
             return moved
@@ -244,9 +250,16 @@ Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
-        return None
+        return _viewed(func, args, kwargs) if keeps_views() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
         return Sharded(value.held, value.shape)
+
+
+def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value, *rest = args
+    found = views_held(value.held, value.shape, lambda like: func(like, *rest, **kwargs))
+    with torch.inference_mode(value.is_inference()):
+        return found and pytree.tree_map(lambda one: Sharded(one, one.like.shape), found)
 
 
 def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,7 +294,7 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     held = HeldRows(layout, first.held.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(held, first.shape)
-    if a is not first or a.is_whole:
+    if a is not first or a.is_whole or not isinstance(a.held, HeldRows):
         return None
     a.held.local, a.held.whole = total, None
     return a

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule
 
+from sp_compile._compat import storage_of
+from sp_compile.graph.call import is_tensor
 from sp_compile.graph.sizes import sizes
 from sp_compile.passes.base import CAPTURED, Pass, Passes, check_order, passes_in
 from sp_compile.passes.results import RESULTS
@@ -52,8 +55,11 @@ class LeaveTickets(Pass):
 
     def apply(self, gm: GraphModule, job: EdgesJob) -> int:
         leaves, output, found = leaves_of(gm), gm.graph.output_node(), dict[int, int]()
+        memory = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in job.smooth(gm):
             node, late = leaves[i], job.edges.results[i].late
+            if memory[storage_of(node.meta["val"])] > 1:  # AOTAutograd takes results that share memory for one
+                continue
             if late is None and node.op == "call_function" and any(user is not output for user in node.users):
                 ticket = tapped(node)
                 leaves[i] = detached(node)

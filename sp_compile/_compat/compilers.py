@@ -9,10 +9,10 @@ import linecache
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._guards import TracingContext, tracing
@@ -110,11 +110,24 @@ def compiled_half() -> str:
 SOURCES = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 
 
-def sources_in_code(error: BaseException) -> Iterator[list[str]]:
-    """For each frame of compiled code that the error has come through, outermost first: its line's source nodes.
+KERNEL = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
 
-    By names in the graph that AOTAutograd was given: of code of Inductor's that the comment above the line has, of a
-    graph that runs as it is that its node remembers.
+
+class CodeLine(NamedTuple):
+    """A line of compiled code. sources: its source nodes, by names in the graph that AOTAutograd was given. trace: the
+    stack trace of its own node, "" if there is none. kernel: the ops of a kernel of Inductor's, as its name has them,
+    if no comment names its sources; `sources` are then those of the line after it that has such a comment.
+    """
+
+    sources: list[str]
+    trace: str = ""
+    kernel: str = ""
+
+
+def lines_in_code(error: BaseException) -> Iterator[CodeLine]:
+    """The line of each frame of compiled code that the error has come through, outermost first.
+
+    Of code of Inductor's the comment above a line has its sources, of a graph that runs as it is the line's node.
     """
     step = error.__traceback__
     while step is not None:
@@ -123,14 +136,19 @@ def sources_in_code(error: BaseException) -> Iterator[list[str]]:
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
             yield _of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
         elif found := SOURCES.match(linecache.getline(file, number - 1)):
-            yield found[1].split(", ")
+            yield CodeLine(found[1].split(", "))
+        elif kernel := KERNEL.match(linecache.getline(file, number)):
+            after = (SOURCES.match(line) for line in linecache.getlines(file)[number:])
+            yield CodeLine(next((one[1].split(", ") for one in after if one), []), kernel=kernel[1])
         step = step.tb_next
 
 
-def _of_node(gm: torch.fx.GraphModule, name: str) -> list[str]:
-    """A node's name, and that of its source."""
+def _of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
+    """A line that computes a node."""
     nodes = [node for node in gm.graph.nodes if node.name == name]
-    return [name, *(source.name for node in nodes for source in node.meta.get("from_node", [])[:1])]
+    traces = [node.meta.get("stack_trace") or "" for node in nodes]
+    sources = [source.name for node in nodes for source in node.meta.get("from_node", [])[:1]]
+    return CodeLine([name, *sources], "".join(traces))
 
 
 _late: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
@@ -394,20 +412,41 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def compiled_backwards(outputs: Iterable[Any], around: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
+def compiled_backwards(
+    outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
+) -> list[tuple[Any, frozenset[int]]]:
     """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
+    With each: which of its results are, or make, the outputs of the numbers `some`.
 
     That is more than the compiled backward, which torch 2.13 keeps where nobody reaches it: also the look at what
     autograd has saved.
     """
-    nodes = {id(x.grad_fn): x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    found = [node for node in nodes.values() if type(node).__name__ == "CompiledFunctionBackward"]
-    for node in found:
+    found: dict[int, tuple[Any, set[int]]] = {}
+    for i, x in enumerate(outputs):
+        for node, number in _compiled_result(x) if isinstance(x, torch.Tensor) else ():
+            _, numbers = found.setdefault(id(node), (node, set()))
+            numbers |= {number} if i in some else set()
+    for node, _ in found.values():
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:
             run = forward.backward
             forward.backward = staticmethod(_Around(run.run if isinstance(run, _Around) else run, around))
-    return found
+    return [(node, frozenset(numbers)) for node, numbers in found.values()]
+
+
+def _compiled_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
+    """The autograd node of AOTAutograd of which this is a result, and the number of that.
+
+    Of several views of one value that is the value, from which the views are made when the program has run.
+    """
+    node, number, views = x.grad_fn, x.output_nr, 0
+    while node is not None and views < 8:  # of an input there are more nodes, of what was done before
+        if type(node).__name__ == "CompiledFunctionBackward":
+            yield node, number
+            return
+        if len(node.next_functions) != 1:
+            return
+        ((node, number),), views = node.next_functions, views + 1
 
 
 class _Around:

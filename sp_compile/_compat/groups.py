@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import time
@@ -43,6 +44,44 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
         for group, ranks in world.pg_group_ranks.items()
         if group in world.pg_names
     ]
+
+
+def every_group() -> list[dist.ProcessGroup]:
+    """Every group that this process is in, oldest first."""
+    world = dist.distributed_c10d._world
+    return [group for group in world.pg_group_ranks if group in world.pg_names]
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Let every collective of the group raise that waits in this process, from any thread; it is of no use afterwards.
+
+    Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive that gives up ends all that waits for the
+    group's connections and closes these, which ends what the other ranks wait for as well.
+    """
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if backend.name() != "gloo":
+            backend.abort()
+            continue
+        for peer in range(backend.size()):
+            if peer != backend.rank() and _gives_up(backend, peer):
+                break
+
+
+def _gives_up(backend: Any, peer: int) -> bool:
+    """Give up to receive from a rank; False if the connection to that one, and perhaps no other, is closed already."""
+    never = torch.empty(1, device="cpu")
+    with contextlib.suppress(RuntimeError):
+        work = backend.recv([never], peer, NEVER_SENT)
+        keep_for_good((work, never))
+        try:
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            return "Timed out" in str(error)
+    return False
+
+
+NEVER_SENT = 0x5B_0057  # a tag
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -31,6 +32,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_threads() -> list[int]:
+    """The threads that have called a backward which runs now."""
+    return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
+
+
+def _calls_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def in_transform() -> bool:
     """Is one of torch.func's transforms at work?"""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -52,11 +64,6 @@ is_batch = torch._C._functorch.is_legacy_batchedtensor  # of gradients: is_grads
 def storage_of(x: torch.Tensor) -> int:
     """The identity of the memory that a strided tensor lies in, fake ones too."""
     return x.untyped_storage()._cdata
-
-
-def base_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What autograd takes a tensor for a view of; None if it is none."""
-    return x._base
 
 
 def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
@@ -161,6 +168,9 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 
-def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
+def wrapper_subclass(
+    cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor, start: int = 0
+) -> Any:
     """A tensor without memory, of a subclass that says itself what ops do with it."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
+    meta = {"strides": strides, "storage_offset": start, "dtype": like.dtype, "device": like.device}
+    return torch.Tensor._make_wrapper_subclass(cls, shape, **meta)

@@ -65,10 +65,10 @@ class Aliases:
             flows = flows and any(map(self.differentiable, inputs))
         if flows:
             self._wants_grad.add(node)
-        storages = _storages(node)
+        storages = storages_of(node)
         if len(storages) != 1:
             return False
-        base = next((i for i in inputs if _storages(i) == storages), None)
+        base = next((i for i in inputs if storages_of(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
         (storage,) = storages
         if node.target in LITERALS:  # shares its storage in the trace, but is new each time the program runs
@@ -84,7 +84,7 @@ class Aliases:
 
     def sharer(self, root: Node) -> Node | None:
         """Another node that owns the same memory: two inputs that overlap, or a result that hides a view."""
-        owners = {self._owner.get(s, root) for s in _storages(root)}
+        owners = {self._owner.get(s, root) for s in storages_of(root)}
         return next(iter(owners - {root}), None)
 
     def cut(self, node: Node) -> bool:
@@ -105,5 +105,6 @@ class Aliases:
         self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
 
 
-def _storages(node: Node) -> set[int]:
+def storages_of(node: Node) -> set[int]:
+    """The memory of the tensors that a node makes."""
     return {storage_of(t) for t in tensors_of(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

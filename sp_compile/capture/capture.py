@@ -39,6 +39,7 @@ from .functionalize import functionalize
 from .grad_modes import detach_regions
 from .regions import inline_regions
 from .trace import trace
+from .views import VIEWS, find_shared_results
 
 _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
 
@@ -47,7 +48,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     """The Dynamo graph `gm` of a running torch.compile as IR, with the same calling convention.
 
     Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
-    in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end.
+    in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. Behind its results
+    come those of which several are views, see `views.py`.
     fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
     Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
     """
@@ -85,6 +87,7 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[An
     _keep_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         mark(node, requires_grad=getattr(value, "requires_grad", None))
+    captured.meta[VIEWS] = find_shared_results(captured)
     functionalize(captured)
     _refuse_written_aliases(captured, example_inputs)
     return _finish(captured)

@@ -65,8 +65,8 @@ on_recompile_limit(_limits.append)
 def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
     """Tell the other ranks, and the user on rank 0, once for each piece of code.
 
-    say: as `spmd.wire.stop` is. what: a module, or the name of a function. reason: Dynamo's. compiled: was this code
-    compiled before? Then others, who know it compiled, wait for this rank in vain.
+    say: as `spmd.control.wire.stop` is. what: a module, or the name of a function. reason: Dynamo's. compiled: was this
+    code compiled before? Then others, who know it compiled, wait for this rank in vain.
     """
     if "no tensor" in reason:
         return
@@ -118,7 +118,7 @@ def tell_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on:
     """Tell the other ranks that this one runs a model otherwise than compiled. It may do so beside what all do.
 
     If it then trains the model, before it comes to them again, it does so in place of that: they need not wait for it.
-    say: as `spmd.wire.stop` is, which gives back what it has said. what: a module, or the name of a function.
+    say: as `spmd.control.wire.stop` is, which gives back what it has said. what: a module, or the name of a function.
     """
     words = RUNS_OTHERWISE.format(named(what), reason)
     said = say(words, goes_on=goes_on)

@@ -25,10 +25,9 @@ from sp_compile._compat import (
     pytree,
     refuse_eager_fallback,
     result_names,
-    storage_of,
     trace_again_with_symbols,
 )
-from sp_compile.config import Asked, Ranks
+from sp_compile.config import Asked, Ranks, stronger_output
 from sp_compile.errors import SpError, at
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
@@ -38,6 +37,7 @@ from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
 from .capture import capture, fake_inputs
+from .views import VIEWS, ResultView, SharedResults, leave_out
 
 
 def capture_shards(
@@ -117,8 +117,8 @@ class GlobalView:
     arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
     result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
     the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
-    layouts: of the ones that are `Sharded`, by number. shares, written: as `Edges` has them. folds: chunks of the
-    sequence that a rank holds of them.
+    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `Edges` has them. folds: chunks of
+    the sequence that a rank holds of them.
     """
 
     graph: GraphModule
@@ -130,7 +130,8 @@ class GlobalView:
     inputs: dict[str, Placement]
     layouts: dict[int, Layout]
     writes: dict[int, int]
-    shares: Sequence[tuple[int, bool, int]]
+    views: Sequence[ResultView]
+    hidden: int
     written: Sequence[int]
 
     @property
@@ -166,11 +167,15 @@ def global_view(
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
     names, made = _called(gm, results), ["" if node is None else node.name for node in results]
-    shares, written = tuple(_sharing(graph)), tuple(_written(graph))
-    outputs, writes = _of_results(names, made, asked.outputs, fragment), _writes_returned(graph, example_inputs)
+    outputs, written = _of_results(names, made, asked.outputs, fragment), tuple(_written(graph))
+    views, hidden = _views_left_out(graph, example_inputs, asked.inputs, outputs)
+    names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
+    writes = _writes_returned(graph, example_inputs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
-    return GlobalView(graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes, shares, written)
+    return GlobalView(
+        graph, fragment, arguments, names, outputs, seq_dims, inputs, layouts, writes, views, len(hidden), written
+    )
 
 
 def _in_shards(
@@ -205,18 +210,29 @@ def _written(graph: GraphModule) -> Iterator[int]:
             yield inputs.index(copy.args[0])
 
 
-def _sharing(graph: GraphModule) -> Iterator[tuple[int, bool, int]]:
-    """Results of a graph that share memory with an earlier result, or with an input, on one device: by number, is the
-    other an input, and its number."""
-    first: dict[int, tuple[bool, int]] = {}
-    results = graph.graph.output_node().args[0]
-    inputs = [(True, i, node) for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))]
-    for is_argument, i, node in [*inputs, *((False, i, node) for i, node in enumerate(results))]:
-        value = node.meta.get("val") if isinstance(node, Node) else None
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            other = first.setdefault(storage_of(value), (is_argument, i))
-            if not is_argument and other != (is_argument, i):
-                yield i, *other
+def _views_left_out(
+    graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
+) -> tuple[tuple[ResultView, ...], list[ResultView]]:
+    """The results that are made as views of others once the program has run, and of each result more that it returns
+    for them the first view. The option's word of a base becomes that of all its views.
+
+    Not where a rank's rows are wanted, or given: sizes are those of one device.
+    """
+    shared: SharedResults = graph.meta[VIEWS]
+    of_results = [view for view in shared.views if not view.of_argument]
+    if "local" in outputs:
+        of_results = []
+    has_memory = [type(x) in (torch.Tensor, torch.nn.Parameter, Sharded) for x in example_inputs]
+    of_inputs = [view for view in shared.views if view.of_argument and inputs != "local" and has_memory[view.base]]
+    own, hidden = len(outputs), list[ResultView]()
+    for view in of_results:
+        if view.base == own + len(hidden):
+            hidden.append(view)
+            outputs.append(outputs[view.number])
+        outputs[view.base] = stronger_output(outputs[view.base], outputs[view.number])
+    views = tuple(sorted([*of_results, *of_inputs], key=lambda view: view.number))
+    leave_out(graph, views, len(hidden))
+    return views, hidden
 
 
 def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:

@@ -11,8 +11,8 @@ import torch
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import exchanged
-from sp_compile.spmd.message import Message
-from sp_compile.spmd.wire import wire_of
+from sp_compile.spmd.control.message import Message
+from sp_compile.spmd.control.wire import wire_of
 
 from .packed import as_bytes, unpacked
 

@@ -14,8 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 from sp_compile.config import Mesh
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import different_work, unlike_fields
-from sp_compile.spmd.message import Message
-from sp_compile.spmd.wire import stop
+from sp_compile.spmd.control.message import Message
+from sp_compile.spmd.control.wire import stop
 
 from .handing import handed_on, spread
 from .packed import packed

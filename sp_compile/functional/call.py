@@ -18,7 +18,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
 from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.spmd.agree import agree
-from sp_compile.spmd.message import CALLS, Message
+from sp_compile.spmd.control.message import CALLS, Message
 
 HELD = tuple(name for name, order in LAYOUTS.items() if not order.dealt)
 """The layouts of shards that are held by hand: somebody has cut them, before the call."""

@@ -50,12 +50,12 @@ def _of_dtensor(x: DTensor, dim: int | None) -> Tensor:
         )
     ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
     rows = x.to_local()
-    missing = rows_held([1, length, 0, length], ranks.n) - rows.shape[dim]
-    if missing:  # padding holds copies; of no rows, ones
+    frame = [1, length, 0, length]
+    missing = rows_held(frame, ranks.n) - rows.shape[dim]
+    if missing:
         shape = [missing if d == dim else extent for d, extent in enumerate(rows.shape)]
-        last = rows.narrow(dim, rows.shape[dim] - 1, 1) if rows.shape[dim] else rows.new_ones(shape)
-        rows = torch.cat([rows, last.expand(shape)], dim)
-    return _made(rows, dim, ranks, length)
+        rows = torch.cat([rows, rows.new_zeros(shape)], dim)
+    return _made(torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group), dim, ranks, length)
 
 
 def _made(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, PermuteProblem, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.spmd.agree import answers
-from sp_compile.spmd.message import CALLS
+from sp_compile.spmd.control.message import CALLS
 
 from .call import RankCall, needs_gradient, require, transformed, wrong_tensors
 

@@ -24,7 +24,7 @@ from sp_compile.lowering.communicator import current
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, in_order
 from sp_compile.lowering.library import tag_programs
 from sp_compile.spmd.agree import answers
-from sp_compile.spmd.message import CALLS
+from sp_compile.spmd.control.message import CALLS
 
 from .call import HELD, frame, wrong_choice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -23,11 +23,19 @@ class Outcome(NamedTuple):
     inputs: list[Any]
 
 
-def outcome_of(gm: GraphModule, inputs: Sequence[Any]) -> Outcome:
-    """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared."""
+def outcome_of(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
+) -> Outcome:
+    """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared.
+
+    finish: makes the results of what the graph returns, and of its inputs.
+    """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
         results = run_once(gm, leaves)
+        results = results if finish is None else finish(results, leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.zeros_like(x) for x in wanted]

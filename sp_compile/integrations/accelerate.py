@@ -28,8 +28,8 @@ from sp_compile._compat import is_lost
 from sp_compile.config import ranks_of
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import answers, what_differs
-from sp_compile.spmd.message import Message
-from sp_compile.spmd.wire import wire_of
+from sp_compile.spmd.control.message import Message
+from sp_compile.spmd.control.wire import wire_of
 
 from ._compat import NAME, known_backend
 from .ddp import compile_under_ddp

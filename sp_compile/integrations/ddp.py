@@ -21,7 +21,7 @@ from sp_compile.config import SPConfig, ranks_of, resolve
 from sp_compile.errors import SpError
 from sp_compile.spmd.agree import meet_replicas
 from sp_compile.spmd.check_run import REPLICAS
-from sp_compile.spmd.message import CALLS, Message
+from sp_compile.spmd.control.message import CALLS, Message
 
 __all__ = ["compile_under_ddp"]
 

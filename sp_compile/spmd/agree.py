@@ -22,9 +22,9 @@ from sp_compile.config import Ranks
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import ABOUT
 
-from .message import COMPILES, READS, STOPS, TOGETHER, Message
+from .control.message import COMPILES, READS, STOPS, TOGETHER, Message
+from .control.wire import STOPPED, gather, stop, wire_of
 from .settings import mode
-from .wire import STOPPED, gather, stop, wire_of
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message
@@ -39,6 +39,8 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     wire = wire_of(ranks)
     if wire is not None and mine.doing != READS:
         wire.own()
+    if wire is not None and wire.raised:
+        mine, wire.raised = replace(mine, raised=wire.raised), None
     headers = gather(mine.header, ranks, torch.int64, mine)
     same = all(header == headers[0] for header in headers)
     if same and not mine.error and not mine.asks:
@@ -149,12 +151,21 @@ def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
 
 
 def different_work(everyone: Sequence[Message]) -> str:
-    """Are ranks about to do different things?"""
+    """Are ranks about to do different things? If some have raised in a program, that comes first."""
     if len({(one.doing, one.subject, one.model, one.number) for one in everyone}) <= 1:
         return ""
+    return who_raised(everyone) + _different(everyone)
+
+
+def who_raised(everyone: Sequence[Message]) -> str:
+    """What ranks have raised in a program since the last exchange, in lines; "" if none has."""
+    return "".join(f"rank {one.raised[0]} raised {one.raised[1]}\n" for one in everyone if one.raised)
+
+
+def _different(everyone: Sequence[Message]) -> str:
     whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
     each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
-    n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one == STOPS]
+    n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one.doing == STOPS.doing]
     alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
     if stopped:
         return (

@@ -5,18 +5,17 @@ Reading one takes every rank, so ranks tell each other of it first: a rank that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule
-from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated, versions
+from sp_compile._compat import AsyncCollectiveTensor, FakeTensor, arrived, compiled_frame, evaluated, wraps_others
+from sp_compile.capture.views import ResultView
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.record import record
@@ -24,18 +23,14 @@ from sp_compile.graph.sizes import Size, size
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
 from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
+from sp_compile.lowering.collectives.views import HeldView, make_view
 from sp_compile.lowering.masks.deal import undealt
 
 from .agree import different_work, exchanged
-from .message import READS, Message
+from .control.message import READS, Message
 
-WRITTEN_VIEW = (
-    "{} is changed in place behind a graph break, and {} shares its memory, which would change with it: on ranks the "
-    "two lie apart. Clone one of them before (x = x.clone()), or make the view where it is written to"
-)
-WRITTEN_ALIAS = (
-    "{} is changed in place by a program that is given it a second time, under another name (h and h.detach(), say): "
-    "pass a clone of one of them"
+WRITTEN_TWICE = (
+    "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
 )
 
 
@@ -64,7 +59,6 @@ def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequen
     """
     if not have_shards(args):
         return args
-    _refuse_changed_views(args)
     orders = orders_given(args, layouts)
     told = [] if orders is None else [orders.order, orders.inverse, orders.chunks]
     return [*(_taken(a, layouts.get(i), orders) for i, a in enumerate(args)), *told]
@@ -119,8 +113,8 @@ class Edges:
     program writes to an input in shards, by the number of that; nobody else is given it. deal: three results more that
     are `Orders`, or none.
 
-    shares: results that share memory with another result, or with an argument (True), on one device. written: the
-    arguments that the program changes in place.
+    views: the results that are made of other results, or of arguments, as views of them; hidden: how many results the
+    program returns for these alone. written: the arguments that the program changes in place.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
@@ -130,7 +124,8 @@ class Edges:
     symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     own: int | None = None
     deal: tuple[int, ...] = ()
-    shares: Sequence[tuple[int, bool, int]] = ()
+    views: Sequence[ResultView] = ()
+    hidden: int = 0
     written: Sequence[int] = ()
 
     @property
@@ -154,10 +149,6 @@ class ShardedProgram:
     calls: int = 0
 
     def __call__(self, *args: Any) -> Any:
-        for i in self.edges.writes:
-            _refuse_written_aliases(i, args)
-        for i in self.edges.written:
-            _refuse_written_views(args[i])
         out = self.run(*args)
         self.calls += 1
         given: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
@@ -181,10 +172,9 @@ class ShardedProgram:
             values[i] = given[key]
         for i, number in self.edges.writes.items():
             write(args[i], values[number])
-        for i, is_argument, other in self.edges.shares:
-            _share(values[i], (args if is_argument else values)[other])
         own = len(values) if self.edges.own is None else self.edges.own
-        return type(out)(values[: own - len(self.edges.writes) - len(self.edges.deal)])
+        values = values[: own - len(self.edges.writes) - len(self.edges.deal)]
+        return type(out)(make_views(values, args, self.edges))
 
     def _late(
         self, result: Result, late: LateGraph, layout: Layout, length: int, args: Sequence[Any], out: Sequence[Any]
@@ -208,6 +198,16 @@ class ShardedProgram:
         return evaluated(length, known)
 
 
+def make_views(values: Sequence[Any], args: Sequence[Any], edges: Edges) -> list[Any]:
+    """The results of a program, those among them that are views of others, or of its arguments, made as such."""
+    found = list(values)
+    for view in edges.views:
+        base = (args if view.of_argument else values)[view.base]
+        known = {symbol: _at(args, place) for symbol, place in edges.symbols.items()} if view.symbols else {}
+        found[view.number] = make_view(base, view.steps_at(base, known))
+    return found[: len(found) - edges.hidden]
+
+
 _left: set[tuple[int, str]] = set()
 """Groups of whose programs one has left results in shards, each with the number of Dynamo's resets before."""
 
@@ -222,70 +222,54 @@ def have_left_results(ranks: Ranks) -> bool:
     return (compiled_frame()[0], ranks.group) in _left
 
 
-def as_if_sharded(results: Sequence[Any], edges: Edges, looked: Callable[[str], None]) -> Sequence[Any]:
+def as_if_sharded(
+    results: Sequence[Any], args: Sequence[Any], edges: Edges, looked: Callable[[str], None]
+) -> Sequence[Any]:
     """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks.
 
     One that lies along a part of a dim the next graph takes whole. looked: is told of each, by name, when it is read.
     """
     values = list(results)
     for i, result in edges.results.items():
-        if not result.parts and i not in edges.writes.values():
+        if not result.parts and i < len(values):
             values[i] = known_whole(values[i], result.layout, Origin(result.name, looked=looked))
-    return values
+    views = [view for view in edges.views if not view.of_argument and view.base < len(values)]
+    return make_views(values, args, replace(edges, views=views, hidden=0))
 
 
-def _refuse_written_aliases(i: int, args: Sequence[Any]) -> None:
-    """Raise SpError if the value that a program writes to is given to it under another name as well."""
-    held = args[i].held if isinstance(args[i], Sharded) else None
-    if any(isinstance(a, Sharded) and a.held is held and k != i for k, a in enumerate(args)):
-        raise SpError(WRITTEN_ALIAS.format(args[i]))
+def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> str:
+    """Why a program cannot be called on these: it changes one in place, and another shares its memory. "" if it can.
 
-
-class Apart(NamedTuple):
-    """What lies apart from a value that it would share memory with. kept: itself, if it is no value in shards: another
-    tensor of its memory, which knows what eager code has changed when nobody has the value any more. version: of then.
+    names: as `input_names` gives them.
     """
-
-    value: weakref.ref[torch.Tensor]
-    kept: torch.Tensor | None
-    version: int
-
-    @property
-    def changed(self) -> bool:
-        x = self.value() if self.kept is None else self.kept
-        return x is not None and versions([x])[0] != self.version
+    places = [_extent(args[i]) for i in written]
+    for k, a in enumerate(args):
+        memory, first, last = _extent(a) if isinstance(a, torch.Tensor) else (None, 0, 0)
+        for i, (other, begin, end) in zip(written, places):
+            if i != k and memory == other and begin < last and first < end:
+                return WRITTEN_TWICE.format(*(getattr(names[x], "shown", names[x]) for x in (i, k)))
+    return ""
 
 
-_sharing: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Values that would share memory with others on one device, and those."""
+def _extent(a: torch.Tensor) -> tuple[Any, int, int]:
+    """Where the elements of an argument are: in which memory, and the bytes there from the first to the last.
 
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> None:
-    """These two lie apart, if one of them lies in shards, and a write to one would be missing in the other."""
-    if a is not b and (isinstance(a, Sharded) or isinstance(b, Sharded)):
-        for one, other in ((a, b), (b, a)):
-            kept = None if isinstance(other, Sharded) else other.detach()
-            known = [apart for apart in _sharing.get(one, ()) if apart.kept is not None or apart.value() is not None]
-            _sharing[one] = [*known, Apart(weakref.ref(other), kept, versions([other])[0])]
-
-
-def _refuse_written_views(a: torch.Tensor) -> None:
-    """Raise SpError if a value that a program writes to would share memory with one that is still there."""
-    others = [other for apart in _sharing.get(a, ()) if (other := apart.value()) is not None]
-    if others:
-        raise SpError(WRITTEN_VIEW.format(_told(a), _told(others[0])))
-
-
-def _refuse_changed_views(args: Sequence[Any]) -> None:
-    """Raise SpError if what would share memory with an argument has changed since."""
-    for a in args if _sharing else ():
-        for apart in _sharing.get(a, ()) if isinstance(a, torch.Tensor) else ():
-            if apart.changed:
-                raise SpError(WRITTEN_VIEW.format("a view of it, or what it is a view of,", _told(a)))
-
-
-def _told(a: torch.Tensor) -> str:
-    return str(a) if isinstance(a, Sharded) else f"a tensor of {tuple(a.shape)}"
+    A value in shards, with all its views, has a memory of its own until it is read.
+    """
+    if isinstance(a, Sharded):
+        whole = a.held.whole
+        if whole is None:
+            return (id(a.held.base) if isinstance(a.held, HeldView) else id(a.held)), 0, 1
+        a = whole
+    if a.layout is not torch.strided or wraps_others(a):
+        return None, 0, 0
+    begin, size = a.data_ptr(), a.element_size()
+    if not begin:
+        return None, 0, 0
+    if a.is_contiguous():
+        return a.device, begin, begin + a.numel() * size
+    last = sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride()))
+    return a.device, begin, begin + (last + 1) * size * (a.numel() > 0)
 
 
 def _at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:

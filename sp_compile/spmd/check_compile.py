@@ -31,11 +31,11 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
 
 from .agree import SHOWN, answers, different_work, exchanged, failures, what_differs
+from .control.message import COMPILES, STOPS, Message
+from .control.wire import wire_of
 from .fingerprint import subject_of, unlike
 from .inputs import InputDigests
-from .message import COMPILES, STOPS, Message
 from .settings import mode
-from .wire import wire_of
 
 OTHER_NUMBERS = (
     "the ranks of this group compile this program anew with different numbers of Python's, which were the same on all "

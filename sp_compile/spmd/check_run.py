@@ -1,16 +1,14 @@
 """Ranks agree before they run, and before each backward: the same program, call, mode and inputs, or all of them raise.
 
 One exchange of a few bytes a call, in front of the compiled graph. A rank that could not compile takes part as well, so
-that its error reaches the others instead of leaving them in a collective. A collective that waits in vain for a rank
-becomes an SpError with what is known of that one.
+that its error reaches the others instead of leaving them in a collective.
 """
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
@@ -19,10 +17,10 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, base_of, compiled_backwards, is_lost, pytree, summing_group, wraps_others
+from sp_compile._compat import FakeTensor, compiled_backwards, pytree, summing_group, wraps_others
 from sp_compile.config import Ranks, ranks_of
 from sp_compile.errors import RemoteError, SpError
-from sp_compile.graph.places import Place, place_of
+from sp_compile.graph.places import Place
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
@@ -37,14 +35,17 @@ from .agree import (
     rows_by_rank,
     unlike_fields,
     what_differs,
+    who_raised,
 )
-from .between import are_traced, have_shards, read_arguments
+from .between import are_traced, have_shards, read_arguments, refusal
+from .control.failures import agreeing, announcing, end_if_connected
+from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
+from .control.watch import involved, running
+from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
 from .inputs import local_of, sharded_data
-from .message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .settings import mode
 from .weights import LOOKS_AWAY, Moves, in_turn, must_compare
-from .wire import Wire, stop, wire_of
 
 FEW = 4096  # floats that are compared on every call; of more, as many
 OTHER_VALUES = "the ranks of this group were given different values"
@@ -57,6 +58,7 @@ CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
+REFUSED = "refused"  # of a field that tells why a rank refuses the call
 REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
 REQUIRES_GRAD = attrgetter("requires_grad")
@@ -75,7 +77,7 @@ class CheckedProgram:
     equal when the program was compiled. wanted: the inputs that require grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `places_of` gives them.
+    number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -99,6 +101,8 @@ class CheckedProgram:
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
     places: Mapping[str, Place] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+    written: Sequence[int] = ()  # the inputs that it changes in place, by number
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -154,14 +158,18 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
-        call = self._agree(args) if self.ranks.n > 1 and not traced else Message(CALLS)
+        refused = refusal(args, self.written, self.names) if self.written and not traced else ""
+        with agreeing():
+            call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
+        if refused:  # of a rank by itself: several have raised it together
+            raise SpError(refused)
         if self.error is not None:
             raise self.error
         assert self.run is not None
         takes = self._takes(args) if have_shards(some) else args
         if traced:
             return self.run(*takes)
-        with self._announcing_failure(call):
+        with self._running(call):
             out = self.run(*takes)
         if self.backward and torch.is_grad_enabled():
             self._watch(out, call)
@@ -171,7 +179,7 @@ class CheckedProgram:
         """Another program that is asked first takes values as they are."""
         return args if isinstance(self.run, CheckedProgram) else read_arguments(args, self.layouts)
 
-    def _agree(self, args: Sequence[Any]) -> Message:
+    def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
@@ -185,17 +193,22 @@ class CheckedProgram:
         asked = self._replicas_asked(wire, fields)
         error = _words(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
+        if refused:
+            fields[REFUSED] = refused
         with self._announcing_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
             if wire is not None and self.error is None:
                 fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
+        has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
-        problem = self._difference(everyone) if everyone is not None else str(self.error or "")
+        raised = who_raised(everyone or ())
+        problem = self._difference(everyone) if everyone is not None else str(self.error or refused)
         if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
             with self._announcing_failure(mine):
                 fields = self._fields(args, True, wire, mine)
             everyone = exchanged(self.ranks, replace(mine, fields=fields))
             problem = self._difference(everyone) if everyone is not None else ""
+        problem = problem and raised + problem.removeprefix(raised)
         problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
             self.called.add(which)
@@ -204,6 +217,10 @@ class CheckedProgram:
         while isinstance(inner, CheckedProgram):
             exchanged(inner.ranks, STOPS)
             inner = inner.run
+        if raised and different_work(everyone or ()):
+            if has_raised and len(involved()) == 1:
+                return self._agree(args)  # the others go on with the step in which this rank has raised, and raise now
+            end_if_connected(wire, everyone or (), mine)
         raise SpError(problem) from self.error
 
     def _replicas_asked(self, wire: Wire | None, fields: dict[str, str]) -> bool:
@@ -287,6 +304,9 @@ class CheckedProgram:
         failed = failures([one.error for one in everyone], range(self.ranks.n))
         if failed:
             return failed
+        refused = [f"rank {rank}: {one.fields[REFUSED]}" for rank, one in enumerate(everyone) if REFUSED in one.fields]
+        if refused:
+            return "\n".join(refused)
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         same = "every rank passes the same options and is in the same mode"
         other = unlike_fields(
@@ -312,33 +332,26 @@ class CheckedProgram:
             found += LEFT_PARTIAL
         return found or (parts and parts + sharded_data())
 
+    @cached_property
+    def connected(self) -> list[Ranks]:
+        """The groups that this program exchanges over, and those that it calls first."""
+        return [self.ranks, *(self.run.connected if isinstance(self.run, CheckedProgram) else [])]
+
     @contextmanager
-    def _announcing_failure(self, what: Message) -> Iterator[None]:
-        """Say why this rank stops, and of an exchange that waits in vain what is known of the others."""
-        wire, begun = wire_of(self.ranks), time.monotonic()
-        try:
+    def _running(self, what: Message) -> Iterator[None]:
+        """The program runs inside, where this rank waits for others, and they for it."""
+        with self._announcing_failure(what), running(self.connected):
             yield
-        except SpError:
-            raise
-        except BaseException as error:
-            if wire is None:
-                raise
-            if is_lost(error):
-                place = place_of(error, self.places)
-                raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
-            stop(f"{type(error).__name__} when it {what}: {str(error)[:200]}", goes_on=True)
-            raise
+
+    def _announcing_failure(self, what: Message) -> AbstractContextManager[None]:
+        return announcing(wire_of(self.ranks), what, self.places, self.lines)
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         asked = [ASKED in call.fields]
-        alone = [x for i, x in enumerate(leaves) if i in self.sharded]
-        bases = [base for x in alone if (base := base_of(x)) is not None]  # of two views of one value AOTAutograd's own
-        rows = {(id(x.grad_fn), x.output_nr) for x in [*alone, *bases]}
-        for node in compiled_backwards(leaves, lambda: self._announcing_failure(mine)):
-            mine_alone = frozenset(number for owner, number in rows if owner == id(node))
-            node.register_prehook(partial(self._begin, mine, mine_alone, asked))
+        for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
+            node.register_prehook(partial(self._begin, mine, alone, asked))
 
     def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
@@ -361,6 +374,7 @@ class CheckedProgram:
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
         problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
         if problem := self._asking_replicas(mine, problem, asks, everyone):
+            end_if_connected(wire, everyone or (), mine)
             raise SpError(problem)
 
 

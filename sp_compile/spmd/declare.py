@@ -22,8 +22,8 @@ from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
 from .agree import answers, meeting
+from .control.message import MEASURES, sendable
 from .groups import Groups, Partition, reduced, subsets
-from .message import MEASURES, sendable
 
 _declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 

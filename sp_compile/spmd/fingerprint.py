@@ -32,7 +32,7 @@ from sp_compile.errors import first_frame, source_line, trace_of
 from sp_compile.lowering.collectives.checksums import checksum
 
 from .agree import answers
-from .message import hashed, sendable
+from .control.message import hashed, sendable
 from .named_groups import is_collective
 
 WIDTH = 160  # characters of a line in an error message

@@ -19,8 +19,8 @@ from sp_compile.lowering.library import opaque
 
 from .agree import different_work, exchanged
 from .check_run import EARLIER, is_away
-from .message import BACKWARD, Message
-from .wire import Wire, wire_of
+from .control.message import BACKWARD, Message
+from .control.wire import Wire, wire_of
 
 
 @opaque(

@@ -30,8 +30,8 @@ from sp_compile.graph.record import mark, record
 from sp_compile.lowering.collectives.checksums import is_one_number
 from sp_compile.lowering.collectives.sharded import Sharded
 
+from .control.message import sendable
 from .fingerprint import Text, digest, input_names, text_of
-from .message import sendable
 from .named_groups import Grid, has_dtensors, is_collective, named_groups
 
 

@@ -23,7 +23,7 @@ from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, sp
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
-from sp_compile.graph.places import places_of
+from sp_compile.graph.places import node_lines, places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
@@ -31,6 +31,9 @@ from .agree import meeting
 from .between import Edges, ShardedProgram, have_shards, read_arguments
 from .check_compile import Lockstep, check_numbers, connected, rounds
 from .check_run import CheckedProgram
+from .control.message import MEASURES, sendable
+from .control.store import ANSWERS
+from .control.wire import BEAT, STOPPED, broken_within, stop, wire_of
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .inputs import (
     Facts,
@@ -44,10 +47,8 @@ from .inputs import (
     sized_inputs,
     trained,
 )
-from .message import MEASURES, sendable
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
-from .wire import ANSWERS, BEAT, STOPPED, broken_within, stop, wire_of
 from .world import OfWorld
 
 ALONE = Ranks(1, "")
@@ -295,6 +296,7 @@ class Session:
         asked, partial_sums = job.asked, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
         places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
+        lines = node_lines(local.graph) if local is not None else {}
         if self.split:
             done = run is not None and local is not None
             program = fingerprint(local, input_names(gm)) if done else Program()
@@ -317,6 +319,8 @@ class Session:
                 sharded=edges.rows,
                 wanted=trained(gm, example_inputs, weights=True),
                 places=places,
+                lines=lines,
+                written=edges.written,
             )
             error = None
         elif error is not None and not self.groups:
@@ -345,9 +349,10 @@ class Session:
                 shared=always | weights,
                 wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
                 places=places,
+                lines=lines,
             )
         assert run is not None
-        if edges.results or edges.writes or edges.shares or edges.written:
+        if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
         return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
 

@@ -26,9 +26,9 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_freed
 
 from .agree import different_work, exchanged, rows_by_rank, saying_why, what_differs
+from .control.message import Message
 from .fingerprint import digest
 from .inputs import local_of
-from .message import Message
 
 MOVED = "moves of weights"  # fields of a message
 BYTES = "bytes of weights"

@@ -21,7 +21,7 @@ from sp_compile.cost import measure
 from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.spmd.agree import meeting
-from sp_compile.spmd.message import MEASURES
+from sp_compile.spmd.control.message import MEASURES
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)

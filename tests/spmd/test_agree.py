@@ -23,11 +23,11 @@ from sp_compile.config import Ranks, resolve
 from sp_compile.lowering.collectives import checksums
 from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close
+from sp_compile.spmd.control.message import hashed
+from sp_compile.spmd.control.wire import GatherBuffers
 from sp_compile.spmd.fingerprint import fingerprint, program_of
-from sp_compile.spmd.message import hashed
 from sp_compile.spmd.settings import FUNCTORCH, INDUCTOR, mode, settings
 from sp_compile.spmd.weights import some_bytes
-from sp_compile.spmd.wire import GatherBuffers
 
 
 class Attention(nn.Module):

@@ -22,10 +22,11 @@ from sp_compile._compat import versions
 from sp_compile.config import Ranks
 from sp_compile.spmd import check_run
 from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.control import failures
+from sp_compile.spmd.control.message import Message
+from sp_compile.spmd.control.wire import Wire
 from sp_compile.spmd.fingerprint import Program
-from sp_compile.spmd.message import Message
 from sp_compile.spmd.weights import Moves, in_turn, some_bytes
-from sp_compile.spmd.wire import Wire
 
 RANKS, STEPS, FAULT = 2, 4, 2
 
@@ -269,10 +270,11 @@ def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(check_run, "checksum", fails)
     monkeypatch.setattr(check_run, "wire_of", lambda ranks: Wire("one", [0, 1], None, timedelta(seconds=60), ["", ""]))
-    monkeypatch.setattr(check_run, "stop", lambda words, goes_on: said.append(words))
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(failures, "stop", lambda words, **how: said.append(words))
+    monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
+    with pytest.raises(MemoryError, match="no room for a checksum\nrank 0 raised this when it calls"):
         Training(0).model(torch.ones(4, 8))
-    assert re.search(r"MemoryError when it calls .*no room for a checksum", said[0])
+    assert re.search(r"MemoryError: no room for a checksum, when it calls ", said[0])
 
 
 def test_a_weight_that_one_rank_freezes(threads: Threads) -> None:

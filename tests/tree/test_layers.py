@@ -27,7 +27,7 @@ sharding
 sharding/rules                  capture                     cost/walk
 cost
 passes
-passes/canonical/attention      passes/canonical/loops
+passes/canonical/attention      passes/canonical/loops      spmd/control
 passes/canonical                spmd
 functional                      passes/strategies           passes/collectives        data
 passes/localize                 passes/collectives/merge    passes/collectives/permute   passes/tiles

@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from support.fuzz.loop import TIMEOUT, Left, Loop, Wrong
+from support.parallel import raising
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -192,6 +193,15 @@ def fails_in_forward(error: type[BaseException]) -> Acts:
     def act(loop: Loop, step: int) -> None:
         loop.raises = error("of the fault")
         loop.train(step)
+
+    return act
+
+
+def fails_at_op(half: str, error: type[BaseException], number: int = 5) -> Acts:
+    """Inside of the compiled program. half: "forward" or "backward"."""
+
+    def act(loop: Loop, step: int) -> None:
+        raising.step(loop.run, loop.net, loop.batch(step), half, number, error)
 
     return act
 

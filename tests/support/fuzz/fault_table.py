@@ -33,6 +33,7 @@ from support.fuzz.fault_acts import (
     deterministic,
     evaluates,
     exchanged,
+    fails_at_op,
     fails_before_backward,
     fails_behind_backward,
     fails_in_forward,
@@ -210,7 +211,8 @@ def compiles_for_long_at_first(loop: Loop) -> None:
 VALUES = "different values"
 ASTRAY = "about to do different things"
 WAITS = "for ranks that did not come"
-STOPPED = f"{WAITS}|broken since"
+RAISED = r"rank \d raised"
+STOPPED = f"{WAITS}|broken since|{RAISED}"
 MEASURED = {"cost": None}
 TRAINS: Any = {"prepares": training.trains}
 REPLICAS: Any = {"prepares": replicas.of_replicas(), "ranks": replicas.RANKS}
@@ -221,6 +223,7 @@ GRID: Any = {"prepares": parallel.grid, "ranks": parallel.GRID}
 NOT_COMPILED = "could not be compiled on rank.*of the fault"
 INTERRUPTED = "stopped: KeyboardInterrupt when it compiles"
 CAUGHT = (MemoryError, KeyboardInterrupt)
+AT_OP: Any = {"own": (IndexError, RuntimeError)}
 
 FAULTS: dict[str, Fault] = {
     "a skipped batch": Fault(VALUES, skip_batch),
@@ -270,6 +273,13 @@ FAULTS: dict[str, Fault] = {
     "a slow rank": Fault("", slow),
     "MemoryError in forward": Fault(STOPPED, fails_in_forward(MemoryError), own=CAUGHT),
     "KeyboardInterrupt in forward": Fault(STOPPED, fails_in_forward(KeyboardInterrupt), own=CAUGHT),
+    **{
+        f"IndexError in {half}{where}": Fault(
+            f"{RAISED} IndexError: injected", fails_at_op(half, IndexError), **AT_OP, **how
+        )
+        for where, how in {"": {}, ", tensor-parallel": PARALLEL, ", grid": GRID, ", replicas": REPLICAS}.items()
+        for half in ("forward", "backward")
+    },
     "MemoryError before backward": Fault(f"{ASTRAY}|{STOPPED}", fails_before_backward(MemoryError), own=CAUGHT),
     "KeyboardInterrupt before backward": Fault(
         f"{ASTRAY}|{STOPPED}", fails_before_backward(KeyboardInterrupt), own=CAUGHT

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.backends.debugging as debugging
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from support.parallel.raising import inject_nodes
 from support.parity import VOCAB, Sums, build, difference, text
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
 
 from sp_compile import SpError
 
@@ -112,7 +114,7 @@ class Loop:
     def _compiler(self, gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         time.sleep(self.compile_takes)
         self._fail("compile_raises")
-        run = lookup_backend("aot_eager")(gm, inputs)
+        run = aot_autograd(fw_compiler=inject_nodes, keep_inference_input_mutations=True)(gm, inputs)
 
         def call(*args: Any) -> Any:
             self._fail("raises")
@@ -203,6 +205,7 @@ def live(scene: Scene, rank: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job has not
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    debugging.boxed_nop = inject_nodes  # of "aot_eager", by its name too
     functorch_config.donated_buffer = False  # or torch refuses a second backward by itself
     Path(scene.folder, f"{rank}.pid").write_text(str(os.getpid()))
     loop = Loop(scene, rank, dict(fault.options))

@@ -114,6 +114,9 @@ def _try(
         return f"a rank fails: {str(error).splitlines()[0]}"
     if kind == "sum" and not rule.extents:
         return _padded(call, rule, operands, whole, factor)
+    in_all = all(factor in flat(dims) for dims in rule.results)
+    if kind == "pass" and in_all and not (rule.extents or rule.reshapes or rule.spans or loose):
+        return _repeated(call, rule, operands, whole, factor)
     return None
 
 
@@ -125,16 +128,43 @@ def counted(call: Call) -> Tensor:
     return torch.tensor(target.numel()) if weight is None else weight.meta["val"][target].sum()
 
 
+def _repeated(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
+    """Padded rows that repeat a row of every operand come to the same row of every result.
+
+    Grouped heads, of which operands have different numbers, are sharded where nothing is padded.
+    """
+    held = [(x, dims) for x, dims in zip(operands, rule.operands, strict=True) if factor in dims]
+    if len({x.shape[dims.index(factor)] for x, dims in held}) > 1:
+        return None
+
+    def padded(x: Tensor, dims: Dims) -> Tensor:
+        if factor not in dims:
+            return x
+        at = dims.index(factor)
+        return x.index_select(at, torch.arange(-1, x.shape[at] + 2).clamp(0, x.shape[at] - 1))
+
+    expected = [padded(x, dims) for x, dims in zip(whole, rule.results, strict=True)]
+    changed = {rule.sizes: list(expected[0].shape)} if rule.sizes else {}
+    args, kwargs = call.rebuild([padded(x, d) for x, d in zip(operands, rule.operands, strict=True)], **changed)
+    made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
+    errors = (_compare(m, e, False) for m, e in zip(made, expected, strict=True))
+    return next((f"with repeated rows: {e}" for e in errors if e is not None), None)
+
+
 def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
-    """A sum does not change by rows that copy the last one, once `pad` (or zero in the first operand) fills them."""
+    """A sum does not change by infinite rows, once zero, or the fill of its `pad`, is selected in their place.
+
+    With a `pad` all other operands hold copies of the last row there, as they do in a program.
+    """
     longer = [
         torch.cat([x, x.narrow(dims.index(factor), -1, 1)], dims.index(factor)) if factor in dims else x
         for dims, x in zip(rule.operands, operands, strict=True)
     ]
-    at, fill = rule.pad or (next(i for i, dims in enumerate(rule.operands) if factor in dims), 0)
-    dim = rule.operands[at].index(factor)
-    row = torch.tensor([longer[at].shape[dim] - 1])
-    longer[at] = longer[at].index_fill(dim, row, fill)
+    for at, fill in [rule.pad] if rule.pad else [(i, 0) for i, dims in enumerate(rule.operands) if factor in dims]:
+        dim = rule.operands[at].index(factor)
+        row = torch.tensor([longer[at].shape[dim] - 1])
+        poison = float("inf") if longer[at].is_floating_point() or longer[at].is_complex() else 99
+        longer[at] = longer[at].index_fill(dim, row, poison).index_fill(dim, row, fill)
     args, kwargs = call.rebuild(longer)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
     errors = [

@@ -12,7 +12,6 @@ a rank for the last wait that was not short, so that of many ranks those that di
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -21,12 +20,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +36,6 @@ from sp_compile._compat import (
     in_backward,
     is_lost,
     keep_for_good,
-    let_gloo_finish,
     process_groups,
     real_tensors,
 )
@@ -47,15 +44,16 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, LIKELY, NOBODY, READS, TOGETHER, Message, Stop
+from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, TOGETHER, Message, Stop
+from .store import answered, in_a_child, of_all
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 READING = 10.0  # seconds of a wait in which all should have come that read one value
 PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
+COMES_BACK = 5.0  # seconds within which a rank that has raised in a call makes the next one
 CONNECTING = timedelta(seconds=60)  # of ranks that are all there
 FEW = 8  # integers of an exchange whose memory is kept for the next one
 POLL = 0.005  # seconds between looks for ranks that have not connected
-ANSWERS = 2.0  # seconds within which the store answers: it may lie in a rank that has stopped
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 LONG = 4  # timeouts for which a rank that waits shows signs of life over other groups
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
@@ -69,7 +67,6 @@ IN_A_CHILD = (
     "forked process; a process of its own calls init_process_group first"
 )
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -106,7 +103,8 @@ class Wire:
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
     warned: the wait that was left in the store, and that of a read that was spoken of, by when it began. gloo: None
     until all ranks have met. memory: of exchanges of a few integers, by how many, as long as none of these is on its
-    way.
+    way. ended: who raised in a program, if that has ended the group; raised: this rank,
+    and what it has raised there since the last exchange.
     """
 
     name: str
@@ -116,6 +114,8 @@ class Wire:
     seen: list[str]
     gloo: Any = None
     broken: str = ""
+    ended: Stop | None = None
+    raised: tuple[int, str] | None = None
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -156,10 +156,9 @@ class Wire:
 
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
-        if _in_a_child():
+        if in_a_child():
             raise SpError(IN_A_CHILD)
-        if self.broken:
-            raise SpError(f"this group of ranks is broken since\n{self.broken}")
+        self.refuse_broken()
         begun, finished = time.monotonic(), False
         _waiting[:] = [self]
         try:
@@ -218,7 +217,9 @@ class Wire:
             others = f"ranks {absent}" if here and absent else "the others"
             log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, TOGETHER)
         too_long = waited > self.timeout.total_seconds() and not alive
-        if too_long or (waited > PATIENCE and not self._stopped(saying).goes_on):
+        stopped = self._stopped(saying) if waited > PATIENCE else NOBODY
+        gone = not stopped.goes_on or (stopped.raised and (saying.doing != CALLS or waited > COMES_BACK))
+        if too_long or gone:
             raise SpError(self.lost(saying, waited))
 
     @property
@@ -241,6 +242,9 @@ class Wire:
 
     def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
         """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
+        stopped = self._stopped(saying)
+        if stopped.raised:
+            return self.end(stopped, str(saying))
         here, me = self._waiting_here(), dist.get_rank()
         missed = "did not come, and " if here else ""
         others = [
@@ -249,7 +253,6 @@ class Wire:
             for rank, seen in zip(self.ranks, self.seen)
             if not here or rank != me
         ]
-        stopped = self._stopped(saying)
         heard = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         found = (f", in {place}" if place else "") + heard
         what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
@@ -259,6 +262,29 @@ class Wire:
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
         stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
         return self.broken
+
+    def end(self, found: Stop, saying: str) -> str:
+        """The group is broken, as a rank has raised in a program; what is known of that. saying: what this rank did.
+
+        It is left in the store for those that wait for this rank.
+        """
+        here = "" if found.rank == dist.get_rank() else f"\n  rank {dist.get_rank()} waited for it: it {saying}"
+        self.broken = f"rank {found.rank} raised {found.words}{here}\n  {GROUP_ENDED}"
+        self.ended = replace(found, talks={self.name: self.talks}, within=self.name, goes_on=False)
+        _leave(self.ended)
+        return self.broken
+
+    def refuse_broken(self) -> None:
+        """Raise SpError if the group cannot be used any more."""
+        if self.broken:
+            raise SpError(f"this group of ranks is broken since\n{self.broken}")
+
+    def raised_meanwhile(self) -> Stop | None:
+        """Who has raised in a program since the last exchange, as far as others have left it in the store."""
+        last = _last_stop(self.name)
+        others = last.rank != dist.get_rank() or last.within == self.name
+        known = any(map(self._is_since, _mine))  # this rank has raised as well, and goes on
+        return last if last.raised and others and self._is_since(last) and not known else None
 
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Which of the models it is that has these, in the order of their first calls; 0: that have none."""
@@ -288,7 +314,8 @@ class Wire:
         A rank that cannot compile one program comes to the others, over whichever group that is not broken there.
         """
         last = _last_stop(self.name)
-        if last.rank == dist.get_rank() or last.rank not in self.ranks or not self._is_since(last):
+        mine = last.rank == dist.get_rank() and last.within != self.name
+        if mine or (last.rank not in self.ranks and not last.raised) or not self._is_since(last):
             return NOBODY
         comes = saying.doing == CALLS and last.subject not in ("", saying.subject)
         goes = last.within == self.name or not (comes or any(map(self._is_since, _mine)))
@@ -322,7 +349,7 @@ class Wire:
 
     def beat(self) -> None:
         """Show a sign of life: this rank compiles, or waits over another group for one that does."""
-        if not _in_a_child() and not any(one is self or not one.hears() for one in _waiting):
+        if not in_a_child() and not any(one is self or not one.hears() for one in _waiting):
             with suppress(RuntimeError):  # the rank that keeps the store is gone
                 self.store.add("compiles", 1)
 
@@ -360,19 +387,28 @@ _mine: list[Stop] = []  # what this rank said last
 
 
 def stop(
-    words: str, goes_on: bool = False, subject: str = "", of: dict[str, int] | None = None, within: str = ""
+    words: str,
+    goes_on: bool = False,
+    subject: str = "",
+    of: dict[str, int] | None = None,
+    within: str = "",
+    raised: bool = False,
 ) -> Stop | None:
     """Say why this rank stops, for whoever waits for it in vain, and what was said; None if nobody is there.
 
     of: `talks`, if not those of all groups.
     """
-    if not (dist.is_available() and dist.is_initialized()) or _in_a_child():
+    if not (dist.is_available() and dist.is_initialized()) or in_a_child():
         return None
     talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
-    said = Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within)
+    return _leave(Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within, raised))
+
+
+def _leave(said: Stop) -> Stop:
+    """Leave it in the store, for the groups of its `talks`."""
     _mine[:] = [said]
     with suppress(RuntimeError):  # the rank that keeps the store is gone
-        store, written = _of_all(), json.dumps(astuple(said))
+        store, written = of_all(), json.dumps(astuple(said))
         answered(lambda: [store.set(f"stopped/{name}", written) for name in said.talks], None)
     return said
 
@@ -384,7 +420,7 @@ def broken_within() -> str:
 
 def _last_stop(group: str) -> Stop:
     """Which rank of a group stopped last, and why."""
-    store, key = _of_all(), f"stopped/{group}"
+    store, key = of_all(), f"stopped/{group}"
     try:
         words = answered(lambda: store.get(key) if store.check([key]) else b"", b"")
     except RuntimeError:  # the rank that keeps the store is gone
@@ -392,70 +428,18 @@ def _last_stop(group: str) -> Stop:
     return Stop(*json.loads(words)) if words else NOBODY
 
 
-def answered(ask: Callable[[], T], otherwise: T) -> T:
-    """What the store says; `otherwise` if it says nothing, as one that lies in a rank that was stopped.
-
-    Raises what `ask` raises.
-    """
-    if _asking:
-        _asking[0].join(ANSWERS)  # it may have answered just now
-        if _asking[0].is_alive():
-            return otherwise
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    _asking[:] = [threading.Thread(target=run, daemon=True)]
-    _asking[0].start()
-    try:
-        return answer.result(ANSWERS)
-    except TimeoutError:
-        return otherwise
-
-
-_asking: list[threading.Thread] = []  # of the last question to the store, which may be without an answer
-
-
-def _ended() -> None:
-    """Wait for threads in C++: one that comes back from there when Python has ended aborts the process."""
-    for thread in _asking:
-        thread.join(ANSWERS)
-    if dist.is_available() and dist.is_initialized():
-        let_gloo_finish()
-
-
-atexit.register(_ended)
-
-_parents: list[Any] = []  # the processes of the one that this process was forked from; kept, as their end would wait
-
-
-def _in_a_child() -> bool:
-    """Are the connections those of the process that this one was forked from?"""
-    return bool(_parents) and dist.group.WORLD is _parents[-1]
+_wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
+_making = threading.Lock()  # a thread that shows signs of life makes them, too
 
 
 def _forked() -> None:
-    """A child has no thread but its own, and whoever held a lock is not in it."""
+    """Whoever held the lock is not in a child."""
     global _making
     _making = threading.Lock()
-    _asking.clear()
-    if dist.is_available() and dist.is_initialized():
-        _parents.append(dist.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_forked)
 
-
-def _of_all() -> Any:
-    return dist.PrefixStore("sp_compile", group_store(dist.group.WORLD))
-
-
-_wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
-_making = threading.Lock()  # a thread that shows signs of life makes them, too
 _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """How many wires of one name there were since the processes were connected: each has keys of its own."""
 

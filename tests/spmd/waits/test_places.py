@@ -71,7 +71,7 @@ def stopped(compiler: str, where: str) -> str:
 def test_a_wait_inside_of_a_program_names_the_line(ranks: Ranks, compiler: str, where: str) -> None:
     told, *_ = ranks.run(4, stopped, compiler, where, timeout=300)
     waits = {
-        "forward": r"in scan_default of spmd/test_places.py:\d+: h = h.cumsum\(1\)",
+        "forward": r"in scan_default of waits/test_places.py:\d+: h = h.cumsum\(1\)",
         "backward": "in reduce_grad_default of weight",
     }
     assert re.search(f"waited {SECONDS} s for ranks that did not come, {waits[where]}\n", told), told

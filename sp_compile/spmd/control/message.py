@@ -28,7 +28,8 @@ class Message:
     call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
     is all that there is to say of a call.
     standing: more fields, which other ranks receive among the `fields`.
-    error: why this rank stops. asks: does every rank want to know every other's `answer`?
+    error: why this rank stops. raised: its rank, and what it has raised in a program since the last exchange.
+    asks: does every rank want to know every other's `answer`?
     """
 
     doing: str
@@ -40,6 +41,7 @@ class Message:
     asks: bool = False
     answer: Any = None
     model: int = 0
+    raised: tuple[int, str] | None = None
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""
@@ -79,6 +81,10 @@ LIKELY = (
     "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
     "`if rank == 0`)"
 )
+GROUP_ENDED = (
+    "The process group cannot be used any more, as exchanges were under way: mend the error and restart the processes, "
+    "or destroy_process_group and init_process_group"
+)
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 MEASURES = Message("measures", "how fast the ranks are")
@@ -90,7 +96,8 @@ class Stop:
     there was; what is said of one does not hold for groups that are made later.
 
     subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished, and which is broken there for good; "": none.
+    others may have finished, and which is broken there for good; "": none. raised: while its program ran, so that
+    others may wait inside of theirs; `rank` is then the one that raised first, whichever rank has written it.
     """
 
     rank: int
@@ -99,6 +106,7 @@ class Stop:
     talks: dict[str, int]
     subject: str = ""
     within: str = ""
+    raised: bool = False
 
 
 NOBODY = Stop(-1, "", True, {})

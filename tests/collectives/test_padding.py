@@ -1,0 +1,231 @@
+"""What padded rows hold: the nearest valid row, for every frame; and what each operator declares of them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.frames import edges_elsewhere, is_padded, place_of, rows_held
+from sp_compile.lowering.library import COMPOSITES, PADDED
+from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.sharding.rule import RULES, TRANSFERS
+
+sp = torch.ops.sp
+NAN = float("nan")
+
+
+def frames(most: int) -> list[list[int]]:
+    """Every window of every sequence of up to so many positions, contiguous and zigzag."""
+    return [
+        [1, size, start, length, folds]
+        for size in range(1, most + 1)
+        for start in range(size)
+        for length in range(1, size - start + 1)
+        for folds in (1, 2)
+    ]
+
+
+def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[int], Tensor]:
+    """rank -> the rows that it has to hold of a whole window, spelt position by position."""
+    _, size, start, length, folds = frame
+    rows = -(-size // (folds * n))
+
+    def held(rank: int) -> Tensor:
+        positions = list(range(rank * rows, (rank + 1) * rows))
+        if folds == 2:
+            other = 2 * n - 1 - rank
+            positions += range(other * rows, (other + 1) * rows)
+        return x.index_select(dim, torch.tensor([min(max(p - start, 0), length - 1) for p in positions]))
+
+    return held
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_frame(n: int) -> None:
+    """Whatever padded rows held before, NaN here, and although some ranks hold no valid row."""
+    for frame in frames(7):
+        length = frame[3]
+        x = torch.randn(length, 2, dtype=torch.float64)
+        wanted = nearest(x, frame, n)
+
+        def run(rank: int, x: Tensor = x, frame: list[int] = frame) -> tuple[Tensor, Tensor]:
+            shard = sp.shard(x, 0, frame, n, GROUP)
+            return shard, sp.window(sp.mask(shard, 0, frame, NAN, n, GROUP), 0, frame, n, GROUP)
+
+        for rank, (shard, restored) in enumerate(run_ranks(n, run)):
+            assert torch.equal(shard, wanted(rank)), (frame, rank)
+            assert torch.equal(restored, wanted(rank)), (frame, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(("n", "size", "start", "length"), [(2, 5, 1, 3), (3, 7, 0, 6), (4, 5, 0, 1), (4, 9, 2, 2)])
+def test_outer_and_inner_factors_and_dtypes(n: int, size: int, start: int, length: int, dtype: torch.dtype) -> None:
+    """A dim of (outer, positions, inner), as batch and sequence make one."""
+    outer, inner = 2, 3
+    x = torch.randint(0, 2, (4, outer * length * inner)).to(dtype)
+    frame = [outer, size, start, length]
+    held = nearest(x.unflatten(1, (outer, length, inner)), [1, size, start, length, 1], n, 2)
+
+    def run(rank: int) -> Tensor:
+        shard = sp.shard(x, 1, frame, n, GROUP)
+        return sp.window(sp.mask(shard, 1, frame, 1, n, GROUP), 1, frame, n, GROUP)
+
+    for rank, found in enumerate(run_ranks(n, run)):
+        assert torch.equal(found, held(rank).flatten(1, 3))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
+    """NaN that comes back for a padded row is not multiplied by zero: it is not read."""
+    for frame in frames(4):
+        x = torch.ones(frame[3], dtype=torch.float64)
+
+        def run(rank: int, x: Tensor = x, frame: list[int] = frame) -> Tensor:
+            shard = sp.shard(x, 0, frame, n, GROUP).requires_grad_()
+            poison = sp.mask(torch.ones_like(shard), 0, frame, NAN, n, GROUP)
+            (grad,) = torch.autograd.grad(sp.window(shard, 0, frame, n, GROUP), shard, poison)
+            return grad.sum()
+
+        assert sum(g.item() for g in run_ranks(n, run)) == frame[3]
+
+
+def test_places_and_who_lacks_an_edge() -> None:
+    """`place_of` and `edges_elsewhere`, against a table of who holds which position."""
+    for n, frame in itertools.product((1, 2, 3, 4), frames(6)):
+        _, _, start, length, folds = frame
+        total = n * rows_held(frame, n)
+        held = nearest(torch.arange(total), [1, total, 0, total, folds], n)
+        owner = {int(p): (rank, row) for rank in range(n) for row, p in enumerate(held(rank))}
+        assert {p: place_of(p, frame, n) for p in owner} == owner
+        last = start + length - 1
+        before = any(owner[p][0] != owner[start][0] for p in range(start))
+        after = any(owner[p][0] != owner[last][0] for p in range(last + 1, total))
+        assert edges_elsewhere(frame, n) == (before, after), (frame, n)
+        assert is_padded(frame, n) == (start > 0 or length < total)
+
+
+# What operators declare.
+
+W, B = torch.randn(4, 4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+S = 5
+
+
+def _rows(*, dim: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    shape = [4, 4, 4]
+    shape[dim] = S
+    return torch.randn(shape, dtype=torch.float64).mul(3).to(dtype)
+
+
+def _along(op: Any, x: Tensor, dim: int, *args: Any, grown: int = 0, stride: int = 1, **kwargs: Any) -> Any:
+    """(x, dim, whole, on shards, the result's frame) of a window op."""
+    size = S + max(grown, 0)
+    frame, result = [1, size, 0, S], [1, size // stride, 0, (S + grown) // stride]
+    return (
+        x,
+        dim,
+        lambda x: op(x, *args, **kwargs),
+        lambda x, n: op(x, *args, frame, result, n, GROUP, **kwargs),
+        frame,
+        result,
+    )
+
+
+def _scan(op: Any, x: Tensor, *args: Any) -> Any:
+    frame = [1, S, 0, S]
+    return x, 1, lambda x: op(x, *args), lambda x, n: op(x, *args, frame, "gather", n, GROUP), frame, frame
+
+
+def _roll(by: int) -> Any:
+    frame = [1, S, 0, S]
+    return _rows(), 1, lambda x: sp.roll(x, 1, by), lambda x, n: sp.roll(x, 1, by, frame, n, GROUP), frame, frame
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    **{
+        f"scan {op}{' exclusive' * exclusive}{' reverse' * reverse}": (
+            lambda op=op, exclusive=exclusive, reverse=reverse: _scan(
+                sp.scan, _rows(), None, 1, op, exclusive, reverse, None, None
+            )
+        )
+        for op in ("sum", "prod", "max", "min", "logsumexp")
+        for exclusive in (False, True)
+        for reverse in (False, True)
+    },
+    "scan of bools": lambda: _scan(sp.scan, _rows(dtype=torch.bool), None, 1, "sum", False, False, None, None),
+    "extremes": lambda: _scan(sp.extremes, _rows(), 1, "max", False),
+    "extremes reverse": lambda: _scan(sp.extremes, _rows(), 1, "min", True),
+    "linear_scan": lambda: _scan(lambda x, *rest: sp.linear_scan(x, x, None, *rest), _rows(), 1, False, None),
+    "shift": lambda: _along(sp.shift, _rows(), 1, 1, 1, -1, 7.0),
+    "shift back": lambda: _along(sp.shift, _rows(), 1, 1, -1, 1, 7.0),
+    "shift shorter": lambda: _along(sp.shift, _rows(), 1, 1, -1, 0, 0.0, grown=-1),
+    "shift longer": lambda: _along(sp.shift, _rows(), 1, 1, 2, 0, NAN, grown=2),
+    "conv1d": lambda: _along(sp.conv1d, _rows(dim=2), 2, W, B, 2, 0, 1, 1, 1),
+    "avg_pool1d": lambda: _along(sp.avg_pool1d, _rows(dim=2), 2, 1, 1, 3, 1),
+    "max_pool1d": lambda: _along(sp.max_pool1d, _rows(dim=2), 2, 1, 1, float("-inf"), 3, 1, 1),
+    "unfold": lambda: _along(sp.unfold, _rows(), 1, 1, 2, 0, 0.0, 3, 1),
+    "roll": lambda: _roll(1),
+    "roll back": lambda: _roll(-2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
+    """Operands whose padded rows are poisoned, NaN or 99, give the same results as those that repeat a row."""
+    for n in (2, 3, 4):
+        torch.manual_seed(n)
+        x, dim, whole, on_shards, frame, result = CASES[case]()
+        poison = NAN if x.is_floating_point() else 1 if x.dtype is torch.bool else 99
+
+        def run(rank: int, made: Any = (x, dim, on_shards, frame, poison), n: int = n) -> list[Tensor]:
+            x, dim, on_shards, frame, poison = made
+            shard = sp.shard(x, dim, frame, n, GROUP)
+            found = on_shards(sp.mask(shard, dim, frame, poison, n, GROUP), n)
+            return [found] if isinstance(found, Tensor) else list(found)
+
+        right = whole(x)
+        right = [right] if isinstance(right, Tensor) else list(right)
+        for rank, results in enumerate(run_ranks(n, run)):
+            for found, expected in zip(results, right, strict=True):
+                rows = nearest(expected, [*result, 1], n, dim)(rank)
+                torch.testing.assert_close(found, rows, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_all_operators_that_give_shards_declare_their_padding() -> None:
+    """What an exchange or an operator of ours gives in shards is in `PADDED`; nothing else is."""
+    gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "unshard"}
+    of_others = {"own_rows", "reduce_pair"}  # a rank's own values, and rows of another exchange
+    given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
+    names = {op.__name__.split(".")[0] for op in given}
+    declared = {op.__name__.split(".")[0] for op in PADDED}
+    assert names - gathers - of_others <= declared
+    assert declared - names == {"mask", "shard", "window"}  # of local graphs: they have no rule
+    assert set(PADDED) <= COMPOSITES
+    assert set(PADDED.values()) == {"nearest", "finite", "as given"}
+    tested = {case.split()[0] for case in CASES} | {"window"}
+    exchanges = {"all_to_all", "reduce_scatter", "shard"}  # test_exchanges_hold_the_nearest_row, test_every_frame
+    blocks = {"all_rows"}  # of equal sizes, so without padding
+    assert {op.__name__.split(".")[0] for op, padded in PADDED.items() if padded == "nearest"} == (
+        tested | exchanges | blocks
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_exchanges_hold_the_nearest_row(n: int) -> None:
+    """Of a sum that is scattered, and of heads that become rows: padded operands are not read."""
+    for frame in frames(5):
+        heads = [1, 4, 0, 4]
+        x = torch.randn(frame[3], 4, dtype=torch.float64)
+        wanted = nearest(x, frame, n)
+
+        def run(rank: int, x: Tensor = x, frame: list[int] = frame, heads: list[int] = heads) -> tuple[Tensor, Tensor]:
+            part = x if rank == 0 else torch.zeros_like(x)
+            by_head = sp.mask(sp.shard(x, 1, heads, n, GROUP), 1, heads, NAN, n, GROUP)
+            (moved,) = sp.all_to_all([by_head], 0, frame, 1, heads, n, GROUP)
+            return sp.reduce_scatter(part, 0, frame, n, GROUP), moved
+
+        for rank, (scattered, moved) in enumerate(run_ranks(n, run)):
+            assert torch.equal(scattered, wanted(rank)), frame
+            assert torch.equal(moved, wanted(rank)), frame

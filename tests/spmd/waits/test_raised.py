@@ -1,0 +1,78 @@
+"""An exception at any op of any rank: every rank raises within seconds, and names rank, line and cause."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from support.parallel.raising import SEEDS, SOON, Injected, problems, raised, raises, small_group
+from support.parity import VOCAB, build, sp
+from support.ranks import Ranks
+from torch import Tensor, nn
+
+QUICK = 3  # of SEEDS, of which the others are slow
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in SEEDS])
+def test_every_rank_raises(ranks: Ranks, seed: int) -> None:
+    one = Injected.of(seed, SEEDS[seed])
+    told = [x for x in ranks.run(4, raises, one, timeout=300) if x is not None]
+    assert not problems(one, told), (one, told)
+
+
+def test_a_group_in_which_nobody_waits_goes_on(ranks: Ranks) -> None:
+    """The rank that raised in a graph without exchanges makes its next call, while the others raise before the next graph."""
+    one = Injected("broken", "aot_eager", 3, 0, "forward", 0.0, 0)
+    told = [x for x in ranks.run(4, raises, one) if x is not None]
+    assert not problems(one, told), told
+    assert [x.then for x in told] == [""] * 3
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return x.cumsum(1).tanh().sum()
+
+
+def with_tokens(wrong: list[int], compiler: str) -> list[tuple[str, str, float]]:
+    """What a rank raises where these of nine tokens, three a rank, are none of the vocabulary; and in the next step."""
+    mesh = small_group(3, f"{wrong} {compiler}")
+    if mesh is None:
+        return []
+    run, ids = sp(build(Tokens), mesh=mesh, compiler=compiler), torch.arange(9)[None]
+    run(ids).backward()
+    found = ids.clone()
+    found[:, wrong] = VOCAB
+    return [raised(lambda given=given: run(given).backward()) for given in (found, ids)]
+
+
+def test_ranks_that_raise_alike_raise_what_they_raise_by_themselves(ranks: Ranks) -> None:
+    """At once, and the next step is right."""
+    for (kind, words, seconds), then in ranks.run(4, with_tokens, [*range(9)], "aot_eager")[:3]:
+        assert (kind, then[0]) == ("IndexError", "")
+        assert seconds < 2
+        assert re.match(
+            r"index out of range in self\nrank \d raised this at waits/test_raised.py:\d+: x = self.emb", words
+        )
+
+
+def test_two_ranks_raise_and_a_third_waits(ranks: Ranks) -> None:
+    first, second, third, _ = ranks.run(4, with_tokens, [0, 3], "aot_eager")
+    assert [first[0][0], second[0][0], third[0][0]] == ["IndexError", "IndexError", "SpError"]
+    assert re.match(r"rank [01] raised IndexError: index out of range in self, at waits/test_raised.py", third[0][1])
+    for told in (first, second, third):
+        assert "cannot be used any more" in told[1][1]
+        assert max(seconds for *_, seconds in told) < SOON
+
+
+@pytest.mark.slow
+def test_a_kernel_of_inductor_names_the_lines_that_it_may_be_of(ranks: Ranks) -> None:
+    (_, words, _), _ = ranks.run(4, with_tokens, [0], "inductor", timeout=300)[1]
+    assert re.match(
+        r"rank 0 raised RuntimeError: .*index out of bounds.* at waits/test_raised.py:\d+: x = self.emb", words
+    )
