@@ -45,11 +45,10 @@ from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
 from .control.watch import involved, running
 from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
-from .inputs import local_of, sharded_data
+from .inputs import FEW, is_away, is_small, local_of, sharded_data
 from .settings import mode
 from .weights import LOOKS_AWAY, Moves, in_turn, must_compare
 
-FEW = 4096  # floats that are compared on every call; of more, as many
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
 SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
@@ -385,16 +384,6 @@ class CheckedProgram:
         if problem := self._asking_replicas(mine, problem, asks, everyone):
             end_if_connected(wire, everyone or (), mine)
             raise SpError(problem)
-
-
-def is_small(a: Any) -> bool:
-    """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
-    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
-
-
-def is_away(a: Any) -> bool:
-    """Does it lie on a device that works while Python goes on?"""
-    return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
 def _about(grad: torch.Tensor) -> str:
