@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from sp_compile._compat import (
     OpOverload,
     end_of_view,
+    hide_views,
     in_backward,
     in_transform,
     is_batch,
@@ -72,10 +73,9 @@ class Sharded(Tensor):
     @staticmethod
     def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """shape, strides: of the whole; without gaps if none are given."""
-        start = 0
         if isinstance(held, HeldView):
-            strides, start = held.like.stride(), int(held.like.storage_offset())
-        value: Sharded = wrapper_subclass(cls, shape, strides or held.layout.strides(shape), held.near, start)
+            strides = held.like.stride()
+        value: Sharded = wrapper_subclass(cls, shape, strides or held.layout.strides(shape), held.near)
         value.held = held
         return value
 
@@ -236,6 +236,9 @@ class Sharded(Tensor):
         if not schema_of(func).is_mutable:
             return out
         return pytree.tree_map_only(Tensor, lambda found: owners.get(id(found), found), out)
+
+
+hide_views(Sharded)
 
 
 def _said(x: Tensor) -> str:

@@ -64,6 +64,16 @@ def is_compiling() -> bool:
     return CompileContext.try_get() is not None
 
 
+def hide_views(cls: Any) -> None:
+    """Let Dynamo take views that are of this wrapper subclass for tensors of their own.
+
+    It would repeat the view on a stand-in of its base, with symbols for the numbers of its ops: of these torch 2.13 can
+    neither write guards nor make inputs.
+    """
+    is_view = torch.Tensor._is_view
+    cls._is_view = torch.compiler.disable(lambda x: not is_compiling() and is_view(x))
+
+
 def is_fragment(gm: GraphModule) -> bool:
     """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?"""
     reason = getattr(gm, "compile_subgraph_reason", None)

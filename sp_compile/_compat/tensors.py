@@ -168,9 +168,6 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 
-def wrapper_subclass(
-    cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor, start: int = 0
-) -> Any:
+def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
     """A tensor without memory, of a subclass that says itself what ops do with it."""
-    meta = {"strides": strides, "storage_offset": start, "dtype": like.dtype, "device": like.device}
-    return torch.Tensor._make_wrapper_subclass(cls, shape, **meta)
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
