@@ -194,3 +194,12 @@ def test_draws_are_repeated_where_something_notices() -> None:
     assert restored(Dropped().train(), 7) == 1
     assert restored(Dropped().train(), 8) == 0
     assert restored(Dropped().eval(), 7) == 0
+
+
+@pytest.mark.parametrize(("length", "n", "sent"), [(8, 3, 0), (7, 3, 0), (5, 4, 1), (2, 4, 1)])
+def test_rows_of_other_ranks_are_reported(length: int, n: int, sent: int) -> None:
+    """One all_gather of a row of each rank where a rank has no valid row, with its bytes; else none."""
+    x = torch.randn(2, length, D, dtype=torch.float64)
+    report = sp_compile.verify(Model("x / norm").double(), x, sp=n, attention="ring")
+    found = [e for e in report.exchanges if e.op == "window"]
+    assert [(e.forward, e.backward) for e in found] == [((n - 1) * 2 * D * 8, 0)] * sent
