@@ -48,7 +48,9 @@ def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, gro
     return x.masked_fill(outside_window(x, dim % x.ndim, frame, n, group), value)
 
 
-@composite("window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", padded="nearest")
+@composite(
+    "window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""), padded="nearest"
+)
 def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> Shard(dim): padded rows are replaced by the nearest valid row.
 

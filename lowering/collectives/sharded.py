@@ -354,7 +354,10 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.held.origin
-        return _rows_of(x, layout).detach()
+        rows = _rows_of(x, layout).detach()
+        if isinstance(x.held, HeldView) and (layout.before or layout.after):  # padded rows are rows of its value
+            rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
+        return rows
 
     @staticmethod
     @torch.compiler.disable

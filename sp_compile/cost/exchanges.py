@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile._compat import namespace_of
 from sp_compile.config import Ranks
 from sp_compile.errors import PARAMETERS_LINE, RESULTS_LINE, at
-from sp_compile.graph.call import Call
+from sp_compile.graph.call import Call, is_tensor, tensors_of
 from sp_compile.graph.layers import layer_of
 from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, product, size, sizes
+from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import HEADS
+from sp_compile.lowering.frames import edges_elsewhere, rows_held
 from sp_compile.lowering.library import MOVES
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.windows import SHARD_WINDOWS, shifts_of
@@ -30,6 +31,7 @@ from .line import bytes_of
 from .scan import SCAN_OPS, bytes_to_send, message_bytes, offsets_of_steps
 
 sp = torch.ops.sp
+ENDS_IN_WINDOW = (sp.window.default, *SCAN_OPS, *SHARD_WINDOWS)
 GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
 
 
@@ -64,7 +66,27 @@ def collectives_of(exchange: Exchange) -> tuple[str, str]:
 def exchanges_of(local: GraphModule, n: int) -> list[Exchange]:
     """Every collective of a validated local graph, in order."""
     calls = [Call(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
-    return [_exchange(call, *found) for call in calls if (found := _sent(call, n)) is not None]
+    exchanges = []
+    for call in calls:
+        if (found := _sent(call, n)) is not None:
+            exchanges.append(_exchange(call, *found))
+        if nbytes := _bytes_of_edges(call, n):
+            exchanges.append(replace(_exchange(call, [call.operands[0]], nbytes, 0), op="window"))
+    return exchanges
+
+
+def _bytes_of_edges(call: Call, n: int) -> Size:
+    """What a rank sends to restore padded rows of a result whose nearest valid row is on another rank."""
+    op = call.node.target
+    frame = call.get("result") or call.get("frame") if op in ENDS_IN_WINDOW else None
+    if frame is None:
+        return 0
+    values = map_arg(frame, lambda node: node.meta["val"])
+    if not any(edges_elsewhere(values, n)):
+        return 0
+    edges = (not same(values[2], 0)) + (not same(values[2] + values[3], n * rows_held(values, n)))
+    rows = _bytes([call.node]) if is_tensor(call.node) else sum(map(_bytes_of, tensors_of(call.node)), 0)
+    return bytes_of("all_gather", rows * edges // rows_held(values, n), n)
 
 
 def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
@@ -83,7 +105,7 @@ def _sent(call: Call, n: int) -> tuple[list[Node], Size, Size] | None:
         row = others * call.operands[0].meta["val"].element_size()
         nbytes = bytes_of("shift", sum((size(rows) for _, rows in shifts), 0) * row, n)
         return call.operands[:1], nbytes, nbytes
-    if op not in MOVES:
+    if op not in MOVES or op is sp.window.default:
         return None
     operands = [call.node] if op is sp.shard.default else call.operands
     there, back = (bytes_of(kind, _bytes(operands), n) if kind else 0 for kind in MOVES[op])
@@ -127,8 +149,11 @@ def _where(node: Node) -> str:
 
 
 def _bytes(operands: Iterable[Node]) -> Size:
-    values = [operand.meta["val"] for operand in operands]
-    return sum((product(sizes(value.shape)) * value.element_size() for value in values), 0)
+    return sum((_bytes_of(operand.meta["val"]) for operand in operands), 0)
+
+
+def _bytes_of(value: Tensor) -> Size:
+    return product(sizes(value.shape)) * value.element_size()
 
 
 class Heads:

@@ -32,6 +32,7 @@ from support.ranks import Failure
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sp_compile import backend
 from sp_compile.backend import lower
 
 SEEDS = Random(0).sample(range(10**9), 400)
@@ -196,7 +197,7 @@ def spoilt(change: Callable[[GraphModule], None]) -> Any:
         found.graph.recompile()
         return found
 
-    return mock.patch.object(oracle, "lower", lowered)
+    return mock.patch.object(backend, "lower", lowered)
 
 
 def drops_the_scans(gm: GraphModule) -> None:

@@ -194,3 +194,49 @@ def test_draws_are_repeated_where_something_notices() -> None:
     assert restored(Dropped().train(), 7) == 1
     assert restored(Dropped().train(), 8) == 0
     assert restored(Dropped().eval(), 7) == 0
+
+
+class First(nn.Module):
+    """Hidden values, the first row of which is zero, and the rows after it, which are a view of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x).cumsum(1) * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return y, y[:, 1:]
+
+
+class Second(First):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return (y / norm(y)).cumsum(1).sin().mean()
+
+
+def _between(length: int) -> float:
+    def step(compile: Callable[..., Callable[..., object]]) -> list[Tensor]:
+        first, second = First().double(), Second().double()
+        x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        y, rest = compile(first, outputs="lazy")(x)
+        (compile(second)(rest) + y.square().mean()).backward()
+        return [first.inner.weight.grad, second.inner.weight.grad]
+
+    found, wanted = step(compiled), step(lambda model, **_: model)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 8), (3, 8), (4, 6)])
+def test_a_view_in_shards_of_a_longer_value(ranks: Ranks, n: int, length: int) -> None:
+    """The row before it is no row of the next program's sequence."""
+    assert max(ranks.run(n, _between, length)) < 1e-9
+
+
+@pytest.mark.parametrize(("length", "n", "sent"), [(8, 3, 0), (7, 3, 0), (5, 4, 1), (2, 4, 1)])
+def test_rows_of_other_ranks_are_reported(length: int, n: int, sent: int) -> None:
+    """One all_gather of a row of each rank where a rank has no valid row, with its bytes; else none."""
+    x = torch.randn(2, length, D, dtype=torch.float64)
+    report = sp_compile.verify(Model("x / norm").double(), x, sp=n, attention="ring")
+    found = [e for e in report.exchanges if e.op == "window"]
+    assert [(e.forward, e.backward) for e in found] == [((n - 1) * 2 * D * 8, 0)] * sent

@@ -31,15 +31,17 @@ from torch.utils import _pytree as pytree
 
 from sp_compile import SpError
 from sp_compile._compat import keep_source
-from sp_compile.backend import lower
+from sp_compile.backend import RankProgram, lower_or_keep
 from sp_compile.capture import inputs as inputs_of_backend
 from sp_compile.capture.capture import capture
+from sp_compile.capture.views import VIEWS
 from sp_compile.config import Ranks
 from sp_compile.graph.edit import copied
 from sp_compile.graph.random import draws
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.report import Report
+from sp_compile.spmd.between import make_views
 from sp_compile.spmd.fingerprint import fingerprint
 from sp_compile.spmd.session import Session
 
@@ -219,33 +221,35 @@ class _SimulatedRanks:
         return found
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs: dict[int, GraphModule] = {}
+        programs: dict[int, RankProgram] = {}
         known = _known()
         with self.once():
             for n in self.case.ranks:
                 if known != _known():
                     raise _Apart
-                graphs[n] = self.lowered(gm, example_inputs, n)
+                programs[n] = self.lowered(gm, example_inputs, n)
 
         def call(*args: Any) -> Any:
             if isinstance(current(), FunctionalCommunicator):
                 return gm.forward(*args)
-            return [_no_view_of_a_function(y) for y in graphs[self.n].forward(*args)]
+            program = programs[self.n]
+            values = [_no_view_of_a_function(y) for y in program.graph.forward(*args)]
+            return make_views(values, args, program.edges)
 
         return call
 
-    def lowered(self, gm: GraphModule, example_inputs: Sequence[Any], n: int) -> GraphModule:
+    def lowered(self, gm: GraphModule, example_inputs: Sequence[Any], n: int) -> RankProgram:
         """For each of n ranks."""
         options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
         try:
             session = Session(gm, example_inputs, options, measures=False)
             session.ranks = Ranks(n, GROUP)
-            lowered = lower(gm, example_inputs, {"outputs": "gather", **options}, session)
+            lowered, _ = lower_or_keep(gm, example_inputs, {"outputs": "gather", **options}, session, lambda _: None)
         except SpError as error:
             self.refused = error
             raise
         self.reports.append(lowered.report)
-        return lowered.graph
+        return lowered
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -277,7 +281,7 @@ def _known() -> tuple[int, int]:
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
     """Of graphs that are equal, constants included."""
     constants = {name: (x.tolist() if x.layout == torch.strided else str(x)) for name, x in graph.named_buffers()}
-    text = f"{fingerprint(graph)} {[x.requires_grad for x in inputs]} {constants}"
+    text = f"{fingerprint(graph)} {graph.meta[VIEWS]} {[x.requires_grad for x in inputs]} {constants}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -126,5 +126,8 @@ def leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def plain(x: Any) -> Any:
-    """A copy of a result, whole, that shares memory with nothing."""
-    return torch.as_tensor(x.full() if hasattr(x, "full") else x).detach().clone() if isinstance(x, Tensor) else x
+    """A copy of a result, whole, that shares memory with nothing; as autograd does not look at it, it raises nothing."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach()
+    return torch.as_tensor(x.full() if hasattr(x, "full") else x).clone()
