@@ -296,15 +296,13 @@ def _each_graph(
         if total.step is not None and settings.state == "sharded":
             total.step.shards = total.n
         walks = behind or total.step is not None
-
-        def finish(lowered: RankProgram) -> None:
-            if not lowered.eager:
-                looked_at(lowered, one, walks)
-
+        finish = partial(looked_at, one=one, walks=walks)
         lowered, _ = lower_or_keep(gm, example_inputs, taken, session, finish, repeats)
         return session, lowered
 
     def looked_at(lowered: RankProgram, one: Look, walks: bool) -> None:
+        if lowered.eager:
+            return
         total, settings = one.report, one.settings
         if lowered.exchanges and compare is None and not settings.has_place:
             why = NO_COLLECTIVE_PASSES.format(settings.compiler)

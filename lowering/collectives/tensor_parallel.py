@@ -33,7 +33,7 @@ def _reduced_back(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tenso
     return _reduced(x, then, first)
 
 
-@composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor")
+@composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor", padded="as given")
 def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
     """All-reduces of x, one behind the other, each "op group"; backward: those of the cotangent.
 

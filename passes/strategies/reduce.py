@@ -79,7 +79,7 @@ class Means(Rewrite):
             # An ignored index may be out of range.
             index = self.compute(aten.mul.Tensor, (target, counted), node)
             each = self.compute(aten.index.Tensor, (weight, [index]), node)
-            counted = self.compute(aten.mul.Tensor, (each, counted), node)
+            counted = self.compute(aten.where.ScalarOther, (counted, each, 0), node)
         count = self.compute(aten.sum.default, (counted,), node)
         wide = accumulation_dtype(dtype)
         loss = self.compute(aten.div.Tensor, (total, self.cast(count, wide, node)), node)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sp_compile.config import Ranks
-from sp_compile.errors import SpError
+from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .control.message import COMPILES, READS, STOPS, TOGETHER, Message
@@ -260,3 +260,12 @@ def is_close(a: str, b: str) -> bool:
         return a == b
     first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))
     return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
+
+
+def error_text(error: Exception | None) -> str:
+    """What a rank sends of its error; "" of none, and of one that another rank sends."""
+    if isinstance(error, RemoteError):
+        return ""  # the rank that failed says it
+    if error is None or isinstance(error, SpError):
+        return str(error or "")
+    return f"{type(error).__name__}: {error}"

@@ -30,6 +30,7 @@ from .agree import (
     agree_with_replicas,
     difference,
     different_work,
+    error_text,
     exchanged,
     failures,
     rows_by_rank,
@@ -196,7 +197,7 @@ class CheckedProgram:
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
         asked = self._replicas_asked(wire, fields)
-        error = _words(self.error)
+        error = error_text(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         if refused:
             fields[REFUSED] = refused
@@ -494,11 +495,3 @@ def _size(a: Any) -> str:
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())
     return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)
-
-
-def _words(error: Exception | None) -> str:
-    if isinstance(error, RemoteError):
-        return ""  # the rank that failed says it
-    if error is None or isinstance(error, SpError):
-        return str(error or "")
-    return f"{type(error).__name__}: {error}"

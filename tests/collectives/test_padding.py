@@ -196,7 +196,7 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
     """What an exchange or an operator of ours gives in shards is in `PADDED`; nothing else is."""
     gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "unshard"}
-    of_others = {"own_rows", "reduce_pair"}  # a rank's own values, and rows of another exchange
+    of_others = {"own_rows"}  # a rank's own values
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
     declared = {op.__name__.split(".")[0] for op in PADDED}
