@@ -12,4 +12,5 @@ from .groups import *
 from .names import *
 from .ops import *
 from .tensors import *
+from .thread_state import *
 from .tracing import *

@@ -1,0 +1,94 @@
+"""Torch's state of a thread, which a trace changes and a failed one does not restore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def kept_state() -> Iterator[None]:
+    """Leave torch's thread state as it was before, also after an error.
+
+    A graph of Dynamo's changes state in one node and restores it in a later one, which a failed trace does not reach:
+    grad mode, autocast with the nesting that clears its cache, transforms of torch.func, forward mode, disabled hooks
+    on saved tensors, the backends of attention.
+    """
+    functorch, hooks = torch._C._functorch, torch._C._autograd
+    devices = [d for d in torch._C._autocast_supported_devices() if torch.amp.is_autocast_available(d)]
+    grad, forward = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cache, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+    depth, dual = functorch.get_dynamic_layer_stack_depth(), _in_forward_mode()
+    in_place, single = (
+        functorch.get_inplace_requires_grad_allowed(),
+        functorch.get_single_level_autograd_function_allowed(),
+    )
+    message = hooks._saved_tensors_hooks_get_disabled_error_message()
+    attention = _attention_state()
+    try:
+        with torch._C._PreserveDispatchKeyGuard():
+            yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if _in_forward_mode() and not dual:
+            torch._C._exit_dual_level(level=0)
+        torch._C._set_fwd_grad_enabled(forward)
+        functorch.set_inplace_requires_grad_allowed(in_place)
+        functorch.set_single_level_autograd_function_allowed(single)
+        if message is None:
+            hooks._saved_tensors_hooks_enable()
+        elif hooks._saved_tensors_hooks_get_disabled_error_message() != message:
+            hooks._saved_tensors_hooks_disable(message)
+        for device, enabled, dtype in casts:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        while _autocast_nesting() > nesting:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        if _attention_state() != attention:
+            torch.nn.attention._sdpa_kernel(*attention)
+        torch.set_grad_enabled(grad)
+
+
+def _autocast_nesting() -> int:
+    """How many autocast regions are open; only entering one tells."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _in_forward_mode() -> bool:
+    """Is a level of forward mode open? There is at most one, and only entering one shows it."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False
+
+
+def _attention_state() -> tuple[Any, bool]:
+    """The backends that attention may take, in order, as `_sdpa_kernel` takes them."""
+    return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True), True
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """No hook on saved tensors, such as a checkpoint's around the compiled call, packs what a trace saves.
+
+    They are taken off and put back: a hook on top of them would forbid torch.func inside of what is traced.
+    """
+    hooks, taken = torch._C._autograd, []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
