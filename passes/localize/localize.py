@@ -23,7 +23,7 @@ from sp_compile.graph.call import Call, is_tensor, results_read
 from sp_compile.graph.edit import INHERITED_META, Editor, drop_dead
 from sp_compile.graph.mutation import is_written
 from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, size
+from sp_compile.graph.sizes import Size, same, size
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Settings
 from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
@@ -188,11 +188,16 @@ class _Localizer(Editor):
         return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
     def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
-        """Make padded rows vanish from a sum over the sharded factor: of a product all operands, as 0 * inf is NaN."""
+        """Make padded rows vanish from a sum over the sharded factor: of a product all operands, as 0 * inf is NaN.
+
+        Where the fill of one is enough, the others' padded rows have to be finite, as rows that a window cuts off need
+        not be.
+        """
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or record(call.node).combines:
             return operands
         n, group = self.ranks.n, self.ranks.group
-        for index, value in [rule.pad] if rule.pad else [(i, 0) for i in range(len(operands))]:
+        fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_window(want)}
+        for index, value in {**fills, **dict([rule.pad] if rule.pad else [])}.items():
             want = wants[index]
             if isinstance(want, Shard) and not want.frame.exact(n):
                 args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, n, group)
@@ -252,6 +257,11 @@ class _Localizer(Editor):
     def _how(self, source: Node) -> str:
         """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
         return self.param_grads if _is_parameter(source) else "reduce"
+
+
+def _is_window(want: Placement) -> bool:
+    """Is it a part of a sequence?"""
+    return isinstance(want, Shard) and not (same(want.frame.start, 0) and same(want.frame.length, want.frame.size))
 
 
 def _is_parameter(source: Node) -> bool:

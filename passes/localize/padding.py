@@ -1,20 +1,21 @@
 """Which values need their padded rows restored (``sp::window``), and the proof that no operator reads wrong ones.
 
 What a padded row holds is defined in `lowering/collectives/padding.py`: the nearest valid row. Three kinds of nodes
-have other ("loose") padded rows, and all of them finite:
+have other ("loose") padded rows:
 
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
     ring_attention(..)    a padded query attends to nothing (`library.PADDED` says "finite")
     rand_like(x)          each row is a draw of its own
 
-`smooth` operators are defined at any finite rows, in values and derivatives, and a sum fills its padding. Where only
-these read a loose value, up to where padding is dropped, nothing can notice. All others get `sp::window` first.
+Rows that a window cuts off may be infinite or NaN, which may be why the program cuts them off. Only moves, up to a sum,
+which fills its padding, may read them. The others are finite, and smooth operators, which are finite with finite
+derivatives wherever their operands are, may read them, too. In front of all other readers is `sp::window`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch.fx import GraphModule, Node
 
@@ -44,14 +45,21 @@ NOTICED = (
 
 def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
     """The nodes of a global graph whose local value has loose padded rows that an operator may notice."""
-    noticed: set[Node] = set()
+    if_cut, if_finite = set[Node](), set[Node]()  # whose padded rows something may notice, if they are such
     for node in reversed(gm.graph.nodes):
-        if any(_reaches(node, user, plan, noticed) for user in node.users):
-            noticed.add(node)
-    return {node for node in noticed if _is_loose(node, plan, n)}
+        for noticed, passes in ((if_cut, is_move), (if_finite, is_smooth)):
+            if any(_reaches(node, user, plan, noticed, passes) for user in node.users):
+                noticed.add(node)
+    return {node for node in if_cut if _is_cut(node, plan)} | {node for node in if_finite if _is_loose(node, plan, n)}
 
 
-def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node]) -> bool:
+def is_move(node: Node) -> bool:
+    """Does the op move or cast elements, and nothing else?"""
+    _, rule = lookup(node) or (None, None)
+    return rule is not None and rule.lazy and is_smooth(node)
+
+
+def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node], passes: Callable[[Node], bool]) -> bool:
     """May the user, or what reads its result, notice what padded rows of the node hold?"""
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
@@ -60,22 +68,26 @@ def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node]) -> bool:
     if not _is_sharded(node, plan) or user not in plan.wants:
         return False
     operands = [i for i, x in enumerate(Call(user).operands) if x is node]
-    return any(_notices(user, i, plan) for i in operands) or (user in noticed and not drops_padding(user))
+    return any(_notices(user, i, plan, passes) for i in operands) or (user in noticed and not drops_padding(user))
 
 
 def _is_sharded(node: Node, plan: Plan) -> bool:
     return any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
 
 
+def _is_cut(node: Node, plan: Plan) -> bool:
+    """Is the node, or what it is a result of, a shorter window of a sharded value?"""
+    source = node.args[0] if node.target is operator.getitem else node
+    return source.op == "call_function" and _is_sharded(source, plan) and cuts(source, plan)
+
+
 def _is_loose(node: Node, plan: Plan, n: int) -> bool:
-    """Has the node, one of whose results may be several, loose padded rows where its operands' hold the nearest?"""
+    """Has the node finite padded rows that are not the nearest valid one where its operands' are?"""
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
-    if cuts(node, plan):
-        return True
     made = PADDED.get(node.target) == "finite" or is_random(node)
     return made and not all(p.frame.exact(n) for p in placements)
 
@@ -98,15 +110,18 @@ def drops_padding(node: Node) -> bool:
     return PADDED.get(node.target) == "nearest"
 
 
-def _notices(user: Node, operand: int, plan: Plan) -> bool:
-    """May a node give other values or derivatives in valid rows, or fail, by what an operand's padded rows hold?"""
+def _notices(user: Node, operand: int, plan: Plan, passes: Callable[[Node], bool]) -> bool:
+    """May a node give other values or derivatives in valid rows, or fail, by what an operand's padded rows hold?
+
+    passes: which ops do not, of the kind of rows that these are.
+    """
     if drops_padding(user):
         return False
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills what a sum reads
     if user.target in CLASS_LOSSES and Call(user).operands[operand] is Call(user)["target"]:
         return True  # an index
-    return not is_smooth(user)
+    return not passes(user)
 
 
 class PaddingProof:
@@ -115,6 +130,7 @@ class PaddingProof:
     def __init__(self, plan: Plan, n: int) -> None:
         self.plan, self.n = plan, n
         self.loose: set[Node] = set()
+        self.cut: set[Node] = set()  # those of them that may hold anything
 
     def check(self, node: Node) -> None:
         """Raise SpError if the node may notice padded rows that are not those of the nearest valid row."""
@@ -127,8 +143,9 @@ class PaddingProof:
         if node.op != "call_function":
             return
         if node.target is operator.getitem:
-            if node.args[0] in self.loose:
-                self.loose.add(node)
+            for known in (self.loose, self.cut):
+                if node.args[0] in known:
+                    known.add(node)
             return
         source = record(node).origin
         results = () if source is None else self.plan.placements.get(source, ())
@@ -139,16 +156,20 @@ class PaddingProof:
         if source is None or source not in self.plan.wants or declared == "nearest":
             return
         read = list(self._loose_operands(node, source))
-        for i, operand in read:
-            if _notices(source, i, self.plan):
+        for i, operand, is_cut in read:
+            if _notices(source, i, self.plan, is_move if is_cut else is_smooth):
                 raise SpError(NOTICED.format(name=node.name, op=node.target, at=at(node), operand=operand.name))
         if (read and not drops_padding(source)) or _is_loose(source, self.plan, self.n):
             self.loose.add(node)
+            if any(is_cut for *_, is_cut in read):
+                self.cut.add(node)
 
-    def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node]]:
+    def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:
+        """Number, operand, and whether a window has cut off what its padded rows hold."""
         for i, (operand, want) in enumerate(zip(Call(node).operands, self.plan.wants[source])):
-            if isinstance(want, Shard) and (operand in self.loose or self._is_longer(operand, want)):
-                yield i, operand
+            is_cut = isinstance(want, Shard) and (operand in self.cut or self._is_longer(operand, want))
+            if isinstance(want, Shard) and (is_cut or operand in self.loose):
+                yield i, operand, is_cut
 
     def _is_longer(self, operand: Node, want: Shard) -> bool:
         """Is it the local value of a longer window than the one that is read?"""

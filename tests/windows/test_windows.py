@@ -76,3 +76,31 @@ def test_nothing_to_shard_is_said_and_can_be_refused() -> None:
     ]
     with pytest.raises(sp_compile.SpError, match="fallback='error'"):
         sp_compile.explain(LabelShift(), one, torch.zeros(2, 1).long(), sp=2, fallback="error")
+
+
+class CutOff(Attention):
+    """The last row is infinite or has no number, and one device never computes on it: the program cuts it off."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case, self.head = case, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[1])
+        shown = (rows < x.shape[1] - 1).to(x.dtype).log()[:, None]  # -inf in the last row
+        if self.case == "reciprocals":
+            return self.attend((1 / (x * shown.exp()))[:, :-1]).sin().mean()
+        if self.case == "logits":
+            logits = self.head(self.attend(x)) + shown
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if self.case == "a product":
+            return (self.attend(x)[:, :-1] * self.head(x + shown)[:, :-1]).mean()
+        large = (x / shown.exp().clamp(min=1e-200))[:, :-1]
+        return self.head(large * large).sin().mean() + self.attend(x).mean()
+
+
+@pytest.mark.parametrize("case", ["reciprocals", "logits", "a product", "an overflow"])
+@pytest.mark.parametrize(("n", "length"), [(2, 8), (2, 7), (3, 7), (4, 9)])
+def test_rows_cut_off_need_not_be_finite(n: int, length: int, case: str) -> None:
+    x, labels = torch.randn(2, length, 8, dtype=torch.float64), torch.randint(0, 8, (2, length))
+    assert sp_compile.verify(CutOff(case).double(), x, labels, sp=n).worst < 1e-9
