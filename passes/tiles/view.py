@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import size_hint
-from sp_compile.graph.call import Call, is_tensor
+from sp_compile.graph.call import Call, is_tensor, overloads
 from sp_compile.graph.modes import without_grad
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.random import is_random
@@ -27,10 +27,19 @@ from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import frame_of
+from sp_compile.sharding.rules.pointwise import is_smooth
 from sp_compile.sharding.rules.sorted_rows import SORTED_ROWS
 
 sp, aten = torch.ops.sp, torch.ops.aten
-CUTS = (sp.shard.default, sp.mask.default, sp.window.default)
+MASKS = (sp.mask.default, sp.window.default)
+CUTS = (sp.shard.default, *MASKS)
+DIVISIONS = overloads("div.Scalar div.Tensor")
+FINITE_OF_ONES = overloads("""
+    abs argmax clamp eq.Scalar eq.Tensor exp ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
+    le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor pow.Tensor_Scalar
+    softplus square where.ScalarOther where.self
+""")
+"""With smooth ops what tiles make of logits: finite in value and derivative at a row of ones and what follows of it."""
 
 
 @dataclass
@@ -95,6 +104,30 @@ def view_of(local: GraphModule, planned: Plan, n: int, tiles: int) -> TokenView:
         if not demanding:
             return view
         refused |= demanding
+
+
+def is_finite_of_ones(window: Node) -> bool:
+    """Is all that a local graph makes of the value finite, with its derivatives, where a row is filled with ones?
+
+    Up to sums, which fill their padding. Then a tile, which has no other rows, may fill instead of restoring.
+    """
+    seen, waiting = {window}, [window]
+    for node in waiting:
+        for user in node.users:
+            if user.target is sp.mask.default or user in seen:
+                continue
+            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user)):
+                return False
+            seen.add(user)
+            if not is_tensor(user) or user.meta["val"].ndim:
+                waiting.append(user)
+    return True
+
+
+def _is_finite(node: Node) -> bool:
+    if node.target in DIVISIONS:
+        return isinstance(Call(node)["other"], (int, float)) and Call(node)["other"] != 0
+    return node.target in FINITE_OF_ONES
 
 
 def lies(node: Node, planned: Plan, n: int) -> Placement:
@@ -164,16 +197,18 @@ class _TokenCopy:
         return is_pure(node) or node.target is aten.dropout.default  # which may draw nothing, too
 
     def _fills(self, node: Node) -> bool:
-        return node.target is sp.mask.default and node.meta["val"].is_floating_point() and node not in self.refused
+        if node in self.refused or node.target not in MASKS or not node.meta["val"].is_floating_point():
+            return False
+        return node.target is sp.mask.default or is_finite_of_ones(node)
 
     def _filled(self, graph: Graph, node: Node) -> Node:
-        """A mask as one op on rows: which of them it fills is an input of rows."""
+        """A mask as one op on rows: which of them it fills is an input of rows. A window, too: with ones."""
         call, have = Call(node), _cut_by_hand(node)
         x = node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
         self.flags.add(flags)
         self.source[flags] = node
-        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call["value"]))
+        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call.get("value", 1)))
         made.meta.update(node.meta)
         return made

@@ -31,7 +31,7 @@ class Sign:
 @pytest.fixture
 def signs() -> Iterator[Signs]:
     """Of the frames that have called `lower`; nothing collects garbage meanwhile."""
-    entries = importlib.import_module("sp_compile.verify")
+    entries = importlib.import_module("sp_compile.backend")
     found: Signs = []
     lower = entries.lower
 

@@ -21,7 +21,8 @@ from support.ranks import Ranks as Pool
 from torch import Tensor, nn
 
 from sp_compile import SpError
-from sp_compile.spmd import session, wire
+from sp_compile.spmd import session
+from sp_compile.spmd.control import wire
 
 STEPS, FAULT = 4, 2
 Step = Callable[[Any, nn.Module, Tensor, bool], None]

@@ -33,7 +33,7 @@ sp = torch.ops.sp
 SEQUENCE = 2
 
 
-@composite(f"toy_attention({ARGUMENTS}) -> Tensor")
+@composite(f"toy_attention({ARGUMENTS}) -> Tensor", padded="finite")
 def toy_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2). Order inside does not matter, so there is nothing to balance."""
     *scores, q_frame, k_frame, n, group, _balance = rest
