@@ -35,8 +35,8 @@ MASKS = (sp.mask.default, sp.window.default)
 CUTS = (sp.shard.default, *MASKS)
 DIVISIONS = overloads("div.Scalar div.Tensor")
 FINITE_OF_ONES = overloads("""
-    abs argmax clamp eq.Scalar eq.Tensor exp ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
-    le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor pow.Tensor_Scalar
+    abs argmax clamp eq.Scalar eq.Tensor exp ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div
+    le.Scalar le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor pow.Tensor_Scalar
     softplus square where.ScalarOther where.self
 """)
 """With smooth ops what tiles make of logits: finite in value and derivative at a row of ones and what follows of it."""

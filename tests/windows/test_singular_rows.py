@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.parity import sp as compiled
-from support.ranks import Ranks
+from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
@@ -164,7 +164,8 @@ def _trained(rows: str, length: int, compiler: str | None) -> float:
     x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
     one, many = Model(rows).double(), Model(rows).double()
     wanted = torch.autograd.grad(one(x), tuple(one.parameters()))
-    run = torch.compile(many, backend="sp") if compiler is None else compiled(many, compiler=compiler)
+    options = {"mesh": mesh()}
+    run = torch.compile(many, backend="sp", options=options) if compiler is None else compiled(many, **options)
     found = torch.autograd.grad(run(x), tuple(many.parameters()))
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True))
 
@@ -219,8 +220,8 @@ def _between(length: int) -> float:
     def step(compile: Callable[..., Callable[..., object]]) -> list[Tensor]:
         first, second = First().double(), Second().double()
         x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        y, rest = compile(first, outputs="lazy")(x)
-        (compile(second)(rest) + y.square().mean()).backward()
+        y, rest = compile(first, outputs="lazy", mesh=mesh())(x)
+        (compile(second, mesh=mesh())(rest) + y.square().mean()).backward()
         return [first.inner.weight.grad, second.inner.weight.grad]
 
     found, wanted = step(compiled), step(lambda model, **_: model)
