@@ -47,13 +47,13 @@ def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
     """The nodes of a global graph whose local value has loose padded rows that an operator may notice."""
     if_cut, if_finite = set[Node](), set[Node]()  # whose padded rows something may notice, if they are such
     for node in reversed(gm.graph.nodes):
-        for noticed, passes in ((if_cut, is_move), (if_finite, is_smooth)):
+        for noticed, passes in ((if_cut, only_moves), (if_finite, is_smooth)):
             if any(_reaches(node, user, plan, noticed, passes) for user in node.users):
                 noticed.add(node)
     return {node for node in if_cut if _is_cut(node, plan)} | {node for node in if_finite if _is_loose(node, plan, n)}
 
 
-def is_move(node: Node) -> bool:
+def only_moves(node: Node) -> bool:
     """Does the op move or cast elements, and nothing else?"""
     _, rule = lookup(node) or (None, None)
     return rule is not None and rule.lazy and is_smooth(node)
@@ -157,7 +157,7 @@ class PaddingProof:
             return
         read = list(self._loose_operands(node, source))
         for i, operand, is_cut in read:
-            if _notices(source, i, self.plan, is_move if is_cut else is_smooth):
+            if _notices(source, i, self.plan, only_moves if is_cut else is_smooth):
                 raise SpError(NOTICED.format(name=node.name, op=node.target, at=at(node), operand=operand.name))
         if (read and not drops_padding(source)) or _is_loose(source, self.plan, self.n):
             self.loose.add(node)
