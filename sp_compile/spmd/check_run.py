@@ -225,7 +225,9 @@ class CheckedProgram:
             inner = inner.run
         if raised and different_work(everyone or ()):
             if has_raised and len(involved()) == 1:
-                return self._agree(args)  # the others go on with the step in which this rank has raised, and raise now
+                return self._agree(
+                    args, refused
+                )  # the others go on with the step in which this rank has raised, and raise now
             end_if_connected(wire, everyone or (), mine)
         raise SpError(problem) from self.error
 
