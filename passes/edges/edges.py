@@ -57,10 +57,12 @@ class LeaveTickets(Pass):
         leaves, output, found = leaves_of(gm), gm.graph.output_node(), dict[int, int]()
         memory = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in job.smooth(gm):
-            node, late = leaves[i], job.edges.results[i].late
+            node = leaves[i]
+            if job.edges.results[i].late is not None or node.op != "call_function":
+                continue
             if memory[storage_of(node.meta["val"])] > 1:  # AOTAutograd takes results that share memory for one
                 continue
-            if late is None and node.op == "call_function" and any(user is not output for user in node.users):
+            if any(user is not output for user in node.users):
                 ticket = tapped(node)
                 leaves[i] = detached(node)
                 found[i] = len(leaves)

@@ -199,7 +199,8 @@ def test_all_operators_that_give_shards_declare_their_padding() -> None:
     of_others = {"own_rows"}  # a rank's own values
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
-    declared = {op.__name__.split(".")[0] for op in PADDED}
+    declared = {op.__name__.split(".")[0] for op in PADDED} - {"toy_attention"}  # of another test
+    names -= {"toy_attention"}
     assert names - gathers - of_others <= declared
     assert declared - names == {"mask", "shard", "window"}  # of local graphs: they have no rule
     assert set(PADDED) <= COMPOSITES
