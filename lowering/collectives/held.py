@@ -99,9 +99,10 @@ class Layout:
         return self.dense(sp.shard.default(whole, self.dim, frame, self.n, self.group))
 
     def dense(self, x: Tensor) -> Tensor:
-        """The same values without gaps in memory, in its order."""
-        back = [self.order.index(dim) for dim in range(x.ndim)]
-        return x.permute(self.order).contiguous().permute(back)
+        """The same values without gaps in memory, in its order; also along dims of one element."""
+        back, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
+        found = x.permute(self.order).contiguous().permute(back)
+        return found if list(found.stride()) == strides else found.as_strided(x.shape, strides)
 
 
 def _nobody(words: str) -> None:

@@ -255,7 +255,7 @@ def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
         return _viewed(func, args, kwargs) if keeps_views() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
-        return Sharded(value.held, value.shape)
+        return Sharded(value.held, value.shape, value.stride())
 
 
 def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -164,6 +164,4 @@ def _layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
     found = replace(base, dim=dim, order=order, inner=inner)
     if outer and not more and not first:
         return replace(found, outer=outer)
-    if _makes_views.get():  # a result, which another program may take: torch cannot make a stand-in of such a view
-        return None
     return replace(found, before=first, after=length - first - rows) if first + rows <= length else None
