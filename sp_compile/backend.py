@@ -117,7 +117,8 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     of_groups = lowered.joint.given.common, lowered.joint.given.backward
     if lowered.whole:
         warn_of_unsplit(subject_of(gm), lowered.whole)
-    return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, lowered.whole)
+    kept = lowered.whole, lowered.eager
+    return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, *kept)
 
 
 _compat.on_eager(sp, partial(tell_of_eager, stop), tell_of_sharded_parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -75,6 +76,26 @@ def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtyp
 
 
 _version = attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Where the elements of a strided tensor are, for numpy, which does not read them."""
+
+    of: torch.Tensor
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        size = self.of.element_size()
+        strides = tuple(stride * size for stride in self.of.stride())
+        place = {"data": (self.of.data_ptr(), True), "shape": tuple(self.of.shape), "strides": strides}
+        return {"version": 3, "typestr": f"|V{size}", **place}
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Have two strided tensors an element in common? Also where that is too hard to find out."""
+    one, other = (numpy.asarray(_Addresses(x)) for x in (a, b))
+    return bool(numpy.may_share_memory(one, other, max_work=10_000))
 
 
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:

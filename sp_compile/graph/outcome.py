@@ -28,21 +28,23 @@ def outcome_of(
     inputs: Sequence[Any],
     finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Outcome:
-    """Run a graph on fresh leaves; the cotangents are fixed, so that runs can be compared.
+    """Run a graph on fresh leaves, or on copies of these where inputs are no leaves and may be changed in place; the
+    cotangents are fixed, so that runs can be compared.
 
     finish: makes the results of what the graph returns, and of its inputs.
     """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
-        results = run_once(gm, leaves)
-        results = results if finish is None else finish(results, leaves)
+        given = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
+        results = run_once(gm, given)
+        results = results if finish is None else finish(results, given)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.zeros_like(x) for x in wanted]
     if outs and wanted:
         gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    results, leaves = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, leaves))
-    return Outcome(results, gradients, leaves)
+    results, given = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, given))
+    return Outcome(results, gradients, given)
 
 
 def _cotangent(y: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from sp_compile._compat import (
     arrived,
     compiled_frame,
     evaluated,
+    may_overlap,
     versions,
     wraps_others,
 )
@@ -75,18 +77,24 @@ def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequen
 
 @dataclass(eq=False)
 class OnWhole:
-    """Calls a program that takes nothing in shards; what it writes to a value in shards is written to that."""
+    """Calls a program that takes nothing in shards; what it writes to a value in shards is written to that.
+
+    written: the arguments that calls have changed in place so far, by number.
+    """
 
     run: Callable[..., Any]
+    written: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any) -> Any:
         taken = read_arguments(args, {})
-        read = [(a, x) for a, x in zip(args, taken) if isinstance(a, Sharded)]
-        before = versions([x for _, x in read])
+        tensors = {i: x for i, x in enumerate(taken) if isinstance(x, torch.Tensor)}
+        before = versions([*tensors.values()])
         out = self.run(*taken)
-        for (a, x), old, new in zip(read, before, versions([x for _, x in read])):
-            if old != new:
-                write(a, x)
+        changed = [*compress(tensors, before != versions([*tensors.values()]))]
+        for i in changed:
+            if isinstance(args[i], Sharded):
+                write(args[i], tensors[i])
+        self.written.update(changed)
         return out
 
 
@@ -275,21 +283,26 @@ def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -
             continue
         memory, first, last = _extent(a) if isinstance(a, torch.Tensor) else (None, 0, 0)
         for i, (other, begin, end) in zip(written, places):
-            if i != k and memory == other and begin < last and first < end:
+            if i == k or memory != other or begin >= last or first >= end:
+                continue
+            if isinstance(memory, int) or may_overlap(_in_memory(a), _in_memory(args[i])):
                 return WRITTEN_TWICE.format(*(getattr(names[x], "shown", names[x]) for x in (i, k)))
     return ""
+
+
+def _in_memory(a: torch.Tensor) -> torch.Tensor:
+    """The argument, or what has been read of it."""
+    return a if not isinstance(a, Sharded) or a.held.whole is None else a.held.whole
 
 
 def _extent(a: torch.Tensor) -> tuple[Any, int, int]:
     """Where the elements of an argument are: in which memory, and the bytes there from the first to the last.
 
-    A value in shards, with all its views, has a memory of its own until it is read.
+    A value in shards, with all its views, has a memory of its own, a number, until it is read.
     """
-    if isinstance(a, Sharded):
-        whole = a.held.whole
-        if whole is None:
-            return (id(a.held.base) if isinstance(a.held, HeldView) else id(a.held)), 0, 1
-        a = whole
+    if isinstance(a, Sharded) and not a.is_whole:
+        return (id(a.held.base) if isinstance(a.held, HeldView) else id(a.held)), 0, 1
+    a = _in_memory(a)
     if a.layout is not torch.strided or (type(a) not in PLAIN and wraps_others(a)):
         return None, 0, 0
     begin, size = a.data_ptr(), a.element_size()

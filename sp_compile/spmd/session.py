@@ -284,6 +284,7 @@ class Session:
         backward: Collection[str] = (),
         edges: Edges | None = None,
         whole: str = "",
+        eager: bool = False,
     ) -> Callable[..., Any]:
         """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
 
@@ -291,7 +292,7 @@ class Session:
         raises on all ranks. common: the groups that share work where values are equal, and the inputs that
         have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
         edges: what it takes and returns in shards. whole: why it is the program as it was written, which every rank
-        runs whole; "" if it is not.
+        runs whole; "" if it is not. eager: by eager code, to which inputs that share memory are nothing special.
         """
         job, edges = self._settings, edges or Edges()
         subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
@@ -325,6 +326,7 @@ class Session:
                 lines=lines,
                 written=edges.written,
                 why_whole=whole,
+                takes_aliases=eager,
             )
             error = None
         elif error is not None and not self.groups:
@@ -355,6 +357,7 @@ class Session:
                 places=places,
                 lines=lines,
                 why_whole=whole,
+                takes_aliases=eager,
             )
         assert run is not None
         if edges.results or edges.writes or edges.views:

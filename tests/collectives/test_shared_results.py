@@ -326,6 +326,60 @@ def test_inputs_that_share_memory_at_a_later_call(ranks: Ranks, shares: list[int
         assert max(errors) < 1e-9
 
 
+def of_one_buffer(columns: bool) -> tuple[float, str]:
+    """Two inputs that are columns, or every other row, of one buffer: of others, and of the same elements."""
+    run = torch.compile(writes_input, backend="sp", options={"mesh": worker.mesh(), "cost": {}, **EAGER})
+    buffer = torch.linspace(-1, 1, 2 * 14 * 2 * D, dtype=torch.float64).reshape(2, 14, 2 * D)
+    other = buffer.clone()
+
+    def parts(of: Tensor) -> tuple[Tensor, Tensor]:
+        return (of[:, :7, :D], of[:, :7, D:]) if columns else (of[:, ::2, :D], of[:, 1::2, :D])
+
+    run(parts(buffer.clone())[0], parts(buffer.clone())[1])  # of the same strides
+    found, right = run(*parts(buffer)), writes_input(*parts(other))
+    worst = max(difference(a, b) for a, b in zip([*found, buffer], [*right, other], strict=True))
+    return worst, error_text(lambda: run(parts(buffer)[0], parts(buffer)[0]))
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_inputs_of_one_buffer_at_a_later_call(ranks: Ranks, columns: bool) -> None:
+    """Refused by their elements, not by the bytes from the first to the last."""
+    for worst, words in ranks.run(2, of_one_buffer, columns):
+        assert worst < 1e-9
+        assert "the input y is changed in place and shares memory with the input x in this call" in words
+
+
+def writes_and_counts(x: Tensor, y: Tensor) -> Tensor:
+    y.add_(1)
+    return x.cumsum(1)[(x > 0).any(-1)] + y.sum()
+
+
+def kept_program() -> tuple[float, str, float]:
+    """A program that cannot be lowered runs whole: right, refused where its inputs share memory, and right again."""
+    options = {"mesh": worker.mesh(), "cost": {}, **EAGER}
+    run = torch.compile(writes_and_counts, backend="sp", fullgraph=True, options=options)
+
+    def error(x: Tensor, y: Tensor) -> float:
+        other = x.clone(), y.clone()
+        found, right = run(x, y), writes_and_counts(*other)
+        return max(difference(found, right), difference(y, other[1]))
+
+    def inputs(seed: int) -> Tensor:
+        return torch.randn(2, 2, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+    with mock.patch("torch._dynamo.config.capture_dynamic_output_shape_ops", True):
+        first = error(*(one.clone() for one in inputs(0)))
+        x = inputs(1)
+        words = error_text(lambda: run(x[0], x.view(-1)[D : D + 2 * 7 * D].view(2, 7, D)))
+        return first, words, error(*(one.clone() for one in inputs(2)))
+
+
+def test_a_program_that_runs_whole_refuses_inputs_that_share_memory(ranks: Ranks) -> None:
+    for first, words, last in ranks.run(2, kept_program):
+        assert max(first, last) < 1e-9
+        assert "the input y is changed in place and shares memory with the input x in this call" in words
+
+
 @pytest.mark.parametrize("program", ["three", "of an input", "windows of nothing returned"])
 def test_verify_makes_views(program: str) -> None:
     x = torch.linspace(-1, 1, 2 * 7 * D, dtype=torch.float64).reshape(2, 7, D).requires_grad_()
