@@ -95,7 +95,7 @@ class _Addresses:
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Have two strided tensors an element in common? Also where that is too hard to find out."""
     one, other = (numpy.asarray(_Addresses(x)) for x in (a, b))
-    return bool(numpy.may_share_memory(one, other, max_work=10_000))
+    return bool(numpy.may_share_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
 
 
 def follows(mode: FakeTensorMode | None, fact: Any) -> bool:

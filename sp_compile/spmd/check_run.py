@@ -80,8 +80,8 @@ class CheckedProgram:
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
     number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
-    why_whole: why it is the program as it was written, which every rank runs whole. takes_aliases: also where it changes
-    an input whose memory another one shares.
+    why_whole: why it is the program as it was written, which every rank runs whole. takes_aliases: it may change an
+    input whose memory another one shares.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sp_compile.lowering.frames import edges_elsewhere, is_padded, row_of_position, rows_held
@@ -230,3 +231,71 @@ def test_exchanges_hold_the_nearest_row(n: int) -> None:
         for rank, (scattered, moved) in enumerate(run_ranks(n, run)):
             assert torch.equal(scattered, wanted(rank)), frame
             assert torch.equal(moved, wanted(rank)), frame
+
+
+ATTENTION: dict[str, Callable[[int], tuple[Any, Sequence[Any]]]] = {
+    "ring": lambda n: (sp.ring_attention, (n, "travel")),
+    "ring scattered": lambda n: (sp.ring_attention, (n, "scatter")),
+    "hybrid": lambda n: (sp.hybrid_attention, (2 if n % 2 == 0 else 1, "travel")),
+    "gathered": lambda n: (sp.gathered_attention, ()),
+}
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("way", ATTENTION)
+def test_attention_reads_no_padding(way: str, causal: bool, balance: bool) -> None:
+    """Padded rows of queries, keys and values are large numbers: valid rows and gradients are right, and all are finite."""
+    for n, length in itertools.product((2, 3, 4), (1, 5, 6)):
+        length = 2 * n - 1 if balance else length  # of an even number of rows on each rank
+        op, more = ATTENTION[way](n)
+        frame = [1, length, 0, length]
+        x = torch.randn(3, 1, 4, length, 4, dtype=torch.float64)
+        args = [None, [], [], [], [], "k <= q" * causal, None, 0.0, None, "", [], [], None, False]
+
+        def run(
+            rank: int,
+            x: Tensor = x,
+            n: int = n,
+            frame: list[int] = frame,
+            call: Any = (op, [*args, frame, frame, n, GROUP, balance, *more]),
+        ) -> tuple[Tensor, list[Tensor]]:
+            shards = [sp.shard(one, 2, frame, n, GROUP).requires_grad_() for one in x]
+            attend, rest = call
+            out = attend(*(sp.mask(one, 2, frame, 50.0, n, GROUP) for one in shards), *rest)
+            valid = sp.mask(out, 2, frame, 0.0, n, GROUP)
+            grads = torch.autograd.grad(valid.square().sum(), shards)
+            assert all(one.isfinite().all() for one in (out, *grads))
+            return tuple(sp.unshard(one.detach(), 2, frame, n, GROUP) for one in (out, *grads))
+
+        whole = [one.clone().requires_grad_() for one in x]
+        right = F.scaled_dot_product_attention(*whole, is_causal=causal)
+        wanted = right.detach(), *torch.autograd.grad(right.square().sum(), whole)
+        for found in run_ranks(n, run):
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_that_are_as_given_follow_from_the_same_row() -> None:
+    """What operators with `padded="as given"` make of other rows does not change with one row."""
+    ids = torch.tensor([2, 0, 1, 2, 0])
+    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, 8, dtype=torch.float64)
+
+    def product(x: Tensor, ids: Tensor) -> Tensor:
+        keys, order = sp.sort_rows(ids, True, False)
+        rows = sp.to_sorted(x.bfloat16(), order)
+        return sp.from_sorted(sp.grouped_mm(rows, w.bfloat16(), keys, "aten::_grouped_mm"), order)
+
+    def attended(x: Tensor, ids: Tensor) -> Tensor:
+        keys = w[None, :1]
+        return sp.masked_attention(x[None, None], keys, keys.sin(), [], [], [], "", 0.0, None, False)[0, 0]
+
+    for function in (product, attended):
+        right = function(x, ids)
+        for row in range(5):
+            other, others = x.clone(), ids.clone()
+            other[row], others[row] = NAN, (ids[row] + 1) % 3
+            found = function(other, others)
+            assert torch.equal(found.isnan().any(-1), torch.arange(5) == row)
+            rest = torch.arange(5) != row
+            torch.testing.assert_close(found[rest], right[rest], rtol=1e-12, atol=1e-12)

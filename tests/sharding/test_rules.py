@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.samples import brute, opinfo, samples
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
@@ -24,6 +25,7 @@ from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Frame, Shard
 from sp_compile.sharding.reshape import reshaping
 from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, rule
+from sp_compile.sharding.rules.pointwise import SMOOTH_OPS, is_smooth
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
@@ -73,6 +75,34 @@ def test_parts_make_the_whole(op: Any) -> None:
     refused = [o for o in outcomes if o.kind not in RUNS]
     timid = bool(refused) and all(o.error is None for o in refused)
     assert timid == (op in TIMID_ON_PURPOSE), f"{refused}: sharding them never goes wrong"
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 30.0, None])
+@pytest.mark.parametrize("op", SMOOTH_OPS, ids=str)
+def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | None) -> None:
+    """Operands of one value, and of some zeros: what padded rows that are not restored may hold."""
+    checked = 0
+    losses = aten.cross_entropy_loss.default, aten.nll_loss_nd.default
+    for args, kwargs in samples_of(op) or samples.of_pointwise(op):
+
+        def filled(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                return x
+            return (x.tanh().round() * x if value is None else torch.full_like(x, value)).requires_grad_()
+
+        given = 2 if op in losses else len(args)  # and no weights of classes
+        args, kwargs = (*tree_map(filled, args[:given]), *args[given:]), tree_map(filled, kwargs)
+        node, operands = brute.node_of(op, args, kwargs)
+        results = [x for x in Call(node).results() if x.requires_grad]
+        if not is_smooth(node) or not results:
+            continue
+        trained = [x for x in operands if x.requires_grad]
+        for cotangent in (torch.zeros_like, torch.ones_like):
+            given = [cotangent(x) for x in results]
+            grads = torch.autograd.grad(results, trained, given, retain_graph=True, allow_unused=True)
+            assert all(x.isfinite().all() for x in (*results, *(g for g in grads if g is not None)))
+        checked += 1
+    assert checked
 
 
 def test_parts_make_the_whole_on_torch_samples() -> None:

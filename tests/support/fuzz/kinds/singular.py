@@ -67,6 +67,23 @@ def _reflected(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     return y - 2 * x * (x * y).sum(-1, keepdim=True) / _energy(x)
 
 
+def _cut_off(w: Tensor, ids: Tensor, x: Tensor, how: tuple[int, str]) -> Tensor:
+    """Rows that a slice cuts off, at the front or at the end, have no norm, no logarithm, or no angle."""
+    count, function = how
+    count = max(min(abs(count), x.shape[1] - 1), 1) * (1 if count > 0 else -1)
+    place, length = _positions(x), x.shape[1]
+    rows = x.masked_fill(place < count if count > 0 else place >= length + count, 0)
+    if function == "norm":
+        y = rows / rows.norm(dim=-1, keepdim=True)
+    elif function == "log":
+        y = rows.abs().log()
+    else:
+        y = torch.atan2(rows, rows.roll(1, -1))
+    if count > 0:
+        return torch.cat([x[:, :count], y[:, count:]], 1)
+    return torch.cat([y[:, :count], x[:, count:]], 1)
+
+
 def _surprise(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     """What tokens' classes are worth to a softmax without its own logarithm."""
     probability = x.exp() / x.exp().sum(-1, keepdim=True)
@@ -100,6 +117,7 @@ OPS: Mapping[str, Op] = {
     "determinant": lambda w, i, x: x * torch.linalg.slogdet(_squares(x))[1][..., None, None].flatten(-2),
     "reflected": _reflected,
     "surprise": _surprise,
+    "cut off": _cut_off,
     "unit attention": lambda w, i, x: attend(x / x.norm(dim=-1, keepdim=True), is_causal=True),
     # At equality, and between running values.
     "gap to maximum": lambda w, i, x: 1 / (x - x.cummax(1)[0] - 1e-3),
@@ -124,6 +142,7 @@ OPS: Mapping[str, Op] = {
 }
 ARGUMENTS: Mapping[str, Sequence[Any]] = {
     "over norm": [1.0, 2.0, 3.0, float("inf")],
+    "cut off": [(count, function) for count in (-4, -1, 1, 3) for function in ("norm", "log", "angle")],
     "power": [-1.5, -1.0, -0.5, 0.3, 1.5],
     "power of energy": [-1.5, -1, -0.5, 0.25],
 }
