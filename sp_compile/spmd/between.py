@@ -79,10 +79,12 @@ def read_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequen
 class OnWhole:
     """Calls a program that takes nothing in shards; what it writes to a value in shards is written to that.
 
-    written: the arguments that calls have changed in place so far, by number.
+    eager: by eager code. written: the arguments that calls have changed in place so far, by number; none by eager code,
+    to which arguments that share memory are nothing special.
     """
 
     run: Callable[..., Any]
+    eager: bool = False
     written: set[int] = field(default_factory=set)
 
     def __call__(self, *args: Any) -> Any:
@@ -94,7 +96,7 @@ class OnWhole:
         for i in changed:
             if isinstance(args[i], Sharded):
                 write(args[i], tensors[i])
-        self.written.update(changed)
+        self.written.update([] if self.eager else changed)
         return out
 
 

@@ -80,8 +80,7 @@ class CheckedProgram:
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
     number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
-    why_whole: why it is the program as it was written, which every rank runs whole. takes_aliases: it may change an
-    input whose memory another one shares.
+    why_whole: why it is the program as it was written, which every rank runs whole.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
     """
@@ -108,7 +107,6 @@ class CheckedProgram:
     lines: Mapping[str, str] = field(default_factory=dict)
     written: Sequence[int] = ()  # the inputs that it changes in place, by number
     why_whole: str = ""
-    takes_aliases: bool = False
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -120,11 +118,6 @@ class CheckedProgram:
         return HashedFields(
             {**self.options, **way(self.why_whole), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
         )
-
-    @property
-    def _writes(self) -> Sequence[int]:
-        """The inputs that it changes in place; of a program as it was written, as far as calls have shown."""
-        return sorted(self.run.written) if isinstance(self.run, OnWhole) else self.written
 
     @cached_property
     def _stays(self) -> list[bool]:
@@ -171,8 +164,8 @@ class CheckedProgram:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
-        written = () if self.takes_aliases or traced else self._writes
-        refused = refusal(args, written, self.names) if written else ""
+        written = self.run.written if isinstance(self.run, OnWhole) else self.written
+        refused = refusal(args, sorted(written), self.names) if written and not traced else ""
         with agreeing():
             call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
         if refused:  # of a rank by itself: several have raised it together

@@ -303,7 +303,7 @@ class Session:
         if self.split:
             done = run is not None and local is not None
             program = Program() if not done else program_of(gm) if whole else fingerprint(local, input_names(gm))
-            run = OnWhole(run) if run is not None and whole else run
+            run = OnWhole(run, eager) if run is not None and whole else run
             equal, arguments = equal_inputs(gm, example_inputs, asked.inputs) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
@@ -326,7 +326,6 @@ class Session:
                 lines=lines,
                 written=edges.written,
                 why_whole=whole,
-                takes_aliases=eager,
             )
             error = None
         elif error is not None and not self.groups:
@@ -357,7 +356,6 @@ class Session:
                 places=places,
                 lines=lines,
                 why_whole=whole,
-                takes_aliases=eager,
             )
         assert run is not None
         if edges.results or edges.writes or edges.views:

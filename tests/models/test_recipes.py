@@ -184,6 +184,21 @@ def test_all_that_a_trainer_does(tmp_path: Path, processes: int, words: Sequence
 
 
 @pytest.mark.slow
+def test_a_trainer_that_generates_counts_each_row_once(tmp_path: Path) -> None:
+    """A Seq2SeqTrainer gathers predictions and labels by `Accelerator.gather`, which on ranks of one sequence are the same."""
+    pytest.importorskip("accelerate")
+    for processes in (1, 2):
+        launch(tmp_path, processes, "seq2seq.py", str(tmp_path / f"seq2seq{processes}.pt"))
+    alone, found = (torch.load(tmp_path / f"seq2seq{processes}.pt") for processes in (1, 2))
+    words = "eval_rows", "eval_sum", "test_rows", "test_sum"
+    assert [found["metrics"][word] for word in words] == [alone["metrics"][word] for word in words]
+    assert (found["metrics"]["eval_rows"], found["metrics"]["test_rows"]) == (5, 3)
+    assert found["metrics"]["eval_loss"] == pytest.approx(alone["metrics"]["eval_loss"], rel=LOSS)
+    assert found["predictions"].equal(alone["predictions"])
+    assert all(torch.allclose(weight, alone["weights"][name], atol=WEIGHT) for name, weight in found["weights"].items())
+
+
+@pytest.mark.slow
 def test_replicas_with_ddp_equal_one_device(tmp_path: Path) -> None:
     compare(run("torchrun", tmp_path, 4), run("torchrun", tmp_path, 1))
 
