@@ -106,14 +106,11 @@ def test_what_is_found_is_named() -> None:
         sp_compile.explain(Branches(), torch.randn(2, 4, 4))
 
 
-def on_ranks() -> list[Outcome]:
-    found = []
-    for run in LEAVES:
-        torch._dynamo.reset()
-        found.append(against_eager(*made(run, 7), mesh=mesh()))
-    return found
+def on_ranks(run: Callable[..., Tensor]) -> Outcome:
+    return against_eager(*made(run, 7), mesh=mesh())
 
 
-def test_ranks_agree_with_one_device(ranks: Ranks) -> None:
-    for outcomes in zip(*ranks.run(3, on_ranks), strict=True):
-        check(outcomes)
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("run", LEAVES)
+def test_ranks_agree_with_one_device(ranks: Ranks, run: Callable[..., Tensor]) -> None:
+    check(ranks.run(3, on_ranks, run))

@@ -148,8 +148,9 @@ def test_what_is_split(ranks: Ranks, n: int) -> None:
         check(outcomes)
 
 
-def test_what_is_split_under_inductor(ranks: Ranks) -> None:
-    answers = ranks.run(2, of_all, (features, inner_step), {"compiler": "inductor"})
+@pytest.mark.parametrize("write", [features, pytest.param(inner_step, marks=pytest.mark.slow)])
+def test_what_is_split_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
+    answers = ranks.run(2, of_all, (write,), {"compiler": "inductor"})
     assert not any(told for _, told in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
         check(outcomes)

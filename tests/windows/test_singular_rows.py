@@ -171,7 +171,10 @@ def _trained(rows: str, length: int, compiler: str | None) -> float:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", None], ids=["aot_eager", "default options"])
-@pytest.mark.parametrize(("rows", "n", "length"), [("x / norm", 3, 7), ("slots", 2, 5), ("1 / gap", 4, 9)])
+@pytest.mark.parametrize(
+    ("rows", "n", "length"),
+    [("x / norm", 3, 7), ("slots", 2, 5), pytest.param("1 / gap", 4, 9, marks=pytest.mark.slow)],
+)
 def test_on_real_ranks(ranks: Ranks, rows: str, n: int, length: int, compiler: str | None) -> None:
     assert max(ranks.run(n, _trained, rows, length, compiler)) < 1e-9
 
