@@ -7,7 +7,9 @@ demands nothing there is token-wise, and its result is rows again, or a sum over
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,10 +36,11 @@ sp, aten = torch.ops.sp, torch.ops.aten
 MASKS = (sp.mask.default, sp.window.default)
 CUTS = (sp.shard.default, *MASKS)
 DIVISIONS = overloads("div.Scalar div.Tensor")
+POWERS = overloads("pow.Tensor_Scalar")
+CHOICES = overloads("where.ScalarOther where.self")
 FINITE_OF_ONES = overloads("""
     abs argmax clamp eq.Scalar eq.Tensor exp ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div
-    le.Scalar le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor pow.Tensor_Scalar
-    softplus square where.ScalarOther where.self
+    le.Scalar le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
 """)
 """With smooth ops what tiles make of logits: finite in value and derivative at a row of ones and what follows of it."""
 
@@ -116,7 +119,7 @@ def is_finite_of_ones(window: Node) -> bool:
         for user in node.users:
             if user.target is sp.mask.default or user in seen:
                 continue
-            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user)):
+            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, seen)):
                 return False
             seen.add(user)
             if not is_tensor(user) or user.meta["val"].ndim:
@@ -124,9 +127,21 @@ def is_finite_of_ones(window: Node) -> bool:
     return True
 
 
-def _is_finite(node: Node) -> bool:
+def _is_finite(node: Node, made: Set[Node]) -> bool:
+    """Is the call finite, with its derivatives, where `made` of its operands are of a row of ones?
+
+    A choice by such a row may be another one than any valid row's: it has to be between finite values.
+    """
+    call = Call(node)
     if node.target in DIVISIONS:
-        return isinstance(Call(node)["other"], (int, float)) and Call(node)["other"] != 0
+        return isinstance(call["other"], (int, float)) and call["other"] != 0
+    if node.target in POWERS:
+        exponent = call["exponent"]
+        return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
+    if node.target in CHOICES:
+        values = call["self"], call["other"]
+        finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]
+        return call["condition"] not in made or all(finite)
     return node.target in FINITE_OF_ONES
 
 

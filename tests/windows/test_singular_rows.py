@@ -244,3 +244,42 @@ def test_rows_of_other_ranks_are_reported(length: int, n: int, sent: int) -> Non
     report = sp_compile.verify(Model("x / norm").double(), x, sp=n, attention="ring")
     found = [e for e in report.exchanges if e.op == "window"]
     assert [(e.forward, e.backward) for e in found] == [((n - 1) * 2 * D * 8, 0)] * sent
+
+
+class Tiled(nn.Module):
+    """A loss in tiles on the tokens after the first, of a function of logits."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head, self.function = nn.Linear(D, D), nn.Linear(D, 32, bias=False), OF_LOGITS[function]
+        self.scale = nn.Parameter(torch.rand(32) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.head(self.inner(x).cumsum(1))[:, :-1]
+        return self.function(z, self.scale).logsumexp(-1).square().mean()
+
+
+def _centred(z: Tensor) -> Tensor:
+    return z - z.mean(-1, keepdim=True)
+
+
+def _energy(z: Tensor) -> Tensor:
+    return _centred(z).square().mean(-1, keepdim=True)
+
+
+OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "inverse root": lambda z, w: _centred(z) * _energy(z).pow(-0.5) * w,
+    "root": lambda z, w: _centred(z) * (_energy(z).pow(0.5) * w),
+    "choice of infinity": lambda z, w: torch.where(z.detach() > z.detach().mean(-1, keepdim=True), z * w, -torch.inf),
+    "square": lambda z, w: _centred(z) * _centred(z).pow(2) * w,
+}
+
+
+@pytest.mark.parametrize("function", OF_LOGITS)
+@pytest.mark.parametrize(("length", "n"), [(13, 3), (12, 2)])
+def test_functions_of_logits_in_tiles(function: str, length: int, n: int) -> None:
+    """A tile fills rows that are cut off, where no function of such a row is singular."""
+    x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = sp_compile.verify(Tiled(function).double(), x, sp=n, tiles=3)
+    assert report.worst < 1e-9

@@ -148,7 +148,7 @@ TOKENS: dict[str, Op] = {
     "counted": lambda w, i, x: x * _counts(i, x),
     "exp": lambda w, i, x: (x / 4).exp(),
     "square": lambda w, i, x: x.square(),
-    "sigmoid": lambda w, i, x: x.sigmoid(),
+    "sigmoid": lambda w, i, x: (x / 4).sigmoid(),
     "clamp": lambda w, i, x: x.clamp(-1, 1),
     "difference": lambda w, i, x, y: x - y,
     "product": lambda w, i, x, y: x * y.tanh(),
