@@ -159,10 +159,11 @@ class PaddingProof:
         for i, operand, is_cut in read:
             if _notices(source, i, self.plan, only_moves if is_cut else is_smooth):
                 raise SpError(NOTICED.format(name=node.name, op=node.target, at=at(node), operand=operand.name))
-        if (read and not drops_padding(source)) or _is_loose(source, self.plan, self.n):
+        goes_on = read and not drops_padding(source)
+        if goes_on or _is_loose(source, self.plan, self.n):
             self.loose.add(node)
-            if any(is_cut for *_, is_cut in read):
-                self.cut.add(node)
+        if goes_on and any(is_cut for *_, is_cut in read):
+            self.cut.add(node)
 
     def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:
         """Number, operand, and whether a window has cut off what its padded rows hold."""

@@ -38,9 +38,12 @@ CUTS = (sp.shard.default, *MASKS)
 DIVISIONS = overloads("div.Scalar div.Tensor")
 POWERS = overloads("pow.Tensor_Scalar")
 CHOICES = overloads("where.ScalarOther where.self")
+EXPONENTIALS = overloads("exp")
+OF_LOGARITHMS = overloads("log_softmax.int sub.Tensor")
+"""Their exponentials do not overflow, if these are logarithms of probabilities; those of scaled logits may."""
 FINITE_OF_ONES = overloads("""
-    abs argmax clamp eq.Scalar eq.Tensor exp ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div
-    le.Scalar le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
+    abs argmax clamp eq.Scalar eq.Tensor ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
+    le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
 """)
 """With smooth ops what tiles make of logits: finite in value and derivative at a row of ones and what follows of it."""
 
@@ -138,6 +141,8 @@ def _is_finite(node: Node, made: Set[Node]) -> bool:
     if node.target in POWERS:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
+    if node.target in EXPONENTIALS:
+        return any(x in made and x.target in OF_LOGARITHMS for x in node.all_input_nodes)
     if node.target in CHOICES:
         values = call["self"], call["other"]
         finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]

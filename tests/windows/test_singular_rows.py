@@ -273,6 +273,7 @@ OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "root": lambda z, w: _centred(z) * (_energy(z).pow(0.5) * w),
     "choice of infinity": lambda z, w: torch.where(z.detach() > z.detach().mean(-1, keepdim=True), z * w, -torch.inf),
     "square": lambda z, w: _centred(z) * _centred(z).pow(2) * w,
+    "overflow": lambda z, w: (800 * w * F.normalize(z, dim=-1) - 1600).exp(),
 }
 
 
@@ -282,4 +283,29 @@ def test_functions_of_logits_in_tiles(function: str, length: int, n: int) -> Non
     """A tile fills rows that are cut off, where no function of such a row is singular."""
     x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     report = sp_compile.verify(Tiled(function).double(), x, sp=n, tiles=3)
+    assert report.worst < 1e-9
+
+
+class OnSlice(nn.Module):
+    """Attention of a slice, and what follows of it: a matrix product, and a direction, which is singular."""
+
+    def __init__(self, start: int, end: int | None, direction: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.cut, self.direction = slice(start, end), direction
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.inner(x)[:, self.cut].chunk(3, -1))
+        y = self.outer(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return (y / norm(y) if self.direction else y).sin().sum()
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("direction", [False, True])
+@pytest.mark.parametrize(("start", "end", "length"), [(1, None, 8), (0, -1, 7), (2, -2, 9)])
+def test_attention_of_a_slice(attention: str, direction: bool, start: int, end: int | None, length: int) -> None:
+    """It reads the rows that are left, and its result has finite padded rows."""
+    x = torch.randn(2, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = sp_compile.verify(OnSlice(start, end, direction).double(), x, sp=2, attention=attention)
     assert report.worst < 1e-9
