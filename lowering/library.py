@@ -95,7 +95,11 @@ def _remember(body: Callable[..., object]) -> None:
 
 
 class LinearMap(torch.autograd.Function):
-    """A linear map and its adjoint, both called as ``map(x, *where)``."""
+    """A linear map and its adjoint, both called as ``map(x, *where)``.
+
+    Here as in every backward of an operator: where eager code calls it between compiled graphs, Dynamo is to leave it
+    alone, as it leaves torch's own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
@@ -103,6 +107,7 @@ class LinearMap(torch.autograd.Function):
         return there(x, *where)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (LinearMap.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
 

@@ -61,6 +61,7 @@ class _AttentionFunction(Function):
         return out, lse
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors

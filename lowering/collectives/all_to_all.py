@@ -52,6 +52,7 @@ class _AllToAllFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         moved = iter(_AllToAllFunction.apply(ctx.reshard.back(), False, *compress(grads, needed)))

@@ -178,6 +178,7 @@ class _PermuteFunction(torch.autograd.Function):
         _, ctx.scatter_dim, ctx.gather_dim, *ctx.ranks = inputs
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _PermuteFunction.apply(grad, ctx.gather_dim, ctx.scatter_dim, *ctx.ranks), None, None, None, None
 

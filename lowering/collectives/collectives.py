@@ -189,6 +189,7 @@ class _ReduceGradFunction(torch.autograd.Function):
         return tuple(_same(x) for x in xs)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         how, n, group = ctx.where
         if how == "partial":

@@ -62,6 +62,7 @@ class _ScanFunction(Function):
         ctx.save_for_backward(cuts, cut, *values)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None, None
@@ -88,6 +89,7 @@ class _ExtremesFunction(Function):
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None
@@ -108,6 +110,7 @@ class _RecurrenceFunction(Function):
         ctx.save_for_backward(a, *((h, carry, initial) if ctx.needs_input_grad[0] else (None, None, None)))
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None

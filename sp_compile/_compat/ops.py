@@ -62,6 +62,14 @@ def namespace_of(target: Any) -> str:
     return getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
 
 
+def has_derivative(target: Any) -> bool:
+    """May autograd know the derivative of a call? Of operators that are not torch's own, if one was registered."""
+    if not isinstance(target, OpOverload) or namespace_of(target) in ("aten", "prims", "_c10d_functional"):
+        return True
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(target.name(), key) for key in ("Autograd", "CompositeImplicitAutograd"))
+
+
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
     """Does autocast change the dtype that `op` computes in? Of no op on a device that it does not know ("meta")."""
     return torch.amp.is_autocast_available(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -22,6 +22,7 @@ from sp_compile._compat import (
     enable_python_dispatcher,
     get_data,
     give_name,
+    has_derivative,
     kept_state,
     make_fx,
     name_of,
@@ -172,6 +173,11 @@ class _Lower(Interpreter):
             detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
             plain = make_fx(region, tracing_mode="real")(*detached)
         plain.graph.eliminate_dead_code()
+        lost = next((n for n in plain.graph.nodes if n.op == "call_function" and not has_derivative(n.target)), None)
+        if lost is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values()):
+            raise CaptureError(
+                f"{lost.target} at {at(first)} has no derivative below a transform of torch.func (vmap, grad, vjp, jvp)"
+            )
         keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
         for n in plain.graph.nodes:
             n.meta = dict(keep)

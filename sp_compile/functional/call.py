@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -89,11 +89,13 @@ def observable(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
 
 
-def transformed(*xs: Tensor | None) -> bool:
-    """Is one of them inside torch.func, which does not see into the body of an operator?"""
-    if torch.compiler.is_compiling():
-        return False
-    return any(is_functorch_tensor(x) for x in xs if x is not None)
+def operator_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
+    """The operator; its body where one of these is inside torch.func, which does not see into operators.
+
+    Dynamo leaves the body alone: a piece of it would be a program of its own, given what torch.func wraps.
+    """
+    wrapped = not torch.compiler.is_compiling() and any(is_functorch_tensor(x) for x in xs if x is not None)
+    return torch.compiler.disable(body) if wrapped else op
 
 
 def needs_gradient(x: Tensor | None) -> bool:

@@ -20,7 +20,7 @@ from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permut
 from sp_compile.spmd.agree import answers
 from sp_compile.spmd.control.message import CALLS
 
-from .call import RankCall, needs_gradient, require, transformed, wrong_tensors
+from .call import RankCall, needs_gradient, operator_or_body, require, wrong_tensors
 
 sp = torch.ops.sp
 
@@ -72,7 +72,7 @@ class PermuteCall(RankCall):
     def run(self) -> Tensor:
         """The exchange. Raises SpError for a call that does not fit."""
         self.require()
-        exchange = body if transformed(self.x) else sp.all_to_all_permute
+        exchange = operator_or_body(sp.all_to_all_permute, body, self.x)
         args = self.x, self.scatter_dim, self.gather_dim, self.ranks.n, self.ranks.group
         if self.out is None:
             return exchange(*args)

@@ -20,8 +20,8 @@ from .call import (
     RankCall,
     needs_gradient,
     observable,
+    operator_or_body,
     require,
-    transformed,
     unknown,
     wrong_dim,
     wrong_dtypes,
@@ -110,7 +110,7 @@ class ScanCall(ShardCall):
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
         self.require()
         x = self.x.to(self.result)
-        extremes = ops.extremes if transformed(x) else sp.extremes
+        extremes = operator_or_body(sp.extremes, ops.extremes, x)
         return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
 
     def require(self) -> None:
@@ -137,7 +137,7 @@ class ScanCall(ShardCall):
         usual = accumulate_dtype(self.op, self.result, x.device)
         inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
-        scan = ops.scan if transformed(x) else sp.scan
+        scan = operator_or_body(sp.scan, ops.scan, x)
         return scan(x, self.segments, *how, *self.arguments(self.x, inner.itemsize))
 
     def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
@@ -271,7 +271,7 @@ class LinearCall(ShardCall):
         initial = self.initial
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
-        linear_scan = ops.linear_scan if transformed(a, b, initial) else sp.linear_scan
+        linear_scan = operator_or_body(sp.linear_scan, ops.linear_scan, a, b, initial)
         inner = self.accumulate or accumulate_dtype("sum", dtype, b.device)
         shards = self.arguments(b, 2 * inner.itemsize)
         return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)

@@ -83,6 +83,16 @@ def escaped(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return y * back(y.sin())[0]
 
 
+def scans_of_each(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """Operators that have a derivative, but none below vmap."""
+
+    def each(t: Tensor) -> Tensor:
+        h = sp_compile.linear_scan((t * given).sigmoid(), t, 0)
+        return h + sp_compile.inclusive_scan(t * given, 0, op="max")
+
+    return vmap(each)(x)
+
+
 def inner_step(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
     return x * (given - 0.1 * grad(lambda w: (x * w).cumsum(1).square().mean())(given))
 
@@ -98,7 +108,7 @@ def forward_mode(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor
 
 
 SPLIT = features, zeros, a_parameter, one_number, added, inner_step, step_of_each, forward_mode
-WHOLE = behind_a_slice, without_grad, escaped
+WHOLE = behind_a_slice, without_grad, escaped, scans_of_each
 MASK = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0]]).bool()
 
 
@@ -164,8 +174,19 @@ def test_what_runs_whole(ranks: Ranks) -> None:
     assert [words for _, words in others] == [[]]
     assert len(told) == len(WHOLE)
     assert all("test_left_whole.py" in words and "runs whole on every rank" in words for words in told)
-    for words, reason in zip(told, ("torch cannot trace it", "under no_grad", "escaped from its region"), strict=True):
+    reasons = "torch cannot trace it", "under no_grad", "escaped from its region", "no derivative below a transform"
+    for words, reason in zip(told, reasons, strict=True):
         assert reason in words
+
+
+def pulled_back(x: Tensor, mask: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+    """The graph breaks inside of the transform, whose pieces eager code runs."""
+    y, back = vjp(lambda t: sp_compile.linear_scan((t * given).sigmoid(), t, 1), x)
+    return (y + back(y.sin())[0]).cumsum(1)
+
+
+def test_eager_pieces_of_a_transform(ranks: Ranks) -> None:
+    check(ranks.run(2, parity, pulled_back))
 
 
 @pytest.mark.parametrize("write", WHOLE)
