@@ -12,7 +12,7 @@ zero there in its adjoint.
 
 Operators that make rows of their own declare what their padded rows hold (`library.PADDED`): "nearest" keeps the
 definition; "finite" is any finite number, and `passes.localize.padding` puts ``sp::window`` after these where an
-operator that reads the result may notice.
+operator that reads the result may notice. That pass names all values whose padded rows are other ones.
 """
 
 from __future__ import annotations

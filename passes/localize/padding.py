@@ -1,11 +1,12 @@
 """Which values need their padded rows restored (``sp::window``), and the proof that no operator reads wrong ones.
 
-What a padded row holds is defined in `lowering/collectives/padding.py`: the nearest valid row. Three kinds of nodes
+What a padded row holds is defined in `lowering/collectives/padding.py`: the nearest valid row. Four kinds of nodes
 have other ("loose") padded rows:
 
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
     ring_attention(..)    a padded query attends to nothing (`library.PADDED` says "finite")
     rand_like(x)          each row is a draw of its own
+    a window in a tile    has rows of ones, see `is_finite_of_ones` of passes/tiles/view.py
 
 Rows that a window cuts off may be infinite or NaN, which may be why the program cuts them off. Only moves, up to a sum,
 which fills its padding, may read them. The others are finite, and smooth operators, which are finite with finite

@@ -166,14 +166,14 @@ class SequenceParallelAccelerator(Accelerator):
         return gathered_of_replicas(tensor, self.mesh.get_group(REPLICA))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As `Accelerator.reduce`; a sum counts every replica once.
+        """As `Accelerator.reduce`; a sum counts every replica once, by what each rank of it holds.
 
         Raises SpError: a sum of integers that are not the same on the ranks that share a sequence.
         """
-        total = super().reduce(tensor, reduction, scale)
-        if self.mesh is None or reduction != "sum":
-            return total
-        return recursively_apply(lambda x: _shared_out(x, self.sp_size), total, error_on_other_type=True)
+        if self.mesh is None or reduction != "sum" or _tensors(tensor) is None:
+            return super().reduce(tensor, reduction, scale)
+        groups = [self.mesh.get_group(name) for name in (REPLICA, SEQUENCE)]
+        return recursively_apply(lambda x: _summed_of_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
         """As `Accelerator.check_trigger`: has any rank set the trigger?"""
@@ -198,16 +198,21 @@ class SequenceParallelAccelerator(Accelerator):
         return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
 
 
-def _shared_out(total: torch.Tensor, share: int) -> torch.Tensor:
-    """A sum over all ranks, counted once for each replica."""
+def _summed_of_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over replicas. Raises SpError, on every rank, where ranks of one sequence hold different integers."""
+    total = x.clone()
+    dist.all_reduce(total, group=replicas)
     if total.is_floating_point() or total.is_complex():
-        return total / share
-    if bool((total % share).any()):
+        return total
+    least, most = total.clone(), total.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, sequence)
+    dist.all_reduce(most, dist.ReduceOp.MAX, sequence)
+    if not torch.equal(least, most):
         raise SpError(
-            f"reduce: expected the same integers on the {share} ranks that share a sequence, got others; use "
+            f"reduce: expected the same integers on the {sequence.size()} ranks that share a sequence, got others; use "
             "torch.distributed.all_reduce for numbers of each rank's own"
         )
-    return total // share
+    return total
 
 
 def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
