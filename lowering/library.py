@@ -26,8 +26,8 @@ PADDED: dict[OpOverload, str] = {}
 """Operators whose results may be shards -> what padded rows of these hold, see ``collectives/padding.py``.
 
 "nearest": the nearest valid row, whatever the operands hold there. "finite": finite numbers, not those of a valid row.
-"as given": each row follows from the same row of the operands; between ``sort_rows`` and ``from_sorted`` from that of the
-same place before the sort.
+"as given": each row follows from the same row of the operands; between ``sort_rows`` and ``from_sorted``, which permute
+rows, from the row that was at its place before.
 """
 
 INSIDE: dict[OpOverload, Callable[..., int]] = {}

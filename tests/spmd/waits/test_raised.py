@@ -29,6 +29,18 @@ def test_a_group_in_which_nobody_waits_goes_on(ranks: Ranks) -> None:
     assert [x.then for x in told] == [""] * 3
 
 
+@pytest.mark.slow
+def test_a_rank_that_raised_after_its_last_exchange_and_does_not_come_again(ranks: Ranks) -> None:
+    """The others raise in their next step, with its rank, line and cause."""
+    one = Injected.of(9)
+    told = [x for x in ranks.run(4, raises, one, 2 * SOON, timeout=300) if x is not None]
+    others = [x for rank, x in enumerate(told) if rank != one.odd]
+    assert [x.kind for x in others] == [""] * len(others)
+    for x in others:
+        assert x.then_seconds < SOON
+        assert re.search(rf"rank {one.odd} raised ValueError: injected, at reduce_grad.* support/parity.py:\d+", x.then)
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -181,8 +181,11 @@ def small_group(n: int, name: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sp",)) if dist.get_rank() < n else None
 
 
-def raises(one: Injected) -> Told | None:
-    """What this rank raises; None outside of the group. Raises AssertionError if a step without a fault is wrong."""
+def raises(one: Injected, stays_away: float = 0.0) -> Told | None:
+    """What this rank raises; None outside of the group. Raises AssertionError if a step without a fault is wrong.
+
+    stays_away: so many seconds later the odd rank comes to the next step.
+    """
     mesh = small_group(one.n, str(one))
     if mesh is None:
         return None
@@ -200,6 +203,8 @@ def raises(one: Injected) -> Told | None:
         dist.barrier(mesh.get_group())
         kind, words, seconds = raised(lambda: step(run, net, given, one.half, at, ERRORS[one.error]))
         line = _ops.raised
+        if dist.get_rank() == one.odd:
+            time.sleep(stays_away)
         _, then, then_seconds = raised(lambda: step(run, net, given))
     return Told(kind, words, seconds, then, then_seconds, line)
 
