@@ -45,6 +45,7 @@ from sp_compile.spmd.named_groups import is_collective, named_groups
 from .checkpoints import StayInCheckpoints
 from .facts import joint_facts
 from .job import JointJob
+from .results import KeepResultsApart
 from .sources import NameSources
 
 import_rooms("sp_compile.passes.collectives", collectives.__path__)
@@ -183,7 +184,7 @@ class JointPasses(Passes):
     """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
 
     name = "joint"
-    steps = (NameSources, StayInCheckpoints, OwnExchanges)
+    steps = (NameSources, StayInCheckpoints, OwnExchanges, KeepResultsApart)
     given: JointJob
 
     def __init__(self, job: JointJob | None = None) -> None:

@@ -349,6 +349,33 @@ def test_inputs_of_one_buffer_at_a_later_call(ranks: Ranks, columns: bool) -> No
         assert "the input y is changed in place and shares memory with the input x in this call" in words
 
 
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal values, which are no views of each other."""
+    h = x.cumsum(1).sin()
+    return h * 2, h * 2
+
+
+def equal_results(compiler: str, trained: bool, outputs: str) -> float:
+    """How far the second is off after a write to the first."""
+    options = {"mesh": worker.mesh(), "compiler": compiler, "outputs": outputs}
+    run, x = torch.compile(twice, backend="sp", options=options), torch.linspace(-1, 1, 7 * D, dtype=torch.float64)
+    results = []
+    for call in (run, twice):
+        first, second = call(x.view(1, 7, D).clone().requires_grad_(trained))
+        if trained:
+            (first.sin().sum() + second.sum()).backward()
+        first.detach().zero_()
+        results.append(second.detach() + 0)
+    return difference(*results)
+
+
+@pytest.mark.parametrize("outputs", ["gather", "lazy"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_equal_results_are_two(ranks: Ranks, compiler: str, trained: bool, outputs: str) -> None:
+    assert max(ranks.run(2, equal_results, compiler, trained, outputs)) < 1e-9
+
+
 def writes_and_counts(x: Tensor, y: Tensor) -> Tensor:
     y.add_(1)
     return x.cumsum(1)[(x > 0).any(-1)] + y.sum()
