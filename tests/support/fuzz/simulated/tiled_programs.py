@@ -158,7 +158,7 @@ TOKENS: dict[str, Op] = {
     "focal": lambda w, i, x: (1 - (-x.abs()).exp()).square() * x,
     "of each sequence": lambda w, i, x: x.sum(-1, keepdim=True).expand(x.shape) if x.ndim == 2 else x.tanh(),
     "held": lambda w, i, x: x.detach(),
-    "normalized": lambda w, i, x: (x - x.mean()) / (x.std(correction=0) + 1),
+    "normalized": lambda w, i, x: (x - 0.9 * x.mean()) / (x.std(correction=0) + 1),
 }
 SUMS: dict[str, Op] = {
     "sum": lambda w, i, x: x.sum(),
