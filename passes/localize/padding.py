@@ -31,7 +31,7 @@ from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Partial, Placement, Plan, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.norms import CLASS_LOSSES
-from sp_compile.sharding.rules.pointwise import is_smooth
+from sp_compile.sharding.rules.pointwise import is_smooth, only_moves
 from sp_compile.sharding.windows import SHARD_WINDOWS
 
 UNDECLARED = (
@@ -52,12 +52,6 @@ def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
             if any(_reaches(node, user, plan, noticed, passes) for user in node.users):
                 noticed.add(node)
     return {node for node in if_cut if _is_cut(node, plan)} | {node for node in if_finite if _is_loose(node, plan, n)}
-
-
-def only_moves(node: Node) -> bool:
-    """Does the op move or cast elements, and nothing else?"""
-    _, rule = lookup(node) or (None, None)
-    return rule is not None and rule.lazy and is_smooth(node)
 
 
 def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node], passes: Callable[[Node], bool]) -> bool:

@@ -29,7 +29,7 @@ from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
 from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.exchanges import frame_of
-from sp_compile.sharding.rules.pointwise import is_smooth
+from sp_compile.sharding.rules.pointwise import is_smooth, only_moves
 from sp_compile.sharding.rules.sorted_rows import SORTED_ROWS
 
 sp, aten = torch.ops.sp, torch.ops.aten
@@ -117,21 +117,23 @@ def is_finite_of_ones(window: Node) -> bool:
 
     Up to sums, which fill their padding. Then a tile, which has no other rows, may fill instead of restoring.
     """
-    seen, waiting = {window}, [window]
+    seen, ones, waiting = {window}, {window}, [window]
     for node in waiting:
         for user in node.users:
             if user.target is sp.mask.default or user in seen:
                 continue
-            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, seen)):
+            if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, seen, ones)):
                 return False
             seen.add(user)
+            if node in ones and only_moves(user):
+                ones.add(user)
             if not is_tensor(user) or user.meta["val"].ndim:
                 waiting.append(user)
     return True
 
 
-def _is_finite(node: Node, made: Set[Node]) -> bool:
-    """Is the call finite, with its derivatives, where `made` of its operands are of a row of ones?
+def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
+    """Is the call finite, with its derivatives, where `made` of its operands are of a row of ones, or are `ones`?
 
     A choice by such a row may be another one than any valid row's: it has to be between finite values.
     """
@@ -142,7 +144,7 @@ def _is_finite(node: Node, made: Set[Node]) -> bool:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
     if node.target in EXPONENTIALS:
-        return any(x in made and x.target in OF_LOGARITHMS for x in node.all_input_nodes)
+        return any(x in ones or (x in made and x.target in OF_LOGARITHMS) for x in node.all_input_nodes)
     if node.target in CHOICES:
         values = call["self"], call["other"]
         finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]

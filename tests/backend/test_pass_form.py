@@ -157,6 +157,7 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
         "leave_tickets",
         "name_sources",
         "stay_in_checkpoints",
+        "keep_results_apart",
         "overlap",
         "offload",
     ]

@@ -86,3 +86,9 @@ def is_smooth(node: Node) -> bool:
         return False
     fill, eps = call.get("value"), call.get("eps")
     return not (isinstance(fill, float) and not math.isfinite(fill)) and (eps is None or eps > 0)
+
+
+def only_moves(node: Node) -> bool:
+    """Does the op move or cast elements, and nothing else?"""
+    _, rule = lookup(node) or (None, None)
+    return rule is not None and rule.lazy and is_smooth(node)
