@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,24 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Read the frames of other threads: each that is looked at is allocated, and a collection that this would begin may
+    run Python code, and so the other thread, which leaves the frame (CPython 3.11 ends with a segmentation fault then).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def backward_threads() -> list[int]:
     """The threads that have called a backward which runs now."""
-    return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
+    with without_collection():
+        return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
 
 
 def _calls_backward(frame: FrameType | None) -> bool:

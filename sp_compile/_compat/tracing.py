@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tensors import in_transform
+from .tensors import in_transform, without_collection
 
 
 def traces() -> bool:
@@ -121,12 +121,13 @@ def node_at_work(thread: int) -> Node | None:
 
     Of one interpreter inside of another the outer one's; None if there is none. The thread is not stopped.
     """
-    frame, found = sys._current_frames().get(thread), None
-    while frame is not None:
-        if frame.f_code is Interpreter.run.__code__:
-            found = frame.f_locals.get("node")
-        frame = frame.f_back
-    return found
+    with without_collection():
+        frame, found = sys._current_frames().get(thread), None
+        while frame is not None:
+            if frame.f_code is Interpreter.run.__code__:
+                found = frame.f_locals.get("node")
+            frame = frame.f_back
+        return found
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:
