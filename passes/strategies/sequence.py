@@ -60,6 +60,8 @@ class Sequences(Pass):
         job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
         if job.ranks.n == 1:
             return fixed
+        if job.asked.inputs == "local" and job.seq_dims is None:
+            _refuse_local(found, job)
         if not axes.sequences:
             self._none(gm, list(found), job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
@@ -90,6 +92,17 @@ class Sequences(Pass):
             ends = "" if job.seq_dims else "."
             raise SpError(f"{why}{ends} fallback='error' forbids that; name the sequence with seq_dims")
         self.notes.append(Note("replicated", "graph", ALL, why))
+
+
+def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
+    """A shard that was taken for a whole input, since the graph as it was captured shows no sequence in it."""
+    for node, dims in found.items():
+        if dims and node.name not in job.inputs:
+            raise SpError(
+                f"inputs='local': dim {dims[0]} of {argument_name(node)} is the sequence, which the steps of the "
+                "program for the rows of one rank show only together (a loop over them, a scan in rounds or as a tree, "
+                "torch.scan), and of the whole there are other steps; pass whole inputs"
+            )
 
 
 def _what_there_is(gm: GraphModule) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statical
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's graphs
@@ -121,6 +123,44 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     """
     env = mode.shape_env if mode is not None else None
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
+
+
+def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
+    """What is assumed so far of the sizes that are symbols."""
+    env = mode.shape_env
+    return [guard.expr for guard in env.guards] if env is not None else []
+
+
+def settled(mode: FakeTensorMode, fact: Any) -> Any:
+    """A fact about sizes, where symbols that were found to be equal are one."""
+    return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
+
+
+def assume(mode: FakeTensorMode, fact: Any) -> bool:
+    """Is a fact about sizes so in the call that is being compiled? Then sizes of which it is not are compiled anew."""
+    return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
+
+
+def only_value(size: torch.SymInt) -> int | None:
+    """The number that a symbol is, where the guards of the program admit no other; None where they do. Adds no guard.
+
+    A tree of every second row has a guard for each bit of its length.
+    """
+    symbol, hint = size.node.expr, size.node.hint
+    bounds = size.node.shape_env.var_to_range.get(symbol)
+    if hint is None or bounds is None or not (bounds.lower.is_finite and bounds.upper.is_finite):
+        return None
+    facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {symbol}]
+    checks = [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
+
+    def admitted(numbers: Iterable[int]) -> list[int]:
+        left = [n for n in numbers if n != hint and bounds.lower <= n <= bounds.upper]
+        for check in checks:
+            left = [n for n in left if eval(check, {"math": math}, {str(symbol): n})]
+        return left
+
+    near = range(hint - 2, hint + 3)
+    return None if admitted(near) or admitted(range(int(bounds.lower), int(bounds.upper) + 1)) else int(hint)
 
 
 def is_symbolic(x: torch.Tensor) -> bool:

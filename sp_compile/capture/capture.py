@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
@@ -22,15 +23,19 @@ from sp_compile._compat import (
     FakeTensorMode,
     TracingContext,
     detect_fake_mode,
+    evaluated,
     is_functorch_tensor,
+    is_symbolic,
     keep_source,
     keep_state_sources,
+    only_value,
     storage_of,
     wraps_others,
 )
 from sp_compile.errors import CaptureError, SpError, WriteError, at
 from sp_compile.graph.edit import copied, drop_dead
 from sp_compile.graph.record import mark
+from sp_compile.graph.sizes import size
 from sp_compile.lowering.collectives.sharded import Sharded
 
 from .collectives import functional_collectives
@@ -96,7 +101,21 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[An
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
 
-    Of a value in shards the whole.
+    Of a value in shards the whole. A dim that the program's guards leave one length has this number.
+    """
+    mode, fakes = _fakes(example_inputs)
+    return mode, _with_numbers(fakes, mode)
+
+
+def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, but a fake one in place of each that has a number where Dynamo has a symbol."""
+    mode, fakes = _fakes(example_inputs)
+    settled = _with_numbers(fakes, mode)
+    return [x if new is old else new for x, old, new in zip(example_inputs, fakes, settled)]
+
+
+def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The fake mode, and the inputs in it with all of Dynamo's dynamic dims.
 
     The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
     """
@@ -110,11 +129,7 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
             return x
         if isinstance(x, Sharded) or wraps_others(x):  # the whole, whatever holds it
             parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
-            with mode:
-                whole = torch.empty_strided(parts.shape, parts.stride(), dtype=x.dtype, device=x.device)
-                whole.requires_grad_(x.requires_grad)
-                with torch.enable_grad():
-                    return whole if x.is_leaf else whole.clone()  # to which a program may write
+            return _new(x, parts.shape, parts.stride(), mode)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
         return in_mode(x)
@@ -126,6 +141,32 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
         return mode.from_tensor(x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False)
 
     return mode, [fake(x) for x in example_inputs]
+
+
+def _new(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor as the input is one, of another shape."""
+    with mode:
+        made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        with torch.enable_grad():
+            return made if x.is_leaf else made.clone()  # to which a program may write
+
+
+def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
+    """The fake inputs, with the only number that a symbol can be in its place."""
+    extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    symbols: dict[Any, Any] = {size(e): e for e in extents if isinstance(e, torch.SymInt)}
+    numbers = {symbol: n for symbol, e in symbols.items() if (n := only_value(e)) is not None}
+    if not numbers:
+        return fakes
+
+    def known(x: Any) -> Any:
+        if isinstance(x, torch.SymInt):
+            return evaluated(sympy.sympify(size(x)), symbols | numbers)
+        if not isinstance(x, torch.Tensor) or not is_symbolic(x):
+            return x
+        return _new(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
+
+    return [known(x) for x in fakes]
 
 
 def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:

@@ -9,7 +9,7 @@ in the model (arange over the sequence) count over all ranks; the shards then en
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,16 @@ from torch.fx import GraphModule, Node
 
 from sp_compile._compat import (
     AsyncCollectiveTensor,
+    FakeTensorMode,
     argument_name,
+    assume,
     is_fragment,
     is_module_state,
+    length_guards,
     pytree,
     refuse_eager_fallback,
     result_names,
+    settled,
     trace_again_with_symbols,
 )
 from sp_compile.config import Asked, Ranks, stronger_output
@@ -36,7 +40,7 @@ from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
-from .capture import capture, fake_inputs
+from .capture import capture, fake_inputs, settled_inputs
 from .views import VIEWS, ResultView, SharedResults, leave_out
 
 
@@ -46,15 +50,19 @@ def capture_shards(
     """(graph in the global view, placements of the inputs that arrive sharded).
 
     A dim that is static becomes a symbol: Dynamo traces the program once more.
-    Raises SpError: a sequence dim that stays static, or that shares its symbol with a dim that is not a sequence.
+    Raises SpError: a sequence dim that stays static, that shares its symbol with a dim that is not a sequence, or whose
+    length the program has asked for something that is not so of the whole.
     """
+    mode, _ = fake_inputs(())
+    asked = length_guards(mode)  # by Dynamo alone: what capture asks, it asks of the whole, too
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
-    mode, fakes = fake_inputs(example_inputs)
+    _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
     along = [(x, node, dims[node.name]) for node, x in zip(nodes, example_inputs) if node.name in dims]
     trace_again_with_symbols((x, d) for x, node, d in along if isinstance(size(node.meta["val"].shape[d]), int))
     symbols = _symbols(nodes, dims)
+    _ask_of_whole(asked, symbols, n, mode)
     whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=whole)
     placements: dict[str, Placement] = {}
@@ -98,6 +106,18 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
                     "cannot be told apart; pass inputs of another size, or name it in seq_dims if it is the sequence"
                 )
     return symbols
+
+
+def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
+    """What the program has asked of the length of a shard must be so of the whole, now and of each later length."""
+    wholes = {symbol: n * symbol for symbol in symbols}
+    for fact in (settled(mode, one) for one in asked):
+        if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):
+            of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
+            raise SpError(
+                f"inputs='local': the program asks for its length, and {of_it} is so of the rows of one rank and not "
+                "of the whole sequence, for which it would be another program; pass whole inputs"
+            )
 
 
 def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode: Any) -> Any:
@@ -259,13 +279,13 @@ def compiled_inputs(
 
     layouts, graph: as `global_view` has them; of a program that is not split there are none.
     """
-    others = Sharded, AsyncCollectiveTensor
+    others, settled = (Sharded, AsyncCollectiveTensor), settled_inputs(example_inputs)
     if not any(isinstance(x, others) for x in example_inputs):
-        return list(example_inputs)
+        return settled
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
     rows = {i: record(nodes[i]).local for i in layouts or ()}
-    return [rows.get(i, fakes[i]) if isinstance(x, others) else x for i, x in enumerate(example_inputs)]
+    return [rows.get(i, fakes[i]) if isinstance(x, others) else x for i, x in enumerate(settled)]
 
 
 def _called(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:

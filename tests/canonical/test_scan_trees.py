@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.parity import Outcome, against_eager, check
+from support.parity import Outcome, against_eager, check, sp
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan
@@ -86,6 +86,18 @@ def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> 
     assert {note.done for note in report.fallbacks} == {"gather"}
 
 
+@pytest.mark.parametrize("run", LEAVES)
+@pytest.mark.parametrize("length", [7, 10])
+def test_a_length_that_is_a_symbol_has_one_tree(run: Callable[..., Tensor], length: int) -> None:
+    """Its guards leave one number. (Where the program asks for the number itself, torch makes it one.)"""
+    model, x = made(run, length)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    report = sp_compile.verify(model, x, sp=3)
+    assert report.inputs == {"x": [1]}
+    assert report.worst < 1e-12
+    assert report.count("unshard") + report.count("all_gather") == LEAVES[run]
+
+
 def test_rotary_positions_are_no_scan() -> None:
     class Rotary(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -108,6 +120,43 @@ def test_what_is_found_is_named() -> None:
 
 def on_ranks(run: Callable[..., Tensor]) -> Outcome:
     return against_eager(*made(run, 7), mesh=mesh())
+
+
+class AfterAttention(Scanned):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+
+def made_with_attention(length: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return AfterAttention(softmax).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
+
+
+def test_beside_attention_a_symbol_changes_no_exchange() -> None:
+    """Each level of the tree was gathered."""
+
+    def looked(of_symbol: bool) -> list[str]:
+        torch._dynamo.reset()
+        model, x = made_with_attention(10)
+        if of_symbol:
+            torch._dynamo.mark_dynamic(x, 1)
+        return [str(one) for one in sp_compile.explain(model, x, sp=3).exchanges]
+
+    assert looked(True) == looked(False)
+
+
+def at_other_lengths(attends: bool) -> list[Outcome]:
+    model, _ = made_with_attention(7) if attends else made(softmax, 7)
+    compiled = sp(model, mesh=mesh())
+    inputs = [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in (7, 10, 4)]
+    return [against_eager(model, x, run=compiled) for x in inputs]
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_other_lengths(ranks: Ranks, attends: bool) -> None:
+    """The second length of a process is a symbol: a scan alone was no sequence there."""
+    for outcomes in zip(*ranks.run(3, at_other_lengths, attends), strict=True):
+        check(outcomes)
 
 
 @pytest.mark.sampled(every=3)

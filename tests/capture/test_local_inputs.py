@@ -1,0 +1,117 @@
+"""Shards as inputs (inputs="local"): the program of a shard has to be that of the whole sequence, or it is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from support import ranks as worker
+from support.parity import Outcome, against_eager, check, error_text, sp
+from support.ranks import Ranks
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+
+WIDTH = 4
+
+
+class Program(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.steps = STEPS[name]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.steps(self.a(inputs[0]), self.b(inputs[-1])).sin().sum()
+
+
+def loop(a: Tensor, b: Tensor) -> Tensor:
+    h, rows = torch.zeros_like(a[:, 0]), []
+    for t in range(a.shape[1]):
+        h = a[:, t].sigmoid() * h + b[:, t]
+        rows.append(h)
+    return torch.stack(rows, 1)
+
+
+def rounds(a: Tensor, b: Tensor) -> Tensor:
+    step = 1
+    while step < a.shape[1]:
+        a, step = a + nn.functional.pad(a, (0, 0, step, 0))[:, :-step], step * 2
+    return a
+
+
+def tree(a: Tensor, b: Tensor) -> Tensor:
+    def combine(x: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        return [x[0] * y[0].cos(), x[1] + y[1] * x[0]]
+
+    return associative_scan(combine, [a, b], dim=1, combine_mode="generic")[1]
+
+
+def one_op(a: Tensor, b: Tensor) -> Tensor:
+    return scan(lambda h, x: ((h + x).tanh(), h + x), torch.zeros_like(a[:, 0]), a, dim=1)[1] * b
+
+
+def branch(a: Tensor, b: Tensor) -> Tensor:
+    return a.cumsum(1) if a.shape[1] < 14 else b.cumsum(1)
+
+
+def rounds_of_sums(a: Tensor, b: Tensor) -> Tensor:
+    return rounds(a.cumsum(1), b)
+
+
+def scaled(a: Tensor, b: Tensor) -> Tensor:
+    return a.cumsum(1) / b.shape[1] + b * torch.arange(b.shape[1])[:, None].cos()
+
+
+STEPS = {f.__name__: f for f in (loop, rounds, tree, one_op, branch, rounds_of_sums, scaled)}
+
+
+def given(*lengths: int) -> list[Tensor]:
+    """Inputs of whole sequences."""
+    torch.manual_seed(0)
+    return [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in lengths]
+
+
+def of_this_rank(x: Tensor) -> Tensor:
+    return x.chunk(worker.mesh().size(), 1)[worker.mesh().get_local_rank()].contiguous()
+
+
+def made(name: str) -> Program:
+    torch.manual_seed(0)
+    return Program(name).double()
+
+
+def errors(name: str, seq_dims: bool) -> list[str]:
+    run = sp(made(name), mesh=worker.mesh(), inputs="local", **({"seq_dims": {"inputs_0": 1}} if seq_dims else {}))
+    return [error_text(functools.partial(run, of_this_rank(x))) for x in given(14, 20)]
+
+
+@pytest.mark.parametrize("name", ["loop", "rounds", "tree", "one_op"])
+def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) -> None:
+    """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""
+    for found in ranks.run(2, errors, name, False):
+        for one in found:
+            assert "inputs='local': dim 1 of inputs[0] is the sequence, which the steps" in one
+
+
+@pytest.mark.parametrize("name", ["branch", "rounds_of_sums"])
+def test_what_the_program_asks_of_its_length_is_so_of_the_whole(ranks: Ranks, name: str) -> None:
+    (first, second), again = ranks.run(2, errors, name, False)
+    assert [first, second] == again
+    assert "inputs='local': the program asks for its length, and length < 14 is so" in first or name != "branch"
+    assert "is so of the rows of one rank and not of the whole sequence" in first + second
+
+
+def exact(name: str, lengths: list[int], inputs: int) -> list[Outcome]:
+    run = sp(model := made(name), mesh=worker.mesh(), inputs="local")
+    shards = lambda *whole: run(*map(of_this_rank, whole))  # noqa: E731
+    return [against_eager(model, *given(*[length] * inputs), run=shards) for length in lengths]
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("scaled", 1), ("scaled", 2), ("branch", 1)])
+def test_shards_are_of_the_whole(ranks: Ranks, name: str, inputs: int) -> None:
+    """Lengths of which the program asks nothing, or the same: a branch that shards and the whole take alike."""
+    lengths = [14, 20] if name == "scaled" else [8, 12, 32]
+    for outcomes in zip(*ranks.run(2, exact, name, lengths, inputs), strict=True):
+        check(outcomes)
