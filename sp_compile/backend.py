@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from sp_compile.capture.capture import capture
+from sp_compile.capture.capture import capture, fix_lengths
 from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.capture.whole import lowering, warn_of_unsplit, why_unsplit
@@ -53,7 +53,7 @@ from sp_compile.spmd.session import ALONE, Session
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
-from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
+from .errors import CaptureError, NoSequence, SpError, WriteError, at, did_you_mean, source_line
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -315,6 +315,12 @@ def _split(
         except OtherOrder as error:
             why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
             plain, settings, local, report = passed(view)
+        except NoSequence:
+            if not fix_lengths(gm, example_inputs):
+                raise
+            view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
+            plain, settings, local, report = passed(view)
+            symbols = symbols_of(view.graph)
     report.add(_taken_from_others(view, example_inputs, why))
     report.add(_ends_at_break(gm))
     for note in report.notes:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import argument_name, size_hint
-from sp_compile.errors import SpError, at
+from sp_compile.errors import NoSequence, SpError, at
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
@@ -72,7 +72,7 @@ class Sequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
         if not job.fragment and (not job.follows or job.fallback == "error"):
-            raise SpError(
+            raise NoSequence(
                 "no sequence found: the model has no attention or scan whose dim could be followed to an input"
                 f"{_what_there_is(gm)}. Name it: {name_it}"
             )

@@ -147,6 +147,8 @@ def only_value(size: torch.SymInt) -> int | None:
     A tree of every second row has a guard for each bit of its length.
     """
     symbol, hint = size.node.expr, size.node.hint
+    if symbol.is_Integer:  # in the meantime
+        return int(symbol)
     bounds = size.node.shape_env.var_to_range.get(symbol)
     if hint is None or bounds is None or not (bounds.lower.is_finite and bounds.upper.is_finite):
         return None
@@ -161,6 +163,17 @@ def only_value(size: torch.SymInt) -> int | None:
 
     near = range(hint - 2, hint + 3)
     return None if admitted(near) or admitted(range(int(bounds.lower), int(bounds.upper) + 1)) else int(hint)
+
+
+def is_octave(size: torch.SymInt) -> bool:
+    """Do guards leave a symbol a range from one number to its double, as of a loop in steps of 1, 2, 4, ...?
+
+    Or one number, in the meantime.
+    """
+    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
+    if bounds is None or not bounds.upper.is_finite:
+        return bool(size.node.expr.is_Integer)
+    return bool(bounds.upper <= 2 * bounds.lower)
 
 
 def is_symbolic(x: torch.Tensor) -> bool:

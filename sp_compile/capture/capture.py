@@ -25,6 +25,7 @@ from sp_compile._compat import (
     detect_fake_mode,
     evaluated,
     is_functorch_tensor,
+    is_octave,
     is_symbolic,
     keep_source,
     keep_state_sources,
@@ -114,6 +115,21 @@ def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
     return [x if new is old else new for x, old, new in zip(example_inputs, fakes, settled)]
 
 
+def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Make numbers of the sizes for which the program is written out in rounds; others are compiled anew. Were any?"""
+    found = [e for e in _extents(_fakes(example_inputs)[1]) if is_octave(e)]
+    for extent in found:
+        int(extent)
+    (_known.get() or {}).pop(gm, None)
+    return bool(found)
+
+
+def _extents(fakes: Sequence[Any]) -> list[torch.SymInt]:
+    """The symbols among inputs and their sizes."""
+    extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    return [e for e in extents if isinstance(e, torch.SymInt)]
+
+
 def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The fake mode, and the inputs in it with all of Dynamo's dynamic dims.
 
@@ -153,8 +169,7 @@ def _new(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: Fak
 
 def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
     """The fake inputs, with the only number that a symbol can be in its place."""
-    extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
-    symbols: dict[Any, Any] = {size(e): e for e in extents if isinstance(e, torch.SymInt)}
+    symbols: dict[Any, Any] = {size(e): e for e in _extents(fakes)}
     numbers = {symbol: n for symbol, e in symbols.items() if (n := only_value(e)) is not None}
     if not numbers:
         return fakes

@@ -193,6 +193,20 @@ def test_what_stays(name: str) -> None:
     assert show(gm) == before
 
 
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("length", [3, 7, 10])
+@pytest.mark.parametrize("rounds", ["odd and even", "doubling", "padded"])
+def test_rounds_alone_at_a_length_that_is_a_symbol(rounds: str, length: int) -> None:
+    """Nothing else says that there is a sequence: the length is made a number."""
+    run = scanned({**ROUNDS, "padded": padded(1, 0)}[rounds], recurrence)
+    inputs = [floats(BATCH, length, WIDTH, seed=seed).requires_grad_() for seed in (0, 3)]
+    for x in inputs:
+        torch._dynamo.maybe_mark_dynamic(x, 1)
+    report = check(lambda x, y: run(x, y).sum(), *inputs, sp=3)
+    assert not report.fallbacks, report
+    assert report.count("linear_scan") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [9, 12])
 def test_associative_scan_on_ranks(length: int) -> None:

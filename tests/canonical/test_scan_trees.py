@@ -127,9 +127,16 @@ class AfterAttention(Scanned):
         return super().forward(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
 
 
-def made_with_attention(length: int) -> tuple[nn.Module, Tensor]:
+def rounds(a: Tensor, b: Tensor) -> Tensor:
+    step = 1
+    while step < a.shape[1]:
+        a, step = a + nn.functional.pad(a, (0, 0, step, 0))[:, :-step], step * 2
+    return a * b
+
+
+def made_with_attention(run: Callable[..., Tensor], length: int) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return AfterAttention(softmax).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
+    return AfterAttention(run).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
 
 
 def test_beside_attention_a_symbol_changes_no_exchange() -> None:
@@ -137,7 +144,7 @@ def test_beside_attention_a_symbol_changes_no_exchange() -> None:
 
     def looked(of_symbol: bool) -> list[str]:
         torch._dynamo.reset()
-        model, x = made_with_attention(10)
+        model, x = made_with_attention(softmax, 10)
         if of_symbol:
             torch._dynamo.mark_dynamic(x, 1)
         return [str(one) for one in sp_compile.explain(model, x, sp=3).exchanges]
@@ -145,17 +152,18 @@ def test_beside_attention_a_symbol_changes_no_exchange() -> None:
     assert looked(True) == looked(False)
 
 
-def at_other_lengths(attends: bool) -> list[Outcome]:
-    model, _ = made_with_attention(7) if attends else made(softmax, 7)
+def at_other_lengths(run: Callable[..., Tensor], attends: bool) -> list[Outcome]:
+    model, _ = made_with_attention(run, 7) if attends else made(run, 7)
     compiled = sp(model, mesh=mesh())
     inputs = [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in (7, 10, 4)]
     return [against_eager(model, x, run=compiled) for x in inputs]
 
 
+@pytest.mark.parametrize("run", [softmax, rounds])
 @pytest.mark.parametrize("attends", [False, True])
-def test_other_lengths(ranks: Ranks, attends: bool) -> None:
+def test_other_lengths(ranks: Ranks, run: Callable[..., Tensor], attends: bool) -> None:
     """The second length of a process is a symbol: a scan alone was no sequence there."""
-    for outcomes in zip(*ranks.run(3, at_other_lengths, attends), strict=True):
+    for outcomes in zip(*ranks.run(3, at_other_lengths, run, attends), strict=True):
         check(outcomes)
 
 
