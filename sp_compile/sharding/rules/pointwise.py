@@ -75,7 +75,7 @@ def _view_dtype(call: Call) -> Factors:
 SMOOTH_OPS = overloads("""
     add.Tensor addmm baddbmm bmm cos cross_entropy_loss dropout einsum gelu layer_norm linear
     log_softmax.int masked_fill.Scalar matmul mean mean.dim mm mse_loss mul.Scalar mul.Tensor neg
-    nll_loss_nd relu sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh
+    nll_loss_nd relu rms_norm sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh
 """)
 
 
