@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy
@@ -125,6 +125,9 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
 
 
+WIDE = 1 << 21
+
+
 def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
     """What is assumed so far of the sizes that are symbols."""
     env = mode.shape_env
@@ -144,25 +147,36 @@ def assume(mode: FakeTensorMode, fact: Any) -> bool:
 def only_value(size: torch.SymInt) -> int | None:
     """The number that a symbol is, where the guards of the program admit no other; None where they do. Adds no guard.
 
-    A tree of every second row has a guard for each bit of its length.
+    A tree of every second row has a guard for each bit of its length. None of a wide range, too.
     """
-    symbol, hint = size.node.expr, size.node.hint
+    symbol, hint, env = size.node.expr, size.node.hint, size.node.shape_env
     if symbol.is_Integer:  # in the meantime
         return int(symbol)
-    bounds = size.node.shape_env.var_to_range.get(symbol)
-    if hint is None or bounds is None or not (bounds.lower.is_finite and bounds.upper.is_finite):
+    bounds = env.var_to_range.get(symbol)
+    if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE:
         return None
-    facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {symbol}]
+    facts = [guard.expr for guard in env.guards if guard.expr.free_symbols == {symbol}]
     checks = [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
 
-    def admitted(numbers: Iterable[int]) -> list[int]:
-        left = [n for n in numbers if n != hint and bounds.lower <= n <= bounds.upper]
+    def admitted(numbers: numpy.ndarray) -> bool:
+        left = numbers[(numbers != hint) & (numbers >= int(bounds.lower)) & (numbers <= int(bounds.upper))]
         for check in checks:
-            left = [n for n in left if eval(check, {"math": math}, {str(symbol): n})]
-        return left
+            left = left[_holds(check, str(symbol), left)]
+        return left.size > 0
 
-    near = range(hint - 2, hint + 3)
-    return None if admitted(near) or admitted(range(int(bounds.lower), int(bounds.upper) + 1)) else int(hint)
+    every = numpy.array(range(int(bounds.lower), int(bounds.upper) + 1), dtype=object)
+    near = hint + numpy.array([sign * (1 << k) for k in range(WIDE.bit_length()) for sign in (1, -1)], dtype=object)
+    return None if admitted(near) or admitted(every) else int(hint)
+
+
+def _holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
+    """Of which of Python's numbers, which never overflow, is an expression true? All at once, if it has no `and`."""
+    names = {"math": math}
+    try:
+        found = eval(check, names, {symbol: numbers})
+    except (TypeError, ValueError):
+        found = [eval(check, names, {symbol: n}) for n in numbers.tolist()]
+    return numpy.broadcast_to(numpy.asarray(found, dtype=bool), numbers.shape)
 
 
 def is_octave(size: torch.SymInt) -> bool:
