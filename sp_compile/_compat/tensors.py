@@ -179,17 +179,6 @@ def _holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarra
     return numpy.broadcast_to(numpy.asarray(found, dtype=bool), numbers.shape)
 
 
-def is_octave(size: torch.SymInt) -> bool:
-    """Do guards leave a symbol a range from one number to its double, as of a loop in steps of 1, 2, 4, ...?
-
-    Or one number, in the meantime.
-    """
-    bounds = size.node.shape_env.var_to_range.get(size.node.expr)
-    if bounds is None or not bounds.upper.is_finite:
-        return bool(size.node.expr.is_Integer)
-    return bool(bounds.upper <= 2 * bounds.lower)
-
-
 def is_symbolic(x: torch.Tensor) -> bool:
     """Is a size of a fake tensor a symbol?"""
     return any(isinstance(extent, torch.SymInt) for extent in x.shape)

@@ -25,7 +25,6 @@ from sp_compile._compat import (
     detect_fake_mode,
     evaluated,
     is_functorch_tensor,
-    is_octave,
     is_symbolic,
     keep_source,
     keep_state_sources,
@@ -116,10 +115,10 @@ def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Make numbers of the sizes for which the program is written out in rounds; others are compiled anew. Were any?"""
-    found = [e for e in _extents(_fakes(example_inputs)[1]) if is_octave(e)]
+    """Make numbers of all symbols: a program that is written out for its length may show a sequence then. Were any?"""
+    found = _extents(_fakes(example_inputs)[1])
     for extent in found:
-        int(extent)
+        int(extent)  # a guard: another length is compiled anew
     (_known.get() or {}).pop(gm, None)
     return bool(found)
 
