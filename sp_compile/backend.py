@@ -328,6 +328,7 @@ def _split(
             log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.why)
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
+    inputs = view.graph.graph.find_nodes(op="placeholder")
     edges = Edges(
         view.layouts,
         _left_in_shards(local, view, session.ranks),
@@ -337,6 +338,7 @@ def _split(
         views=view.views,
         hidden=view.hidden,
         written=view.written,
+        own_rows=frozenset(i for i, node in enumerate(inputs) if node.name in view.inputs and i not in view.layouts),
     )
     if edges.results:
         leave_results(session.ranks)

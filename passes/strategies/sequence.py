@@ -60,7 +60,7 @@ class Sequences(Pass):
         job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
         if job.ranks.n == 1:
             return fixed
-        if job.asked.inputs == "local" and job.seq_dims is None:
+        if job.asked.inputs == "local" and job.seq_dims is None and axes.sequences:
             _refuse_local(found, job)
         if not axes.sequences:
             self._none(gm, list(found), job)
@@ -95,7 +95,7 @@ class Sequences(Pass):
 
 
 def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
-    """A shard that was taken for a whole input, since the graph as it was captured shows no sequence in it."""
+    """Shards that were taken for whole inputs, since the graph as it was captured shows no sequence in them."""
     for node, dims in found.items():
         if dims and node.name not in job.inputs:
             raise SpError(
@@ -103,6 +103,12 @@ def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
                 "program for the rows of one rank show only together (a loop over them, a scan in rounds or as a tree, "
                 "torch.scan), and of the whole there are other steps; pass whole inputs"
             )
+    if not job.inputs:
+        names = [argument_name(node) for node in found if is_tensor(node)]
+        raise SpError(
+            "inputs='local': the sequence could not be followed to an input, where it is a part of a dim or has "
+            f"another length (before a concatenation, a pad, patches); name it: seq_dims, with an input out of {names}"
+        )
 
 
 def _what_there_is(gm: GraphModule) -> str:

@@ -134,7 +134,7 @@ def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
     return [guard.expr for guard in env.guards] if env is not None else []
 
 
-def settled(mode: FakeTensorMode, fact: Any) -> Any:
+def unified(mode: FakeTensorMode, fact: Any) -> Any:
     """A fact about sizes, where symbols that were found to be equal are one."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
@@ -170,12 +170,18 @@ def only_value(size: torch.SymInt) -> int | None:
 
 
 def _holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
-    """Of which of Python's numbers, which never overflow, is an expression true? All at once, if it has no `and`."""
-    names = {"math": math}
+    """Of which of Python's numbers, which never overflow, may an expression be true? All at once, if it has no `and`.
+
+    Of all where it calls what has another name here.
+    """
+    names = {"math": math, "torch": torch}
     try:
         found = eval(check, names, {symbol: numbers})
-    except (TypeError, ValueError):
-        found = [eval(check, names, {symbol: n}) for n in numbers.tolist()]
+    except Exception:
+        try:
+            found = [eval(check, names, {symbol: n}) for n in numbers.tolist()]
+        except Exception:
+            found = True
     return numpy.broadcast_to(numpy.asarray(found, dtype=bool), numbers.shape)
 
 

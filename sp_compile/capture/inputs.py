@@ -28,8 +28,8 @@ from sp_compile._compat import (
     pytree,
     refuse_eager_fallback,
     result_names,
-    settled,
     trace_again_with_symbols,
+    unified,
 )
 from sp_compile.config import Asked, Ranks, stronger_output
 from sp_compile.errors import SpError, at
@@ -56,6 +56,7 @@ def capture_shards(
     mode, _ = fake_inputs(())
     asked = length_guards(mode)  # by Dynamo alone: what capture asks, it asks of the whole, too
     local = capture(gm, example_inputs)
+    _mark_inputs(local, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
@@ -93,8 +94,8 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
             extent = size(node.meta["val"].shape[dims[node.name]])
             if isinstance(extent, int):
                 raise SpError(
-                    f"inputs='local': dim {dims[node.name]} of {node.name} is compiled as the constant {extent}, which "
-                    "the graph may hold as a number: its length is 1, or the program asks for it"
+                    f"inputs='local': dim {dims[node.name]} of {argument_name(node)} is compiled as the constant "
+                    f"{extent}, which the graph may hold as a number: its length is 1, or the program asks for it"
                 )
             symbols.add(extent)
     for node in nodes:
@@ -102,8 +103,9 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
         for d, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if dims.get(node.name) != d and size(extent) in symbols:
                 raise SpError(
-                    f"inputs='local': dim {d} of {node.name} has the size of the local sequence, {extent}, so the two "
-                    "cannot be told apart; pass inputs of another size, or name it in seq_dims if it is the sequence"
+                    f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, "
+                    f"{extent}, so the two cannot be told apart; pass inputs of another size, or "
+                    "name it in seq_dims if it is the sequence"
                 )
     return symbols
 
@@ -111,7 +113,7 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
 def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
     """What the program has asked of the length of a shard must be so of the whole, now and of each later length."""
     wholes = {symbol: n * symbol for symbol in symbols}
-    for fact in (settled(mode, one) for one in asked):
+    for fact in (unified(mode, one) for one in asked):
         if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(

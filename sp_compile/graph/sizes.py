@@ -172,6 +172,10 @@ class Sizes:
 
     def _build(self, expr: sympy.Expr) -> Node:
         if isinstance(expr, sympy.Symbol):
+            for known, node in list(self.known.items()):
+                times, rest = sympy.sympify(known).as_coeff_Mul()
+                if rest == expr and times.is_Integer and times > 1:  # the sequence of shards is so many times theirs
+                    return self._emit(operator.floordiv, (node, int(times)))
             if expr not in self.sources:
                 raise CaptureError(
                     f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"

@@ -151,6 +151,8 @@ class Edges:
 
     views: the results that are made of other results, or of arguments, as views of them; hidden: how many results the
     program returns for these alone. written: the arguments that the program changes in place.
+
+    own_rows: the inputs of which each rank passes rows of its own, as plain tensors.
     """
 
     layouts: Mapping[int, Layout] = field(default_factory=dict)
@@ -163,6 +165,7 @@ class Edges:
     views: Sequence[ResultView] = ()
     hidden: int = 0
     written: Sequence[int] = ()
+    own_rows: frozenset[int] = frozenset()
 
     @property
     def given(self) -> int | None:

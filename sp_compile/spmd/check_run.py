@@ -107,6 +107,7 @@ class CheckedProgram:
     lines: Mapping[str, str] = field(default_factory=dict)
     written: Sequence[int] = ()  # the inputs that it changes in place, by number
     why_whole: str = ""
+    own_rows: bool = False  # of some inputs each rank passes
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -338,10 +339,10 @@ class CheckedProgram:
             [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
         )
         held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
-        found = explained(everyone, lines, shared, arguments, held)
+        found = explained(everyone, lines, shared, arguments, held, self.own_rows)
         if DRIFTED in found and self.leaves_partial:
             found += LEFT_PARTIAL
-        return found or (parts and parts + sharded_data())
+        return found or (parts and parts + sharded_data(self.own_rows))
 
     @cached_property
     def connected(self) -> list[Ranks]:
@@ -419,12 +420,12 @@ LEFT_PARTIAL = (
 
 
 def explained(
-    everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str]
+    everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str], own: bool
 ) -> str:
     """What is not the same on all ranks, in words; "" if nothing is.
 
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
-    those of which every rank has to pass the whole. held: those that were equal at an earlier call.
+    those of which every rank has to pass the whole. held: those equal at an earlier call. own: do others come in rows?
     """
     weights = set.intersection(*({k for k in one.fields if k.startswith(WEIGHT)} for one in everyone))
     inputs = [
@@ -455,10 +456,9 @@ def explained(
             heading = "What differs first"
             rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
-    values = what == "different values"
-    advice = ""
+    values, advice = what == "different values", ""
     if values and arguments >= set(names):
-        advice = sharded_data()
+        advice = sharded_data(own)
     elif values and held >= set(names):
         advice = DRIFTED
     if values and not shared.isdisjoint(names):

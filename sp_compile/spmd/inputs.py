@@ -200,16 +200,18 @@ def is_away(a: Any) -> bool:
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
-def equal_inputs(gm: GraphModule, example_inputs: Sequence[Any], inputs: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Inputs whose values the ranks compare: the weights and buffers that are read, and the arguments if these are
-    whole; and of those the arguments alone, which change from call to call.
+def equal_inputs(
+    gm: GraphModule, example_inputs: Sequence[Any], shards: Collection[int]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Inputs whose values the ranks compare: the weights and buffers that are read, and the arguments that are whole;
+    and of those the arguments alone, which change from call to call. shards: which inputs are a rank's own rows.
     """
     state, arguments = set(), set()
-    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+    for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs)):
         held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter
         if held and isinstance(example, torch.Tensor):
             state |= {node.name} if node.users else set()
-        elif inputs == "global" and not isinstance(example, Sharded):
+        elif i not in shards and not isinstance(example, Sharded):
             arguments.add(node.name)
     return frozenset(state | arguments), frozenset(arguments)
 
@@ -241,11 +243,14 @@ def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -
     return names
 
 
-def sharded_data() -> str:
+def sharded_data(own_rows: bool) -> str:
     """What to do where ranks were given other data and nothing else differs; names samplers of this process that shard.
 
-    Looked for among all objects of the process: nothing that is at hand here knows the loader.
+    own_rows: does each rank pass rows of its own of some inputs? Then samplers that do are right. Looked for among all
+    objects of the process: nothing that is at hand here knows the loader.
     """
+    if own_rows:
+        return NO_SHARD
     kinds = (Sampler, IterableDataset)
     sharding = [one for one in gc.get_objects() if issubclass(type(one), kinds) and shards_over(one) > 1]
     found = ", ".join(sorted({f"{type(one).__name__} over {shards_over(one)} ranks" for one in sharding}))
@@ -256,6 +261,12 @@ SHARDED_DATA = (
     "\nOnly the data differ. That is what a sampler does that shards over all ranks{}, and ranks that share a sequence "
     "need the same batch: sp_compile.data.SequenceSampler(dataset, mesh), or SequenceLoader(loader, mesh) around the "
     "loader of one device, gives it to them; for transformers and accelerate sp_compile.integrations does"
+)
+
+
+NO_SHARD = (
+    "\ninputs='local': the program shows no sequence in these, so each rank has to pass the whole of them. If they are "
+    "a rank's rows, name the dim: options={'seq_dims': {'<input>': <dim>}}, with all inputs that come in shards"
 )
 
 

@@ -304,7 +304,7 @@ class Session:
             done = run is not None and local is not None
             program = Program() if not done else program_of(gm) if whole else fingerprint(local, input_names(gm))
             run = OnWhole(run, eager) if run is not None and whole else run
-            equal, arguments = equal_inputs(gm, example_inputs, asked.inputs) if done else (frozenset(), frozenset())
+            equal, arguments = equal_inputs(gm, example_inputs, edges.own_rows) if done else (frozenset(), frozenset())
             run = CheckedProgram(
                 run,
                 self.ranks,
@@ -326,6 +326,7 @@ class Session:
                 lines=lines,
                 written=edges.written,
                 why_whole=whole,
+                own_rows=asked.inputs == "local",
             )
             error = None
         elif error is not None and not self.groups:

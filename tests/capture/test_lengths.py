@@ -30,6 +30,11 @@ def halves_to_one(length: Any) -> None:
         length = length // 2
 
 
+def root(length: Any) -> None:
+    """Asked by functions of torch."""
+    assert length**0.5 < 4
+
+
 def asked(hint: int, ask: Callable[[Any], Any]) -> Any:
     _, (length, _) = symbolic_mode(hint, 3)
     ask(length)
@@ -47,11 +52,12 @@ def test_a_tree_has_one_length(length: int) -> None:
         (7, lambda length: None),
         (10, doubles),
         (10, halves_to_one),
+        (10, root),
         (10, lambda length: length <= 11),
         (128, lambda length: length % 64 == 0 and length <= 1 << 20),
         (128, lambda length: length % 64 == 0 and length <= 1 << 60),
     ],
-    ids=["nothing", "rounds", "rounds to one", "a bound", "multiples", "multiples in a wide range"],
+    ids=["nothing", "rounds", "rounds to one", "a root", "a bound", "multiples", "multiples in a wide range"],
 )
 def test_other_lengths_have_several(length: int, ask: Callable[[Any], Any]) -> None:
     symbol = asked(length, ask)

@@ -64,7 +64,41 @@ def scaled(a: Tensor, b: Tensor) -> Tensor:
     return a.cumsum(1) / b.shape[1] + b * torch.arange(b.shape[1])[:, None].cos()
 
 
-STEPS = {f.__name__: f for f in (loop, rounds, tree, one_op, branch, rounds_of_sums, scaled)}
+def attended(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+
+def padded(a: Tensor, b: Tensor) -> Tensor:
+    return attended(nn.functional.pad(a, (0, 0, 0, 1)))
+
+
+def after_a_token(a: Tensor, b: Tensor) -> Tensor:
+    return attended(torch.cat([a[:, :1] * 0 + 1, b], 1))
+
+
+def patches(a: Tensor, b: Tensor) -> Tensor:
+    return attended(a.unflatten(1, (-1, 2)).flatten(2))
+
+
+def padded_sums(a: Tensor, b: Tensor) -> Tensor:
+    return nn.functional.pad(a, (0, 0, 1, 0)).cumsum(1)
+
+
+def weighted(a: Tensor, b: Tensor) -> Tensor:
+    return attended(a) / b.square().sum()
+
+
+def first_half(a: Tensor, b: Tensor) -> Tensor:
+    return attended(a)[:, : a.shape[1] // 2] + attended(b).chunk(2, 1)[1]
+
+
+STEPS = {
+    f.__name__: f
+    for f in (
+        *(loop, rounds, tree, one_op, branch, rounds_of_sums, scaled),
+        *(padded, after_a_token, patches, padded_sums, weighted, first_half),
+    )
+}
 
 
 def given(*lengths: int) -> list[Tensor]:
@@ -82,36 +116,61 @@ def made(name: str) -> Program:
     return Program(name).double()
 
 
-def errors(name: str, seq_dims: bool) -> list[str]:
-    run = sp(made(name), mesh=worker.mesh(), inputs="local", **({"seq_dims": {"inputs_0": 1}} if seq_dims else {}))
-    return [error_text(functools.partial(run, of_this_rank(x))) for x in given(14, 20)]
+def errors(name: str) -> list[str]:
+    run = sp(made(name), mesh=worker.mesh(), inputs="local")
+    return [error_text(functools.partial(run, of_this_rank(x))) for x in given(16, 20)]
 
 
 @pytest.mark.parametrize("name", ["loop", "rounds", "tree", "one_op"])
 def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) -> None:
     """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""
-    for found in ranks.run(2, errors, name, False):
+    for found in ranks.run(2, errors, name):
         for one in found:
             assert "inputs='local': dim 1 of inputs[0] is the sequence, which the steps" in one
 
 
 @pytest.mark.parametrize("name", ["branch", "rounds_of_sums"])
 def test_what_the_program_asks_of_its_length_is_so_of_the_whole(ranks: Ranks, name: str) -> None:
-    (first, second), again = ranks.run(2, errors, name, False)
+    (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
     assert "inputs='local': the program asks for its length, and length < 14 is so" in first or name != "branch"
     assert "is so of the rows of one rank and not of the whole sequence" in first + second
 
 
-def exact(name: str, lengths: list[int], inputs: int) -> list[Outcome]:
-    run = sp(model := made(name), mesh=worker.mesh(), inputs="local")
+@pytest.mark.parametrize("name", ["padded", "after_a_token", "patches", "padded_sums"])
+def test_a_sequence_that_is_not_followed_to_an_input_is_named(ranks: Ranks, name: str) -> None:
+    """Each rank took its rows for all there are. Named, the sequence is found."""
+    for found in ranks.run(2, errors, name):
+        assert all("inputs='local': the sequence could not be followed to an input" in one for one in found)
+    if name != "after_a_token":  # whose first token is one of each shard
+        for outcomes in zip(*ranks.run(2, exact, name, [8, 16], 1, True), strict=True):
+            check(outcomes)
+
+
+def other_rows() -> list[str]:
+    x, y = given(12, 12)
+    run, named = (sp(made("weighted"), mesh=worker.mesh(), inputs="local", **how) for how in ({}, {"seq_dims": {0: 1}}))
+    return [error_text(functools.partial(run, *map(of_this_rank, (x, y)))) for run in (run, named)]
+
+
+def test_an_input_that_is_no_sequence_is_the_same_on_every_rank(ranks: Ranks) -> None:
+    """What a scan or attention does not reach was taken for the whole: ranks had other losses, silently."""
+    for found in ranks.run(2, other_rows):
+        for one in found:
+            assert "the 2 ranks of this group were given different values" in one
+            assert "inputs='local': the program shows no sequence in these" in one
+
+
+def exact(name: str, lengths: list[int], inputs: int, named: bool = False) -> list[Outcome]:
+    options = {"seq_dims": dict.fromkeys(range(inputs), 1)} if named else {}
+    run = sp(model := made(name), mesh=worker.mesh(), inputs="local", **options)
     shards = lambda *whole: run(*map(of_this_rank, whole))  # noqa: E731
     return [against_eager(model, *given(*[length] * inputs), run=shards) for length in lengths]
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("scaled", 1), ("scaled", 2), ("branch", 1)])
+@pytest.mark.parametrize(("name", "inputs"), [("scaled", 1), ("scaled", 2), ("branch", 1), ("first_half", 1)])
 def test_shards_are_of_the_whole(ranks: Ranks, name: str, inputs: int) -> None:
     """Lengths of which the program asks nothing, or the same: a branch that shards and the whole take alike."""
-    lengths = [14, 20] if name == "scaled" else [8, 12, 32]
+    lengths = [8, 12, 32] if name == "branch" else [12, 20]
     for outcomes in zip(*ranks.run(2, exact, name, lengths, inputs), strict=True):
         check(outcomes)
