@@ -84,7 +84,7 @@ def run(
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout, **options)
 
 
-@pytest.mark.sampled(every=13)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", NAMES)
@@ -96,7 +96,7 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(every=28)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_layouts(strategy: str, layout: str) -> None:
@@ -104,7 +104,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("mask", MASKS)
@@ -117,7 +117,7 @@ def test_groups_of_heads(heads: str, mask: str, length: int, ranks: int) -> None
     assert (note.done, "2 groups of heads" in note.why) == (("ulysses", True) if fits else ("not chunked", False))
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(every=32)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "toy", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
@@ -198,6 +198,7 @@ class Biased(Decoder):
         return super().forward(ids)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("learned", "dtype", "more", "kernel"),
     [

@@ -213,7 +213,7 @@ def plainly() -> Callable[..., str]:
     return found
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honoured_or_refused(
@@ -231,7 +231,7 @@ def test_an_option_is_honoured_or_refused(
         assert found != plain
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", [of_backend, of_explain])
 @pytest.mark.parametrize(
     "options",

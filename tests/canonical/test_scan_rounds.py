@@ -113,7 +113,7 @@ def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
     return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
 
 
-@pytest.mark.sampled(every=13)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("rounds", ["odd and even", "doubling"])
@@ -127,7 +127,7 @@ def test_rounds(rounds: str, combine: str, length: int) -> None:
 FILLS = {"sum": (0,), "prod": (1,), "logsumexp": (-torch.inf,), "recurrence": (1, 0)}
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("length", [3, 8, 13])
 @pytest.mark.parametrize("combine", FILLS)
 @pytest.mark.parametrize("joins", [True, False])
@@ -193,7 +193,7 @@ def test_what_stays(name: str) -> None:
     assert show(gm) == before
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("length", [3, 7, 10])
 @pytest.mark.parametrize("rounds", ["odd and even", "doubling", "padded"])
 def test_rounds_alone_at_a_length_that_is_a_symbol(rounds: str, length: int) -> None:

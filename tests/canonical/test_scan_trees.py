@@ -76,6 +76,7 @@ def made(run: Callable[..., Tensor], length: int) -> tuple[nn.Module, Tensor]:
     return Scanned(run).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("run", LEAVES)
 @pytest.mark.parametrize("length", [2, 3, 7])
 def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> None:
@@ -86,6 +87,7 @@ def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> 
     assert {note.done for note in report.fallbacks} == {"gather"}
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("run", LEAVES)
 @pytest.mark.parametrize("length", [7, 10])
 def test_a_length_that_is_a_symbol_has_one_tree(run: Callable[..., Tensor], length: int) -> None:
@@ -159,6 +161,7 @@ def at_other_lengths(run: Callable[..., Tensor], attends: bool) -> list[Outcome]
     return [against_eager(model, x, run=compiled) for x in inputs]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("run", [softmax, rounds])
 @pytest.mark.parametrize("attends", [False, True])
 def test_other_lengths(ranks: Ranks, run: Callable[..., Tensor], attends: bool) -> None:
@@ -167,7 +170,7 @@ def test_other_lengths(ranks: Ranks, run: Callable[..., Tensor], attends: bool) 
         check(outcomes)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("run", LEAVES)
 def test_ranks_agree_with_one_device(ranks: Ranks, run: Callable[..., Tensor]) -> None:
     check(ranks.run(3, on_ranks, run))

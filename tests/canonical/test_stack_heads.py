@@ -104,7 +104,7 @@ def said(node: torch.fx.Node) -> str:
     return "causal" if causal else "none" if node.args[3] is None else "data"
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", MASKS)
 def test_heads_become_one_attention(name: str) -> None:
     mask, expected = MASKS[name]

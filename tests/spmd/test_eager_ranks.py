@@ -96,7 +96,7 @@ def strayed(how: str) -> tuple[str, float]:
     return error_text(lambda: run(x)), time.monotonic() - begun
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("how", HOW)
 def test_a_rank_that_runs_the_model_otherwise(ranks: Ranks, how: str) -> None:
     (told, seconds), *_ = ranks.run(4, strayed, how)

@@ -81,7 +81,7 @@ def marked(made, n):
     return [one.changes for one in passes]
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("options", [{}, {"dim": 1}, {"flat": True}], ids=["batch", "sequence", "flat"])
 @pytest.mark.parametrize("n", [2, 4])
 def test_blocks_are_what_ranks_hold(n, options):
@@ -108,7 +108,7 @@ def on_ranks_each(made, given):
         return run_ranks(len(given), lambda rank: [t.clone() for t in made[rank](*given[rank]) if t is not None])
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("rank_of", [lambda rank: 0, lambda rank: 1 - rank], ids=["the first", "another's"])
 def test_other_slices_stay(rank_of):
     made, _ = graphs(2, rank_of)

@@ -122,7 +122,7 @@ def failing(where: str) -> str:
         setattr(session, name, plain)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("where", ["facts", "passes"])
 def test_a_rank_that_fails_to_compile(ranks: Pool, where: str) -> None:
     for error in ranks.run(2, failing, where):
@@ -142,7 +142,7 @@ def other_sizes() -> str:
     return message(lambda: run(tokens(2, 6 + tp.rank)))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("program", "expected"), [(other_layers, "different programs"), (other_sizes, "different sizes")]
 )
@@ -255,7 +255,7 @@ def on_two_axes(how: str) -> str:
     return message(lambda: run(x[:, : 5 if first and how == "recompiles" else 6]))
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [("recompiles", "compiles the program anew"), ("fails", "no room for the code"), ("merges", "different options")],

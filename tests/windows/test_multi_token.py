@@ -70,7 +70,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_gathered(way: str, config: dict[str, str]) -> None:

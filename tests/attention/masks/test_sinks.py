@@ -65,7 +65,7 @@ def run(mask: str, n: int, length: int, make: Any = Layers, **how: Any) -> Repor
     return check(model, tokens(length), padding, positions, sp=n, **how)
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -116,7 +116,7 @@ class OpenAI(nn.Module):
         return x + self.out(torch.einsum("hmqk,khmd->qhmd", weights, v).reshape(length, -1))
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("window", [0, 3])

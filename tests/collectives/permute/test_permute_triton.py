@@ -16,7 +16,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 @needs_triton
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims", "peers", "row"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")
