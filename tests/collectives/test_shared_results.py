@@ -413,3 +413,32 @@ def test_verify_makes_views(program: str) -> None:
     report = sp_compile.verify(Model(program, True), x, sp=2)
     assert {name for name, _ in report.errors} >= {"result 0", "result 1"}
     assert max(error for _, error in report.errors) < 1e-9
+
+
+def of_a_batch_of_one(dim: int) -> float:
+    """The rows of a batch of one arrive in their order: their gather is a view of what arrived."""
+    model = nn.Linear(4, 4).double()
+    x = torch.randn(1, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).movedim(1, dim)
+
+    def plain(x: Tensor) -> Tensor:
+        return model(x.cumsum(dim)).sin()
+
+    options = {"mesh": worker.mesh(), "compiler": "aot_eager", "outputs": "gather"}
+    found = []
+    for run in (plain, torch.compile(plain, backend="sp", options=options)):
+        model.zero_grad()
+        h = run(x)
+        first = h.narrow(dim, 0, 3)
+        h.mul_(2)
+        first.sin_()
+        h.square().sum().backward()
+        with torch.no_grad():
+            kept = run(x)
+        kept.mul_(model.weight.sum())
+        found.append([h.detach(), model.weight.grad.clone(), kept.detach()])
+    return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gathered_result_is_written_in_place(ranks: Ranks, dim: int) -> None:
+    assert max(ranks.run(2, of_a_batch_of_one, dim)) < 1e-12
