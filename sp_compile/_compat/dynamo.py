@@ -22,9 +22,9 @@ from torch._dynamo.exc import (
     TorchRuntimeError,
     exceptions_allowed_to_be_fallback,
 )
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, LocalSource
 from torch._dynamo.utils import counters
-from torch._guards import CompileContext, TracingContext
+from torch._guards import ChainedSource, CompileContext, TracingContext
 from torch.fx import GraphModule, Node
 
 
@@ -52,6 +52,15 @@ def is_module_state(node: Node) -> bool:
     """Is the placeholder a parameter or buffer of the module, not an argument of its forward?"""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
+
+
+def is_argument(node: Node) -> bool:
+    """Is the placeholder an argument of what is compiled: no state of a module, no global and no closed-over value?"""
+    source = getattr(node, "_dynamo_source", None)
+    while isinstance(source, ChainedSource):
+        source = source.base
+    local = source is None or (isinstance(source, LocalSource) and not source.is_derefed_cell_contents)
+    return local and not is_module_state(node)
 
 
 def falls_back(error: BaseException) -> bool:

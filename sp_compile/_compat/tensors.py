@@ -155,8 +155,7 @@ def only_value(size: torch.SymInt) -> int | None:
     bounds = env.var_to_range.get(symbol)
     if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE:
         return None
-    facts = [guard.expr for guard in env.guards if guard.expr.free_symbols == {symbol}]
-    checks = [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
+    checks = _checks(size)
 
     def admitted(numbers: numpy.ndarray) -> bool:
         left = numbers[(numbers != hint) & (numbers >= int(bounds.lower)) & (numbers <= int(bounds.upper))]
@@ -167,6 +166,23 @@ def only_value(size: torch.SymInt) -> int | None:
     every = numpy.array(range(int(bounds.lower), int(bounds.upper) + 1), dtype=object)
     near = hint + numpy.array([sign * (1 << k) for k in range(WIDE.bit_length()) for sign in (1, -1)], dtype=object)
     return None if admitted(near) or admitted(every) else int(hint)
+
+
+def _checks(size: torch.SymInt) -> list[CodeType]:
+    """What the program asks of a symbol alone, as expressions of Python."""
+    facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
+    return [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
+
+
+def depends_on(size: torch.SymInt) -> bool:
+    """Has the program asked for a size what other numbers answer otherwise? Also one that has become a number since."""
+    symbol, hint = size.node.expr, size.node.hint
+    if symbol.is_Integer or hint is None or not symbol.is_Symbol:
+        return bool(symbol.is_Integer)
+    others = numpy.array(
+        [2, 3, *(max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k))], dtype=object
+    )
+    return not all(_holds(check, str(symbol), others).all() for check in _checks(size))
 
 
 def _holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:

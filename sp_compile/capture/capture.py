@@ -22,10 +22,10 @@ from sp_compile._compat import (
     FakeTensor,
     FakeTensorMode,
     TracingContext,
+    depends_on,
     detect_fake_mode,
     evaluated,
     is_functorch_tensor,
-    is_symbolic,
     keep_source,
     keep_state_sources,
     only_value,
@@ -35,7 +35,7 @@ from sp_compile._compat import (
 from sp_compile.errors import CaptureError, SpError, WriteError, at
 from sp_compile.graph.edit import copied, drop_dead
 from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import size
+from sp_compile.graph.sizes import all_same, size, sizes
 from sp_compile.lowering.collectives.sharded import Sharded
 
 from .collectives import functional_collectives
@@ -108,15 +108,24 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
 
 def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, but a fake one in place of each that has a number where Dynamo has a symbol."""
+    """The inputs, but a fake one in place of each plain one that has a number where Dynamo has a symbol."""
     mode, fakes = _fakes(example_inputs)
-    settled = _with_numbers(fakes, mode)
-    return [x if new is old else new for x, old, new in zip(example_inputs, fakes, settled)]
+    rows = zip(example_inputs, fakes, _with_numbers(fakes, mode))
+    return [x if new is old or isinstance(x, Sharded) or wraps_others(x) else new for x, old, new in rows]
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Make numbers of all symbols: a program that is written out for its length may show a sequence then. Were any?"""
-    found = _extents(_fakes(example_inputs)[1])
+    """Make numbers of the sizes that the program depends on: written out for them, it may show a sequence. Were any?
+
+    Not of those that the user has marked as dynamic, which Dynamo would refuse.
+    """
+    context, (_, fakes) = TracingContext.get(), _fakes(example_inputs)
+    marked = set[Any]()
+    for x, fake in zip(example_inputs, fakes):
+        symbolic = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
+        rows = zip(fake.shape, getattr(symbolic, "constraint_sizes", None) or ()) if symbolic is not None else ()
+        marked |= {size(extent) for extent, one in rows if one is not None and not one.warn_only}
+    found = [e for e in _extents(fakes) if size(e) not in marked and depends_on(e)]
     for extent in found:
         int(extent)  # a guard: another length is compiled anew
     (_known.get() or {}).pop(gm, None)
@@ -160,10 +169,15 @@ def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 
 def _new(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor as the input is one, of another shape."""
-    with mode:
+    with mode, torch.enable_grad():
         made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        with torch.enable_grad():
-            return made if x.is_leaf else made.clone()  # to which a program may write
+        if x.is_leaf:
+            return made
+        dense = made.clone()  # to which a program may write
+        if all_same(sizes(dense.stride()), sizes(stride)):
+            return dense
+        memory = torch.empty(made.untyped_storage().nbytes() // made.element_size(), dtype=x.dtype, device=x.device)
+        return memory.requires_grad_().clone().as_strided(shape, stride)
 
 
 def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
@@ -173,10 +187,13 @@ def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
     if not numbers:
         return fakes
 
+    def is_settled(x: Any) -> bool:
+        return isinstance(x, torch.SymInt) and not sympy.sympify(size(x)).free_symbols.isdisjoint(numbers)
+
     def known(x: Any) -> Any:
         if isinstance(x, torch.SymInt):
             return evaluated(sympy.sympify(size(x)), symbols | numbers)
-        if not isinstance(x, torch.Tensor) or not is_symbolic(x):
+        if not isinstance(x, torch.Tensor) or not any(is_settled(e) for e in x.shape):
             return x
         return _new(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
 

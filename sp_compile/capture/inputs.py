@@ -22,12 +22,14 @@ from sp_compile._compat import (
     FakeTensorMode,
     argument_name,
     assume,
+    is_argument,
     is_fragment,
     is_module_state,
     length_guards,
     pytree,
     refuse_eager_fallback,
     result_names,
+    size_hint,
     trace_again_with_symbols,
     unified,
 )
@@ -37,7 +39,7 @@ from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.sharding.axes import find_sequences, name_axes
+from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 
 from .capture import capture, fake_inputs, settled_inputs
@@ -83,8 +85,23 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
     find_sequences(graph, axes, named)
     if named is not None:
         return {node.name: dim % node.meta["val"].ndim for node, dim in named.items()}
-    found = {node.name: axes.sequence_dims(node) for node in inputs if not record(node).parameter}
+    found = {node.name: axes.sequence_dims(node) for node in inputs if is_argument(node)}
+    _refuse_other_lengths([(node, found[node.name][0]) for node in inputs if found.get(node.name)], axes)
     return {name: dims[0] for name, dims in found.items() if dims}
+
+
+def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None:
+    """Shards of one sequence have as many rows; what has others may be a whole table, of which rows are taken."""
+    first: dict[Any, tuple[Node, int]] = {}
+    for node, dim in along:
+        (name,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
+        other, at_other = first.setdefault(name, (node, dim))
+        rows = [size_hint(x.meta["val"].shape[d]) for x, d in ((other, at_other), (node, dim))]
+        if rows[0] != rows[1]:
+            raise SpError(
+                f"inputs='local': dim {at_other} of {argument_name(other)} has {rows[0]} rows and dim {dim} of "
+                f"{argument_name(node)} {rows[1]}, of one sequence; name the inputs that come in shards: seq_dims"
+            )
 
 
 def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
@@ -117,8 +134,8 @@ def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int
         if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
-                f"inputs='local': the program asks for its length, and {of_it} is so of the rows of one rank and not "
-                "of the whole sequence, for which it would be another program; pass whole inputs"
+                f"inputs='local': a branch or a shape of the program depends on its length: {of_it} is so of the "
+                "rows of one rank and not of the whole sequence; pass whole inputs"
             )
 
 
@@ -281,13 +298,14 @@ def compiled_inputs(
 
     layouts, graph: as `global_view` has them; of a program that is not split there are none.
     """
-    others, settled = (Sharded, AsyncCollectiveTensor), settled_inputs(example_inputs)
+    others = Sharded, AsyncCollectiveTensor
+    given = list(example_inputs) if graph is None else settled_inputs(example_inputs)  # Dynamo's graph has its symbols
     if not any(isinstance(x, others) for x in example_inputs):
-        return settled
+        return given
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
     rows = {i: record(nodes[i]).local for i in layouts or ()}
-    return [rows.get(i, fakes[i]) if isinstance(x, others) else x for i, x in enumerate(settled)]
+    return [rows.get(i, fakes[i]) if isinstance(x, others) else given[i] for i, x in enumerate(example_inputs)]
 
 
 def _called(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:

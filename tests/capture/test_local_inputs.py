@@ -92,11 +92,15 @@ def first_half(a: Tensor, b: Tensor) -> Tensor:
     return attended(a)[:, : a.shape[1] // 2] + attended(b).chunk(2, 1)[1]
 
 
+def table(a: Tensor, b: Tensor) -> Tensor:
+    return attended(a) * b[:, : a.shape[1]]
+
+
 STEPS = {
     f.__name__: f
     for f in (
         *(loop, rounds, tree, one_op, branch, rounds_of_sums, scaled),
-        *(padded, after_a_token, patches, padded_sums, weighted, first_half),
+        *(padded, after_a_token, patches, padded_sums, weighted, first_half, table),
     )
 }
 
@@ -134,7 +138,9 @@ def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) ->
 def test_what_the_program_asks_of_its_length_is_so_of_the_whole(ranks: Ranks, name: str) -> None:
     (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
-    assert "inputs='local': the program asks for its length, and length < 14 is so" in first or name != "branch"
+    assert "inputs='local': a branch or a shape of the program depends on its length: length < 14 is so" in first or (
+        name != "branch"
+    )
     assert "is so of the rows of one rank and not of the whole sequence" in first + second
 
 
@@ -146,6 +152,25 @@ def test_a_sequence_that_is_not_followed_to_an_input_is_named(ranks: Ranks, name
     if name != "after_a_token":  # whose first token is one of each shard
         for outcomes in zip(*ranks.run(2, exact, name, [8, 16], 1, True), strict=True):
             check(outcomes)
+
+
+def whole_table() -> tuple[str, Outcome]:
+    x, rows = given(12, 20)
+    refused, run = (
+        sp(model := made("table"), mesh=worker.mesh(), inputs="local", **how) for how in ({}, {"seq_dims": {0: 1}})
+    )
+    return error_text(lambda: refused(of_this_rank(x), rows)), against_eager(
+        model, x, rows, run=lambda x, t: run(of_this_rank(x), t)
+    )
+
+
+def test_a_whole_table_beside_shards(ranks: Ranks) -> None:
+    """Its rows were taken for the first of so many a rank."""
+    answers = ranks.run(2, whole_table)
+    assert all(
+        "dim 1 of inputs[0] has 6 rows and dim 1 of inputs[1] 20, of one sequence" in told for told, _ in answers
+    )
+    check([outcome for _, outcome in answers])
 
 
 def other_rows() -> list[str]:
