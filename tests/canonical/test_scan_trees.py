@@ -170,6 +170,47 @@ def test_other_lengths(ranks: Ranks, run: Callable[..., Tensor], attends: bool) 
         check(outcomes)
 
 
+def of_slices(compiler: str) -> list[Outcome]:
+    """Inputs that are no leaves, and not dense: every second column, and one row for all of a batch."""
+    model, _ = made(softmax, 7)
+    compiled = sp(model, mesh=mesh(), compiler=compiler)
+    torch.manual_seed(1)
+    found = []
+    for length in (7, 10, 4):
+        base = torch.randn(2, length, 2 * WIDTH, dtype=torch.float64, requires_grad=True)
+        found += [
+            against_eager(model, x, run=compiled) for x in (base[..., ::2], base[:1, :, :WIDTH].expand(2, -1, -1))
+        ]
+    return found
+
+
+def after_a_break() -> list[Outcome]:
+    """The second graph takes rows of the first, at a length that is a number by then."""
+
+    class Broken(Scanned):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.cumsum(1)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Broken(softmax).double()
+    compiled = sp(model, mesh=mesh())
+    inputs = [torch.randn(2, length, WIDTH, dtype=torch.float64) for length in (7, 10, 4)]
+    return [against_eager(model, x, run=compiled) for x in inputs]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_other_lengths_of_inputs_that_are_not_dense(ranks: Ranks, compiler: str) -> None:
+    for outcomes in zip(*ranks.run(2, of_slices, compiler), strict=True):
+        check(outcomes)
+
+
+def test_other_lengths_of_rows(ranks: Ranks) -> None:
+    for outcomes in zip(*ranks.run(2, after_a_break), strict=True):
+        check(outcomes)
+
+
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("run", LEAVES)
 def test_ranks_agree_with_one_device(ranks: Ranks, run: Callable[..., Tensor]) -> None:
