@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import sp_compile
 from sp_compile._compat import only_value, symbolic_mode
 
 
@@ -63,3 +66,25 @@ def test_other_lengths_have_several(length: int, ask: Callable[[Any], Any]) -> N
     symbol = asked(length, ask)
     assert only_value(symbol) is None
     assert symbol.node.expr.is_Symbol, "a guard was added"
+
+
+def test_inputs_that_are_not_made_fake_run_whole() -> None:
+    """Of a jagged tensor there is no fake with the symbols of the program."""
+
+    def model(x: Tensor, rows: Tensor) -> Tensor:
+        return x.cumsum(1) * (rows.values() * 2).sum()
+
+    compiled = torch.compile(model, backend="sp", options={"compiler": "aot_eager"})
+    for length in (7, 10):
+        parts = [torch.ones(3, 4), torch.ones(length, 4)]
+        given = torch.ones(2, length, 4), torch.nested.nested_tensor(parts, layout=torch.jagged)
+        assert torch.equal(compiled(*given), model(*given))
+
+
+@pytest.mark.parametrize("marks", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
+def test_a_model_without_a_sequence_says_so_of_any_length(marks: Callable[..., None]) -> None:
+    """No length becomes a number that the user has marked, or that the program does not depend on."""
+    x = torch.randn(2, 7, 4)
+    marks(x, 1)
+    with pytest.raises(sp_compile.SpError, match="no sequence found"):
+        sp_compile.verify(nn.Linear(4, 4), x, sp=2)
