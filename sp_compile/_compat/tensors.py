@@ -125,9 +125,6 @@ def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
 
 
-WIDE = 1 << 21
-
-
 def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
     """What is assumed so far of the sizes that are symbols."""
     env = mode.shape_env
@@ -140,8 +137,12 @@ def unified(mode: FakeTensorMode, fact: Any) -> Any:
 
 
 def assume(mode: FakeTensorMode, fact: Any) -> bool:
-    """Is a fact about sizes so in the call that is being compiled? Then sizes of which it is not are compiled anew."""
+    """Does a fact about sizes hold in this compilation? If so, it becomes a guard."""
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
+
+
+WIDE = 1 << 21
+"""`only_value` checks at most this many numbers."""
 
 
 def only_value(size: torch.SymInt) -> int | None:

@@ -115,9 +115,12 @@ def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Make numbers of the sizes that the program depends on: written out for them, it may show a sequence. Were any?
+    """Specialize the sizes that the program depends on, so that unrolled code may show a sequence.
 
-    Not of those that the user has marked as dynamic, which Dynamo would refuse.
+    Sizes that the user marked as dynamic stay symbols: Dynamo raises if one is specialized.
+
+    Returns:
+        Whether any size was specialized.
     """
     context, (_, fakes) = TracingContext.get(), _fakes(example_inputs)
     marked = set[Any]()
@@ -127,7 +130,7 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         marked |= {size(extent) for extent, one in rows if one is not None and not one.warn_only}
     found = [e for e in _extents(fakes) if size(e) not in marked and depends_on(e)]
     for extent in found:
-        int(extent)  # a guard: another length is compiled anew
+        int(extent)  # adds a guard: another length is compiled again
     (_known.get() or {}).pop(gm, None)
     return bool(found)
 

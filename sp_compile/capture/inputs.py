@@ -58,7 +58,6 @@ def capture_shards(
     mode, _ = fake_inputs(())
     asked = length_guards(mode)  # by Dynamo alone: what capture asks, it asks of the whole, too
     local = capture(gm, example_inputs)
-    _mark_inputs(local, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
@@ -91,7 +90,7 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
 
 
 def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None:
-    """Shards of one sequence have as many rows; what has others may be a whole table, of which rows are taken."""
+    """Refuse shards of one sequence with different numbers of rows: one may be a table of positions."""
     first: dict[Any, tuple[Node, int]] = {}
     for node, dim in along:
         (name,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
@@ -121,14 +120,14 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
             if dims.get(node.name) != d and size(extent) in symbols:
                 raise SpError(
                     f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, "
-                    f"{extent}, so the two cannot be told apart; pass inputs of another size, or "
-                    "name it in seq_dims if it is the sequence"
+                    f"{extent}, so either may be the sequence; pass inputs of another size, or "
+                    "name the sequence in seq_dims"
                 )
     return symbols
 
 
 def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
-    """What the program has asked of the length of a shard must be so of the whole, now and of each later length."""
+    """Require that each guard on the length of a shard also holds for the length of the full sequence."""
     wholes = {symbol: n * symbol for symbol in symbols}
     for fact in (unified(mode, one) for one in asked):
         if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):

@@ -172,11 +172,11 @@ class Sizes:
 
     def _build(self, expr: sympy.Expr) -> Node:
         if isinstance(expr, sympy.Symbol):
-            for known, node in list(self.known.items()):
-                times, rest = sympy.sympify(known).as_coeff_Mul()
-                if rest == expr and times.is_Integer and times > 1:  # the sequence of shards is so many times theirs
-                    return self._emit(operator.floordiv, (node, int(times)))
             if expr not in self.sources:
+                for known, node in list(self.known.items()):  # inputs="local": an input may be n times the symbol
+                    times, rest = sympy.sympify(known).as_coeff_Mul()
+                    if rest == expr and times.is_Integer and times > 1:
+                        return self._emit(operator.floordiv, (node, int(times)))
                 raise CaptureError(
                     f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"
                 )

@@ -107,7 +107,7 @@ class CheckedProgram:
     lines: Mapping[str, str] = field(default_factory=dict)
     written: Sequence[int] = ()  # the inputs that it changes in place, by number
     why_whole: str = ""
-    own_rows: bool = False  # of some inputs each rank passes
+    takes_rows: bool = False  # are some inputs shards, as plain tensors?
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
@@ -339,10 +339,10 @@ class CheckedProgram:
             [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
         )
         held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
-        found = explained(everyone, lines, shared, arguments, held, self.own_rows)
+        found = explained(everyone, lines, shared, arguments, held, self.takes_rows)
         if DRIFTED in found and self.leaves_partial:
             found += LEFT_PARTIAL
-        return found or (parts and parts + sharded_data(self.own_rows))
+        return found or (parts and parts + sharded_data(self.takes_rows))
 
     @cached_property
     def connected(self) -> list[Ranks]:
@@ -425,7 +425,7 @@ def explained(
     """What is not the same on all ranks, in words; "" if nothing is.
 
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
-    those of which every rank has to pass the whole. held: those equal at an earlier call. own: do others come in rows?
+    those of which every rank has to pass the whole. held: those equal at an earlier call. own: are others shards?
     """
     weights = set.intersection(*({k for k in one.fields if k.startswith(WEIGHT)} for one in everyone))
     inputs = [

@@ -326,7 +326,7 @@ class Session:
                 lines=lines,
                 written=edges.written,
                 why_whole=whole,
-                own_rows=asked.inputs == "local",
+                takes_rows=bool(edges.own_rows),
             )
             error = None
         elif error is not None and not self.groups:

@@ -124,11 +124,11 @@ def test_of_many_weights_a_few_are_shown() -> None:
         fields = {f"input layers.{i}.weight": f"(4, 4) with checksum {rank}" for i in range(12)}
         return Message(CALLS, "forward", 1, {"program": "1", **fields})
 
-    told = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
-    assert "different values" in told
-    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in told
-    assert "layers.8" not in told
-    assert "sp_compile.data" not in told
+    message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    assert "different values" in message
+    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message
+    assert "layers.8" not in message
+    assert "sp_compile.data" not in message
 
 
 def test_other_data_are_explained_by_a_sampler() -> None:
@@ -136,10 +136,10 @@ def test_other_data_are_explained_by_a_sampler() -> None:
         return Message(CALLS, "forward", 1, {"program": "1", "input ids": f"(4,) with checksum {rank}"})
 
     sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0)
-    told = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
-    assert "Only the data differ" in told
-    assert "DistributedSampler over 2 ranks" in told
-    assert "sp_compile.data.SequenceSampler(dataset, mesh)" in told
+    message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    assert "Only the data differ" in message
+    assert "DistributedSampler over 2 ranks" in message
+    assert "sp_compile.data.SequenceSampler(dataset, mesh)" in message
     del sampler
     assert "DistributedSampler over" not in explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
 
