@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from ._compat import ShortenTraceback
+from .error_codes import ERRORS
 
 UNKNOWN_LINE = "unknown source line"
 PARAMETERS_LINE, RESULTS_LINE = "the parameters", "the results"
@@ -26,7 +27,23 @@ _OUTERMOST = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILIN
 
 
 class SpError(ValueError):
-    """The program, an option or a rule can not be handled; the message says where and what to do."""
+    """The one error of the package: a code, its cause and its fix.
+
+    Args:
+        code: A key of `error_codes.ERRORS`, such as "SP101".
+        cause: What was expected and what was found, as sentences that begin with the option or the argument.
+        fix: What to do, where it depends on the case. The registry's fix of the code by default.
+    """
+
+    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
+        if not cause:  # TODO: remove with the last call that passes a text alone
+            code, cause, fix = "SP999", code, ""
+        self.code, self.cause = code, cause
+        self.fix = ERRORS[code].fix if fix is None else fix
+        super().__init__(" ".join(part for part in (f"{code}: {cause}", self.fix) if part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.cause, self.fix)
 
 
 class CaptureError(SpError):
@@ -51,8 +68,9 @@ class RanksDiffer(SpError, ShortenTraceback):
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
     """
 
-    def __init__(self, words: str) -> None:
-        ShortenTraceback.__init__(self, words, first_useful_frame=None)
+    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
+        SpError.__init__(self, code, cause, fix)
+        ShortenTraceback.__init__(self, str(self), first_useful_frame=None)
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

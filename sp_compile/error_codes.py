@@ -1,0 +1,72 @@
+"""The registry of error codes: what each means, and what to do about it.
+
+One file because it is the registry. `docs/errors.md` is generated from it by `python -m sp_compile.error_codes`.
+
+Sections: SP1xx options, SP2xx capture, SP3xx sequence and sharding, SP4xx attention, SP5xx scans and collectives,
+SP6xx ranks, SP7xx memory and cost, SP8xx data and integrations, SP9xx passes and rules of a contributor.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """One kind of error."""
+
+    title: str  # what is wrong, without the values of one case
+    fix: str  # what to do, as one or two sentences; it ends every message of this code
+
+
+SECTIONS = {
+    "1": "Options",
+    "2": "Capture of the program",
+    "3": "Sequence and sharding",
+    "4": "Attention",
+    "5": "Scans and collectives",
+    "6": "Ranks and process groups",
+    "7": "Memory and cost",
+    "8": "Data and integrations",
+    "9": "Passes and rules of a contributor",
+}
+"""Titles of the sections, by the first digit of a code."""
+
+ERRORS: dict[str, ErrorInfo] = {
+    # SP1xx: options
+    # SP2xx: capture of the program
+    # SP3xx: sequence and sharding
+    # SP4xx: attention
+    # SP5xx: scans and collectives
+    # SP6xx: ranks and process groups
+    # SP7xx: memory and cost
+    # SP8xx: data and integrations
+    # SP9xx: passes and rules of a contributor
+    "SP999": ErrorInfo("An error that has no code yet", "")  # TODO: remove with the last call that passes a text alone
+}
+"""Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
+
+
+def errors_page() -> str:
+    """Return the text of `docs/errors.md`."""
+    lines = [
+        "# Errors",
+        "",
+        "Every error of this package is an `SpError`, a `ValueError` with a `code`. Its message is the code, the cause",
+        "and the fix. This page is generated from `sp_compile/error_codes.py`.",
+    ]
+    for digit, section in SECTIONS.items():
+        rows = [(code, info) for code, info in sorted(ERRORS.items()) if code[2] == digit]
+        if rows:
+            lines += ["", f"## {section}", "", "| code | error | fix |", "|---|---|---|"]
+            lines += [f"| `{code}` | {_cell(info.title)} | {_cell(info.fix)} |" for code, info in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(errors_page())
