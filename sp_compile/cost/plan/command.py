@@ -18,7 +18,6 @@ from sp_compile.errors import SpError
 from sp_compile.verify import explain, verify
 
 from .page import page
-from .picture import picture
 from .plan import plan
 from .record import of_plan, of_report
 
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SpError(
                 f"no argument {' '.join(others)!r}: the backend's options are --option NAME=VALUE{_memory(args)}"
             )
-        for path in filter(None, (args.json, args.html, args.png)):
+        for path in filter(None, (args.json, args.html)):
             _check_place(path)
         return _run(args)
     except OSError as error:  # what the check before has not seen
@@ -61,11 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "plan":
         made = plan(model, inputs, **given, **options)
         text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
-        if args.png:
-            picture(made, args.png)
     else:
-        if args.png:
-            raise SpError("--png draws plans: use it with plan, or --html")
         entry: Callable[..., Any] = explain if args.command == "explain" else verify
         report = entry(model, *inputs, **given, **options)
         text, found = str(report), of_report(report)
@@ -113,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
         one.add_argument("--json", type=Path, help="write it as JSON, too")
         one.add_argument("--html", type=Path, help="write it as a page, too")
-        one.add_argument("--png", type=Path, help="write a picture of a plan (needs matplotlib)")
         if name == "plan":
             one.add_argument("--memory", default="80GB", help="of a device")
             one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
