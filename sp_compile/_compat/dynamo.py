@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import (
@@ -273,70 +271,15 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
         before()
-        _unasked[:] = _summing()
-        try:
-            with torch._dynamo.config.patch(optimize_ddp=False):
-                return call(*args, **kwargs)
-        finally:
-            _unasked.clear()
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return call(*args, **kwargs)
 
     model._compiled_call_impl = uncut
-
-
-def summing_group() -> dist.ProcessGroup | None:
-    """Over which group the gradients of the call that runs now will be summed; given once a call of a model that
-    `compile_in_place` was given, None after that and where nobody sums.
-    """
-    return _unasked.pop() if _unasked else None
-
-
-_unasked: list[dist.ProcessGroup] = []
-
-
-def before_ddp(act: Callable[[dist.ProcessGroup], None]) -> None:
-    """From its next call on, call `act` with the group of the DistributedDataParallel whose forward is running, before
-    its ranks hand each other their buffers.
-    """
-    ddp = _ddp()
-    if ddp is not None and ddp not in _met:
-        _met.add(ddp)
-        ddp.register_forward_pre_hook(_BeforeBuffers(act), prepend=True)
-
-
-_met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-class _BeforeBuffers:
-    """A hook of a DDP, which a copy of that goes without until it is called itself."""
-
-    def __init__(self, act: Callable[[dist.ProcessGroup], None] | None = None) -> None:
-        self.act = act
-
-    def __call__(self, ddp: Any, args: Any) -> None:
-        if self.act is not None and ddp.will_sync_module_buffers() and not ddp._join_config.enable:
-            self.act(ddp.process_group)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _BeforeBuffers, ()
-
-
-def _summing() -> list[dist.ProcessGroup]:
-    """Not of a model that is evaluated, nor where ranks may have fewer batches than others."""
-    ddp = _ddp()
-    if ddp is None or not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
-        return []
-    return [] if ddp._join_config.enable else [ddp.process_group]
 
 
 def is_under_ddp() -> bool:
     """Is the forward of a DistributedDataParallel running?"""
     return _ddp() is not None
-
-
-def ddp_group() -> dist.ProcessGroup | None:
-    """Of the DistributedDataParallel whose forward is running."""
-    ddp = _ddp()
-    return ddp.process_group if ddp is not None else None
 
 
 def is_under_no_sync() -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, compiled_backwards, pytree, summing_group, wraps_others
-from sp_compile.config import Ranks, ranks_of
+from sp_compile._compat import FakeTensor, compiled_backwards, pytree, wraps_others
+from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
@@ -26,8 +26,6 @@ from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
 from .agree import (
-    ASKED,
-    agree_with_replicas,
     difference,
     different_work,
     error_text,
@@ -61,7 +59,6 @@ PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
 REFUSED = "refused"  # of a field that tells why a rank refuses the call
-REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
 REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -198,7 +195,6 @@ class CheckedProgram:
         self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
-        asked = self._replicas_asked(wire, fields)
         error = error_text(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         if refused:
@@ -217,7 +213,6 @@ class CheckedProgram:
             everyone = exchanged(self.ranks, replace(mine, fields=fields))
             problem = self._difference(everyone) if everyone is not None else ""
         problem = problem and raised + problem.removeprefix(raised)
-        problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
             self.called.add(which)
             return mine
@@ -232,26 +227,6 @@ class CheckedProgram:
                 )  # the others go on with the step in which this rank has raised, and raise now
             end_if_connected(wire, everyone or (), mine)
         raise SpError(problem) from self.error
-
-    def _replicas_asked(self, wire: Wire | None, fields: dict[str, str]) -> bool:
-        """Do all replicas hear of this call? Then its fields say so: a DDP sums its gradients over more ranks."""
-        group = summing_group()
-        if group is None or wire is None:
-            return False
-        all_ranks = ranks_of(group)
-        if all_ranks.n > self.ranks.n:
-            wire.replicas, fields[ASKED] = all_ranks, "yes"
-        return ASKED in fields
-
-    def _asking_replicas(self, mine: Message, problem: str, asked: bool, everyone: Sequence[Message] | None) -> str:
-        """Why this rank cannot go on, once all replicas have heard of it, if they wait for it; "" if it can.
-
-        problem: what its own replica has found. everyone: the messages of that, if they are known.
-        """
-        wire, waited = wire_of(self.ranks), asked or any(ASKED in one.fields for one in everyone or ())
-        if wire is None or wire.replicas is None or not (asked or (problem and waited)):
-            return problem
-        return agree_with_replicas(wire.replicas, Message(mine.doing, REPLICAS, error=problem))
 
     def _fields_of_weights(self, weights: Sequence[torch.Tensor], which: int, number: int) -> dict[str, str]:
         """What this rank says of what stays from call to call, without a look at all of it."""
@@ -361,20 +336,17 @@ class CheckedProgram:
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        asked = [ASKED in call.fields]
         for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
-            node.register_prehook(partial(self._begin, mine, alone, asked))
+            node.register_prehook(partial(self._begin, mine, alone))
 
     @torch.compiler.disable
-    def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
+    def _begin(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 
-        rows: the numbers of those of which a rank has rows alone. asked: does it ask replicas, unless it has?
+        rows: the numbers of those of which a rank has rows alone.
         """
         refuse_transforms(grads)
-        asks, wire = any(asked), wire_of(self.ranks)
-        asked.clear()
-        fields = {ASKED: "yes"} if asks else {}
+        wire, fields = wire_of(self.ranks), dict[str, str]()
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or wraps_others(grad):
@@ -386,7 +358,7 @@ class CheckedProgram:
                 fields[name] = _about(grad)
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
         problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
-        if problem := self._asking_replicas(mine, problem, asks, everyone):
+        if problem:
             end_if_connected(wire, everyone or (), mine)
             raise SpError(problem)
 

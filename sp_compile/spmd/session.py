@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import argument_name, around_late_backward, ddp_group, on_recompile_limit
-from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
+from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
+from sp_compile.config import AnyOptions, Ranks, SPConfig, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
@@ -187,9 +187,7 @@ class Session:
 
         def beat() -> None:
             while not done.wait(BEAT):
-                replicas = ddp_group()
-                asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
-                for wire in filter(None, map(wire_of, dict.fromkeys(asking))):
+                for wire in filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks]))):
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)

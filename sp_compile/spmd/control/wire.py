@@ -97,7 +97,6 @@ class Wire:
 
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
     moved_apart: and on how many of these ranks had moved weights in different ways.
-    replicas: all ranks over which a DDP has summed gradients of these.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
@@ -119,7 +118,6 @@ class Wire:
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
     moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)
-    replicas: Ranks | None = None
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
