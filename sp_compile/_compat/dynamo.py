@@ -145,17 +145,19 @@ def refuse_eager_fallback() -> None:
 
 def on_eager(
     backend: Callable[..., Any],
-    tell: Callable[[Any, CodeType, str, bool], None],
-    tell_of_piece: Callable[[torch.nn.Module], None] = lambda module: None,
+    tell: Callable[[Any, CodeType, str], None],
+    tell_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
     """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
 
-    tell: given the module, or the name of a function; its code; Dynamo's reason; was that code compiled before? Only of
-    what was given to torch.compile itself: what a graph break leaves out is not told. tell_of_piece: given the module
-    inside of whose call code is compiled by itself, behind a graph break. Dynamo has no hook for either, so what it
-    calls when it first meets a piece of code is wrapped.
+    Dynamo has no hook for this, so the function that it calls when it first meets a piece of code is wrapped.
+
+    Args:
+        tell: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for what was given
+            to torch.compile itself, not for what a graph break leaves out.
+        tell_of_piece: Called with the module during whose call code after a graph break is compiled.
     """
-    convert, compiled = CatchErrorsWrapper.__call__, _compiled_by.setdefault(backend, {})
+    convert = CatchErrorsWrapper.__call__
 
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
@@ -167,46 +169,13 @@ def on_eager(
             whole = _compiled_module(sys._getframe(1))
             if whole is not None:
                 tell_of_piece(whole)
-        elif what is not None and result.guarded_code is not None:
-            compiled[id(frame.f_code)] = frame.f_code
-        elif what is not None:
+        elif what is not None and result.guarded_code is None:
             said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
             reason = _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or ""
-            tell(what, frame.f_code, reason, id(frame.f_code) in compiled)
+            tell(what, frame.f_code, reason)
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
-
-
-_compiled_by: dict[Callable[..., Any], dict[int, CodeType]] = {}
-"""By backends that `on_eager` was told of, the code that they have compiled, by its identity."""
-
-
-def on_other_call(backend: Callable[..., Any], tell: Callable[[Any, str], None]) -> None:
-    """Call `tell` when a call does not come to what this backend has compiled, or would compile: on each, before it.
-
-    tell: given the module, or the name of a function, and why. That is where torch's stance says so, and, of code that
-    the backend has compiled in this process (see `on_eager`), where it is disabled or given to another backend. Dynamo
-    has no hook for that, so what it asks at each such call for what compiles is wrapped.
-    """
-    choose, compiled = eval_frame._callback_from_stance, _compiled_by.setdefault(backend, {})
-
-    @functools.wraps(choose)
-    def wrapped(callback: Any) -> Any:
-        chosen = choose(callback)
-        runs, ours = _backend_of(chosen), _backend_of(callback) is backend
-        if runs is not backend and chosen is not False and (ours or compiled):
-            what, code = _called(sys._getframe(1).f_locals.get("fn"))
-            if code is not None and (ours or id(code) in compiled):
-                other = f"torch.compile(backend={getattr(runs, '__name__', str(runs))!r})"
-                tell(what, STANCE if ours else DISABLE if chosen is None else other)
-        return chosen
-
-    eval_frame._callback_from_stance = wrapped
-
-
-STANCE = "torch.compiler.set_stance"
-DISABLE = "torch.compiler.disable"
 
 
 def _backend_of(callback: Any) -> Any:
