@@ -363,6 +363,28 @@ class CheckedProgram:
             raise SpError(problem)
 
 
+def world() -> Any:
+    """Return the default process group, or None without one."""
+    return torch.distributed.group.WORLD if torch.distributed.is_available() else None
+
+
+@dataclass(eq=False)
+class InProcesses:
+    """Calls `run`, which was compiled for the default process group of that moment.
+
+    Raises:
+        SpError: If the default process group is another one now.
+    """
+
+    run: Callable[..., Any]
+    world: Any = field(default_factory=world)
+
+    def __call__(self, *args: Any) -> Any:
+        if world() is not self.world:
+            raise SpError("SP681", "the model was compiled for another default process group")
+        return self.run(*args)
+
+
 def _about(grad: torch.Tensor) -> str:
     """What is said of a gradient on the CPU; of a loss, as of most, without a tensor more."""
     if grad.numel() == 1 and not grad.is_complex():
