@@ -4,8 +4,7 @@
 
 The program itself does nothing, so that only the agreement is seen: its inputs are two rows of tokens and 300 weights.
 Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then CPU
-time alone: of what is said of the weights on every call, and of their checksums, which are compared once in
-`check_every`.
+time alone: of the checksums of weights, which are compared once in `check_every` calls.
 """
 
 import argparse
@@ -31,7 +30,6 @@ from sp_compile.lowering.collectives.checksums import checksum
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.fingerprint import Program
 from sp_compile.spmd.settings import settings
-from sp_compile.spmd.weights import Moves
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
@@ -106,11 +104,6 @@ def main() -> None:
         table.add_row(str(world), f"{alone:.4f}", f"{gather:.3f}", f"{agreed:.3f}", f"{agreed - alone - gather:.3f}")
     console = Console()
     console.print(table)
-    weights, moves = inputs()[2:], Moves()
-    said = statistics.median(cpu_seconds(lambda: moves.fields(weights, 1, 1)) for _ in range(100))
-    console.print(
-        of_moves := f"what a call says of {len(weights)} weights that it does not read: {said * 1e6:.0f} CPU us"
-    )
     x = torch.randn(1 << 24)
     seconds = cpu_seconds(lambda: checksum(x))
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
@@ -126,7 +119,6 @@ def main() -> None:
     about = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} CPUs for all ranks; torch {torch.__version__}, Gloo",
         f"- `python benchmarks/agreement.py`: ms a call, the slowest rank's medians of {given.rounds} rounds",
-        f"- {of_moves}",
         f"- {sums}",
         f"- {bound}",
     ]

@@ -47,7 +47,7 @@ def loop(step: Callable[[Any, nn.Module, int], None], **how: Any) -> tuple[int, 
     """The step on which this rank heard of the fault, and what it heard; (STEPS, "") if it did not."""
     torch.manual_seed(0)
     net = build(Model)
-    run = sp(net, mesh=worker.mesh(), **how)
+    run = sp(net, mesh=worker.mesh(), check_every=1, **how)
     for number in range(STEPS):
         try:
             step(run, net, number)
