@@ -44,6 +44,10 @@ ERRORS: dict[str, ErrorInfo] = {
         "The default process group changed",
         "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
     ),
+    "SP682": ErrorInfo(
+        "A forked process uses the rank's process group",
+        "Call the model in the rank, not in a worker of a DataLoader or another forked process.",
+    ),
     # SP7xx: memory and cost
     # SP8xx: data and integrations
     # SP9xx: passes and rules of a contributor
