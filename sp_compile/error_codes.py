@@ -40,10 +40,18 @@ ERRORS: dict[str, ErrorInfo] = {
     # SP4xx: attention
     # SP5xx: scans and collectives
     # SP6xx: ranks and process groups
+    "SP681": ErrorInfo(
+        "The default process group changed",
+        "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
+    ),
+    "SP682": ErrorInfo(
+        "A forked process uses the rank's process group",
+        "Call the model in the rank, not in a worker of a DataLoader or another forked process.",
+    ),
     # SP7xx: memory and cost
     # SP8xx: data and integrations
     # SP9xx: passes and rules of a contributor
-    "SP999": ErrorInfo("An error that has no code yet", "")  # TODO: remove with the last call that passes a text alone
+    "SP999": ErrorInfo("An error that has no code yet", ""),  # TODO: remove with the last call that passes a text alone
 }
 """Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 
