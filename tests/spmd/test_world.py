@@ -73,7 +73,7 @@ def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.
     session = Session(gm, [x], {"mesh_dim": "sp"})
     assert isinstance(session.problem, SpError)
     run = session.guard(None, session.problem, gm, [x])
-    with pytest.raises(SpError, match="no mesh is given"):
+    with pytest.raises(SpError, match="SP116"):
         run(x)
     monkeypatch.setattr(check_run, "world", lambda: object())
     with pytest.raises(SpError, match="another default process group"):
