@@ -127,6 +127,17 @@ def test_option(field: Field[Any]) -> None:
     assert getattr(SPConfig.of(options), field.name) is options[field.name]
 
 
+def test_limits_are_a_table() -> None:
+    """At most 40 rows, each complete, with a test that exists or none."""
+    head, _, *rows = table(DOCS / "limits.md")
+    assert head == ["area", "limit", "effect", "affects", "workaround", "test"]
+    assert 0 < len(rows) <= 40
+    for row in rows:
+        assert len(row) == len(head), row
+        assert all(cell.strip() for cell in row), row
+        assert row[-1] == "none" or (ROOT / row[-1].strip("`")).is_file(), row
+
+
 def test_api_has_every_public_name() -> None:
     api = (DOCS / "api.md").read_text()
     named = set(re.findall(r"auto(?:function|class):: ([\w.]+)", api))
