@@ -12,15 +12,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, code_of, links, prose
+from support.docs.pages import DOCS, PAGES, RECIPES, ROOT, TUTORIALS, anchors, blocks, code_of, links, prose
 from tree.test_refusals import FILES
 
 import sp_compile
 from sp_compile import SPConfig, data
 from sp_compile.config import CHOICES, OUTPUTS, STRATEGIES
 
-RECIPES = sorted((DOCS / "recipes").glob("*.md"))
-WRITTEN = [*PAGES, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
+WRITTEN = [*PAGES, *TUTORIALS, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
 EVERY = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 LANGUAGES = {"", "python", "sh"}
 INCLUDED = re.compile(r"\{(include|toctree|eval-rst)\}.*")
@@ -33,7 +32,7 @@ def test_readme_is_short() -> None:
 def test_navigation_has_every_page() -> None:
     trees = [body for kind, body in blocks(DOCS / "index.md") if kind == "{toctree}"]
     named = [line for body in trees for line in body.splitlines() if line and not line.startswith(":")]
-    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *RECIPES]]
+    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *TUTORIALS, *RECIPES]]
     assert sorted([*named, "index"]) == sorted(pages)
     linked = {(ROOT / link).resolve() for link in links(ROOT / "README.md")}
     assert {*DOCS.glob("*.md")} - {DOCS / "index.md"} <= linked
@@ -50,10 +49,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @EVERY
 def test_code_blocks_are_of_known_kinds(page: Path) -> None:
-    """Python is run: of a recipe by tests/models/test_recipes.py, of other pages by tests/models/test_pages.py."""
+    """Check languages, and that Python is on pages only that a test of tests/models/ runs."""
     kinds = {kind for kind, _ in blocks(page) if not INCLUDED.fullmatch(kind)}
     assert kinds <= LANGUAGES, kinds
-    assert "python" not in kinds or page in {*PAGES, *RECIPES}
+    assert "python" not in kinds or page in {*PAGES, *TUTORIALS, *RECIPES}
     for number, code in enumerate(code_of(page)):
         compile(code, f"{page.name}, block {number}", "exec")
 
