@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from support.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, code_of, links, prose
+from support.docs.pages import DOCS, PAGES, RECIPES, ROOT, TUTORIALS, anchors, blocks, code_of, links, prose
 
 import sp_compile
 from sp_compile import SPConfig, data
 from sp_compile.config import CHOICES, OUTPUTS, STRATEGIES
 
-RECIPES = sorted((DOCS / "recipes").glob("*.md"))
-WRITTEN = [*PAGES, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
+WRITTEN = [*PAGES, *TUTORIALS, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
 EVERY = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 LANGUAGES = {"", "python", "sh"}
 INCLUDED = re.compile(r"\{(include|toctree|eval-rst)\}.*")
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_navigation_has_every_page() -> None:
     trees = [body for kind, body in blocks(DOCS / "index.md") if kind == "{toctree}"]
     named = [line for body in trees for line in body.splitlines() if line and not line.startswith(":")]
-    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *RECIPES]]
+    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *TUTORIALS, *RECIPES]]
     assert sorted([*named, "index"]) == sorted(pages)
     linked = {(ROOT / link).resolve() for link in links(ROOT / "README.md")}
     assert {*DOCS.glob("*.md")} - {DOCS / "index.md"} <= linked
@@ -46,10 +47,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @EVERY
 def test_code_blocks_are_of_known_kinds(page: Path) -> None:
-    """Python is run: of a recipe by tests/models/test_recipes.py, of other pages by tests/models/test_pages.py."""
+    """Check languages, and that Python is on pages only that a test of tests/models/ runs."""
     kinds = {kind for kind, _ in blocks(page) if not INCLUDED.fullmatch(kind)}
     assert kinds <= LANGUAGES, kinds
-    assert "python" not in kinds or page in {*PAGES, *RECIPES}
+    assert "python" not in kinds or page in {*PAGES, *TUTORIALS, *RECIPES}
     for number, code in enumerate(code_of(page)):
         compile(code, f"{page.name}, block {number}", "exec")
 
@@ -97,24 +98,41 @@ def table(page: Path, heading: str = "") -> list[list[str]]:
     return [row.split(" | ") for row in rows]
 
 
-def test_options() -> None:
-    """Every field has a row in order, whose values are those that the field takes, the default first."""
-    rows = [(re.findall(r"`(\w+)`", cells[0]), cells[1]) for cells in table(DOCS / "options.md") if "`" in cells[0]]
-    assert [name for names, _ in rows for name in names] == sorted(
-        (field.name for field in fields(SPConfig)), key=[name for names, _ in rows for name in names].index
-    )
-    defaults = {field.name: field.default for field in fields(SPConfig)}
-    known = {**CHOICES, "outputs": OUTPUTS, "attention": ("auto", *STRATEGIES)}
-    for names, values in rows:
-        said = re.findall(r'"(\w+)"', values)
-        for name in names:
-            if isinstance(defaults[name], str):
-                assert said[0] == defaults[name], name
-            elif isinstance(defaults[name], int):
-                assert values.startswith(str(defaults[name])), name
-            assert name not in known or {*known[name]} >= {*said} >= {*CHOICES.get(name, ())}, name
-    shown = {name for names, values in rows for name in names if '"' in values}
-    assert shown >= {*CHOICES, "outputs", "attention"}
+def option_sections() -> dict[str, str]:
+    """Return the text below each heading of options.md that names an option."""
+    page = (DOCS / "options.md").read_text()
+    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+
+
+def test_every_option_has_a_section() -> None:
+    assert sorted(option_sections()) == sorted(field.name for field in fields(SPConfig))
+
+
+@pytest.mark.parametrize("field", fields(SPConfig), ids=lambda field: field.name)
+def test_option(field: Field[Any]) -> None:
+    """A section states the default and every value of its option, and its example is accepted."""
+    text = option_sections()[field.name]
+    (default,), (values,) = (re.findall(rf"^- {word}: (.*)", text, re.MULTILINE) for word in ("Default", "Values"))
+    stated = default.strip("`").partition("`")[0] if "`" in default else default
+    assert ast.literal_eval(stated) == field.default
+    known = {**CHOICES, "outputs": OUTPUTS, "attention": ("auto", *STRATEGIES)}.get(field.name)
+    if known:
+        assert set(re.findall(r'"(\w+)"', values)) == set(known)
+    (example,) = re.findall(r"^```python\ntorch\.compile\(model, .*, options=(\{.*\})\)\n```$", text, re.MULTILINE)
+    options = eval(example, {"mesh": mock.MagicMock()})
+    assert field.name in options
+    assert getattr(SPConfig.of(options), field.name) is options[field.name]
+
+
+def test_limits_are_a_table() -> None:
+    """At most 40 rows, each complete, with a test that exists or none."""
+    head, _, *rows = table(DOCS / "limits.md")
+    assert head == ["area", "limit", "effect", "affects", "workaround", "test"]
+    assert 0 < len(rows) <= 40
+    for row in rows:
+        assert len(row) == len(head), row
+        assert all(cell.strip() for cell in row), row
+        assert row[-1] == "none" or (ROOT / row[-1].strip("`")).is_file(), row
 
 
 def test_api_has_every_public_name() -> None:
