@@ -121,8 +121,8 @@ class MergeReductions(CollectivePass):
             return "the policy is 'never'"
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
         if undeclared is not None:
-            known = ", ".join(map(repr, sorted(self.groups.members))) or "none is"
-            cause = f"group {undeclared.group!r} of {describe_node(undeclared.node)} was not declared, only {known}."
+            known = ", ".join(map(repr, sorted(self.groups.members))) or "none"
+            cause = f"group {undeclared.group!r} of {describe_node(undeclared.node)} was not declared; declared groups: {known}."
             error = SpError("SP611", cause)
             if self.strict:
                 raise error

@@ -109,7 +109,9 @@ class ChooseAttention(Pass):
         apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
         error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if error is not None and (given or job.layout != "auto"):
-            raise OtherOrder(error.code, error.cause, error.fix) if job.inputs else error
+            raise (
+                OtherOrder(error.code, error.cause) if job.inputs else error.with_context(f"layout={job.layout!r}: ")
+            )
         if given or job.layout != "auto":
             return dealt
         why = error.cause if error is not None else ""

@@ -25,7 +25,6 @@ from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
 from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
-BALANCED = "layout='balanced'"  # as users search for it
 KEEP_DEALS = ("auto", DEALT.name)
 """The layouts with which a graph keeps the order of rows that an earlier one has dealt."""
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
@@ -74,29 +73,29 @@ def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError |
     """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
     given = bool(dealt_inputs(job))
     if given and job.layout not in KEEP_DEALS:
-        return SpError("SP414", f"layout={job.layout!r} is not the order in which an earlier graph returned the rows.")
+        return SpError("SP414", "an earlier graph returned the rows in another order.")
     if job.inputs and not given:
-        return SpError("SP412", f"{BALANCED} is not supported with inputs in shards of another order.")
+        return SpError("SP412", "inputs come in shards of another order.")
     if _returns_shards(job):
-        return SpError("SP413", f"{BALANCED} is not supported with outputs='local'.")
+        return SpError("SP413", "outputs='local' is not supported.")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
         if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
             cause = f"{describe_node(vector)}, which a mask looks up, is computed from shards."
-            return SpError("SP411", f"{BALANCED}: {cause}")
+            return SpError("SP411", cause)
     kinds = ORDERED if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
             cause = f"{describe_node(demand.node)} depends on the order of the sequence: {demand.why}."
-            return SpError("SP411", f"{BALANCED}: {cause}")
+            return SpError("SP411", cause)
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = dict.fromkeys(p.frame for p in placed if isinstance(p, Shard))
     lengths = dict.fromkeys(frame.size for frame in frames)
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
-        return SpError("SP411", f"{BALANCED}: the program has sequences of {several} positions.")
+        return SpError("SP411", f"the program has sequences of {several} positions.")
     ends = {size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if given and not all(isinstance(end, int) and end <= KEPT_ENDS for end in ends):
-        return SpError("SP411", f"{BALANCED}: more than {KEPT_ENDS} positions at an end of the sequence are cut off.")
+        return SpError("SP411", f"more than {KEPT_ENDS} positions at an end of the sequence are cut off.")
     return None
 
 
