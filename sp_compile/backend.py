@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture, fix_lengths
-from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
+from sp_compile.capture.eager import tell_of_eager, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.capture.whole import lowering, warn_of_unsplit, why_unsplit
 from sp_compile.cost.exchanges import declare_routes
@@ -45,7 +45,6 @@ from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.between import Edges, Result, have_left_results, leave_results, symbols_of
-from sp_compile.spmd.control.wire import stop
 from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
@@ -121,8 +120,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, *kept)
 
 
-_compat.on_eager(sp, partial(tell_of_eager, stop), tell_of_sharded_parts)
-_compat.on_other_call(sp, partial(tell_of_other_call, stop))
+_compat.on_eager(sp, tell_of_eager, tell_of_sharded_parts)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:

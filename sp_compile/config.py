@@ -91,9 +91,8 @@ class SPConfig:
         of their bytes, as far as values are of that size; "auto": as few as let the step of each graph, with weights
         and gradients, fit the device (cost={"memory": ...} says another size); "never". See `explain(memory=True)`.
     activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
-    check_every: after how many calls the ranks compare all weights and buffers again, as on the first one and on those
-        at which they see that they have changed them in different ways; 0: never.
-        Tokens, modes, sizes and options are compared on every call.
+    check_every: after how many calls the ranks compare checksums of all weights and buffers again, as on the first one;
+        0: never. Tokens, modes, sizes and options are compared on every call.
     compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph;
         only the two named have a place for passes on collectives, so with others those stay as the program has them.
 

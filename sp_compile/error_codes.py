@@ -118,7 +118,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "An unsupported function in a score text", "Use sums, products, powers, tanh, exp, Abs and sign."
     ),
     # SP5xx: scans and collectives
-    # SP55x-SP59x: in lowered programs and their passes
     "SP551": ErrorInfo("An unknown scan kernel", "Use one of the names that the message lists."),
     "SP561": ErrorInfo("An unknown reduction of a collective", "Use one of the reductions that the message lists."),
     "SP571": ErrorInfo(
@@ -129,6 +128,10 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP611": ErrorInfo(
         "A process group that was not declared",
         "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the graph is made.",
+    ),
+    "SP681": ErrorInfo(
+        "The default process group changed",
+        "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
     ),
     # SP7xx: memory and cost
     # SP8xx: data and integrations

@@ -27,8 +27,6 @@ class SequenceSampler(DistributedSampler):
     replicas if these divide the samples that were taken.
     """
 
-    of_sequences = True  # an error about tokens that differ looks for samplers that are not
-
     def __init__(
         self,
         dataset: Dataset[Any],

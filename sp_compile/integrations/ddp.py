@@ -12,16 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import before_ddp, compile_in_place, is_compiled, is_under_ddp
+from sp_compile._compat import compile_in_place, is_compiled, is_under_ddp
 from sp_compile.backend import sp
-from sp_compile.config import SPConfig, ranks_of, resolve
+from sp_compile.config import SPConfig, resolve
 from sp_compile.errors import SpError
-from sp_compile.spmd.agree import meet_replicas
-from sp_compile.spmd.check_run import REPLICAS
-from sp_compile.spmd.control.message import CALLS, Message
 
 __all__ = ["compile_under_ddp"]
 
@@ -58,13 +54,7 @@ def compile_under_ddp(
     given = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(given)  # raises here, not at the first call
 
-    def meet(group: dist.ProcessGroup) -> None:
-        ranks = resolve(mesh, None)
-        if ranks.exchanges:
-            meet_replicas(ranks, ranks_of(group), Message(CALLS, REPLICAS))
-
     def check() -> None:
-        before_ddp(meet)
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError(WITHOUT_DDP)
 

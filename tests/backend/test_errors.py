@@ -161,7 +161,7 @@ def test_no_sequence(ranks: Ranks) -> None:
     messages = ranks.run(2, no_sequence, timeout=60)
     assert messages[0] == messages[1]
     assert "SP301" in messages[0]
-    assert "['input']" in messages[0]
+    assert "'args[0]'" in messages[0]
 
 
 class Gathers(Decoder):

@@ -95,9 +95,7 @@ class Wire:
     """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
     cannot be used any more.
 
-    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
-    moved_apart: and on how many of these ranks had moved weights in different ways.
-    replicas: all ranks over which a DDP has summed gradients of these.
+    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
@@ -118,8 +116,6 @@ class Wire:
     raised: tuple[int, str] | None = None
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)
-    replicas: Ranks | None = None
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
@@ -299,7 +295,7 @@ class Wire:
 
     def begin_anew(self, everyone: Sequence[Message]) -> None:
         """Count calls and models from here: ranks were about to do different things, and know it."""
-        for counted in (self.calls, self.later, self.moved_apart, self.models):
+        for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 
