@@ -334,9 +334,146 @@ ERRORS: dict[str, ErrorInfo] = {
         "Run the same operators in the same order on every rank. Report this if backend='sp' has made the program.",
     ),
     # SP6xx: ranks and process groups
+    "SP601": ErrorInfo(
+        "Ranks that do different things", "Run the same models and backwards in the same order on every rank."
+    ),
+    "SP602": ErrorInfo(
+        "A program that only some ranks compile again",
+        "Call it with the same sizes, numbers and mode on every rank: pad other sizes, and pass a number that changes "
+        "as a tensor. TORCH_LOGS=recompiles shows why it compiles.",
+    ),
+    "SP603": ErrorInfo("A rank that stops because of another of its groups", "Correct the error of that rank."),
+    "SP604": ErrorInfo(
+        "A value in shards that not every rank reads",
+        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
+        "outputs={'<result>': 'gather'}, which returns it gathered.",
+    ),
+    "SP605": ErrorInfo(
+        "New weights on some ranks only",
+        "Make such tensors on every rank: look for load_state_dict(assign=True), a copy of the model, a weight that is "
+        "set, tied or added on some ranks only.",
+    ),
+    "SP606": ErrorInfo(
+        "A Python number that only some ranks have changed",
+        "Change a number of the model on every rank: look for a schedule or a setting under `if rank == 0`. Pass "
+        "numbers that are meant to differ as tensors, or let them differ from the first call on.",
+    ),
+    "SP607": ErrorInfo(
+        "A model that could not be compiled on a rank",
+        "Correct the error of that rank. If it says `Failed to import`, `No space left` or `Read-only`, Inductor's "
+        "cache on that rank is damaged, full or not writable: remove it, or set TORCHINDUCTOR_CACHE_DIR.",
+    ),
+    "SP608": ErrorInfo("An exception on another rank", "Correct the error of that rank."),
+    "SP609": ErrorInfo(
+        "A program that only some ranks can split", "Use the same model, inputs and versions on every rank."
+    ),
+    "SP610": ErrorInfo(
+        "Options or modes that differ between ranks",
+        "Pass the same options on every rank, in the same mode (no_grad, autocast, a checkpoint, no_sync of DDP).",
+    ),
     "SP611": ErrorInfo(
         "A process group that was not declared",
         "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the graph is made.",
+    ),
+    "SP612": ErrorInfo(
+        "A process group that this rank does not have", "Make the group on every rank with torch.distributed.new_group."
+    ),
+    "SP613": ErrorInfo("Names that are not one for each axis", "Pass one name for each axis of the mesh."),
+    "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
+    "SP615": ErrorInfo("A mesh that declare_groups does not take", "Pass a DeviceMesh, or a list of process groups."),
+    "SP616": ErrorInfo(
+        "Unions of axes that do not form a grid",
+        "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
+    ),
+    "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass the same on every rank."),
+    "SP618": ErrorInfo(
+        "Groups that do not form an axis",
+        "Pass on every rank the group of the axis that it is in; the groups of an axis do not overlap.",
+    ),
+    "SP619": ErrorInfo(
+        "An axis of the program's own collectives that is to split the sequence",
+        "Name another axis of the mesh with mesh_dim.",
+    ),
+    "SP621": ErrorInfo(
+        "A rank that does not come",
+        "Correct the first error in the output of that rank. Set the timeout of the group with "
+        "init_process_group(timeout=...).",
+    ),
+    "SP622": ErrorInfo(
+        "A rank that does not read a value in shards",
+        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
+        "outputs={'<result>': 'gather'}, which returns it gathered.",
+    ),
+    "SP623": ErrorInfo(
+        "A group of ranks that is broken",
+        "Correct the first error, and restart the processes or make a new process group.",
+    ),
+    "SP624": ErrorInfo(
+        "Two threads with one process group",
+        "Call the programs from one thread, or pass each thread's model a mesh with its own groups.",
+    ),
+    "SP625": ErrorInfo(
+        "A compiled model in a forked process",
+        "Call the model in the rank itself, not in a worker of a DataLoader or another forked process. A separate "
+        "process calls init_process_group first.",
+    ),
+    "SP631": ErrorInfo(
+        "Programs that differ between ranks",
+        "Use the same code, sizes, numbers and modes (model.eval(), of a part too) on every rank.",
+    ),
+    "SP632": ErrorInfo(
+        "Sizes or numbers that differ between ranks",
+        "Call the same model, with the same weights, on arguments of the same sizes and numbers on every rank.",
+    ),
+    "SP633": ErrorInfo(
+        "Values that differ between ranks",
+        "Call the same model, with the same weights, on the same arguments on every rank.",
+    ),
+    "SP634": ErrorInfo(
+        "Data that differ between ranks, and nothing else",
+        "Pass the same batch to ranks that share a sequence, which a DistributedSampler over all ranks does not: use "
+        "sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
+        "accelerate use sp_compile.integrations.",
+    ),
+    "SP635": ErrorInfo(
+        "Weights that were equal at an earlier call",
+        "Train in the same way on every rank: look for a step of the optimizer, a schedule, a scaler, zero_grad, "
+        "clipping or a change of weights that only some ranks make (under `if rank == 0`), or make otherwise "
+        "(torch.autograd.grad in place of backward).",
+    ),
+    "SP636": ErrorInfo(
+        "Inputs that differ between ranks and are not found to be shards, with inputs='local'",
+        "Pass the full input on every rank, or, if it is a rank's rows, name the dim: "
+        "options={'seq_dims': {'<input>': <dim>}}, with all inputs that are passed in shards.",
+    ),
+    "SP637": ErrorInfo(
+        "Gradients of results that differ between ranks",
+        "Compute the same loss on every rank, from the same targets, weights and random numbers.",
+    ),
+    "SP638": ErrorInfo(
+        "Values that differed between ranks at an earlier call",
+        "Go back to the state before that call, and call the same model, with the same weights, on the same arguments "
+        "on every rank.",
+    ),
+    "SP639": ErrorInfo("Gradients that only some ranks require", "Set requires_grad to the same value on every rank."),
+    "SP641": ErrorInfo("Calls of a function that differ between ranks", "Make the same call on every rank."),
+    "SP651": ErrorInfo(
+        "Weights that differ between ranks",
+        "Begin with the same weights and change them in the same way on every rank: look for a seed, a checkpoint, a "
+        "step of the optimizer or a change of a weight that only some ranks have made.",
+    ),
+    "SP652": ErrorInfo(
+        "A model without weights that the ranks share", "Compare the model before FSDP or tensor parallelism splits it."
+    ),
+    "SP661": ErrorInfo(
+        "A rank that has raised in a program",
+        "Correct the error of that rank, and restart the processes, or call destroy_process_group and "
+        "init_process_group.",
+    ),
+    "SP671": ErrorInfo(
+        "Gradients of a shared result that differ between tensor-parallel ranks",
+        "Compute the same loss on every rank, or sum the gradient over the group first, or compile with "
+        "sequence_parallel_linear='never', which leaves gradients as autograd has them.",
     ),
     "SP681": ErrorInfo(
         "The default process group changed",

@@ -122,8 +122,8 @@ class MergeReductions(CollectivePass):
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
         if undeclared is not None:
             known = ", ".join(map(repr, sorted(self.groups.members))) or "none"
-            cause = f"group {undeclared.group!r} of {describe_node(undeclared.node)} was not declared; declared groups: {known}."
-            error = SpError("SP611", cause)
+            used = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
+            error = SpError("SP611", f"{used} was not declared; declared groups: {known}.")
             if self.strict:
                 raise error
             return str(error)
