@@ -182,7 +182,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP301": ErrorInfo(
         "A model in which no sequence is found", "Name the sequence: options={'seq_dims': {'<input>': <dim>}}."
     ),
-    "SP302": ErrorInfo("A name in seq_dims that is no input", "Use the names of the arguments of forward."),
     "SP303": ErrorInfo(
         "A dim in seq_dims that does not exist", "Count dims from 0, or from the last one with negative numbers."
     ),

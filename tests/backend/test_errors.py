@@ -87,9 +87,9 @@ class Breaks(Decoder):
         (other_batch, ["ids (2, 12)", "ids (1, 12)"]),
         (other_model, ["different programs", "blocks.1.norm1.weight"]),
         (other_code, ["different programs", "What differs first", "sin", "return x.sin() if rank() else x"]),
-        (fails_on_one, ["could not be compiled on rank 1", "MemoryError: no room for the code"]),
+        (fails_on_one, ["rank 1: the model could not be compiled", "MemoryError: no room for the code"]),
         (local_with_a_break, ["outputs='local'", "without graph breaks"]),
-        (typo_on_one, ["could not be compiled on rank 1", "did you mean 'attention'?"]),
+        (typo_on_one, ["rank 1: the model could not be compiled", "did you mean 'attention'?"]),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )

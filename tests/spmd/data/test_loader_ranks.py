@@ -90,9 +90,9 @@ def one_differs(what: str) -> str:
 WORDS = {
     "length": "batches of a replica 2.*batches of a replica 3",
     "seed": "seed 0.*seed 1",
-    "no loader": "rank 3 could not read: SequenceLoader: this rank has no loader",
-    "fails": "rank 3 could not read: OSError: the disk is gone",
-    "cannot hand on": "rank 0 could not read: batch is a object.*reads='all'",
+    "no loader": "SP801: rank 3 could not read: loader: ",
+    "fails": "SP806: rank 3 could not read: OSError: the disk is gone",
+    "cannot hand on": "SP805: rank 0 could not read: ",
 }
 
 
