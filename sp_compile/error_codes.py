@@ -532,8 +532,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP737": ErrorInfo("--png without matplotlib", 'Install it: pip install "sp-compile[examples]".'),
     # SP8xx: data and integrations
     "SP801": ErrorInfo(
-        "A loader on a rank that does not need one, or none where one is read",
-        "Pass a loader on every rank, or reads='first'.",
+        "A rank without a loader",
+        "Pass a loader on every rank, or reads='first' and a loader on the first rank of each sequence.",
     ),
     "SP802": ErrorInfo(
         "A loader with a DistributedSampler",
