@@ -411,11 +411,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "Two threads with one process group",
         "Call the programs from one thread, or pass each thread's model a mesh with its own groups.",
     ),
-    "SP625": ErrorInfo(
-        "A compiled model in a forked process",
-        "Call the model in the rank itself, not in a worker of a DataLoader or another forked process. A separate "
-        "process calls init_process_group first.",
-    ),
     "SP631": ErrorInfo(
         "Programs that differ between ranks",
         "Use the same code, sizes, numbers and modes (model.eval(), of a part too) on every rank.",
@@ -477,6 +472,10 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP681": ErrorInfo(
         "The default process group changed",
         "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
+    ),
+    "SP682": ErrorInfo(
+        "A forked process uses the rank's process group",
+        "Call the model in the rank, not in a worker of a DataLoader or another forked process.",
     ),
     # SP7xx: memory and cost
     "SP701": ErrorInfo(
@@ -664,7 +663,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP981": ErrorInfo(
         "A strategy of attention that does not declare its bytes", "Pass sends=, the bytes that a rank sends in the op."
     ),
-    "SP999": ErrorInfo("An error that has no code yet", ""),  # TODO: remove with the last call that passes a text alone
 }
 """Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 
