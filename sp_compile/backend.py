@@ -39,7 +39,7 @@ from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
-from sp_compile.passes.strategies.attention.layouts import OtherOrder, reason
+from sp_compile.passes.strategies.attention.layouts import OtherOrder
 from sp_compile.passes.strategies.sequence import BEHIND_EAGER_CODE
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
@@ -308,7 +308,7 @@ def _split(
         try:
             plain, settings, local, report = passed(view)
         except OtherOrder as error:
-            why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
+            why, view = error.cause, global_view(gm, example_inputs, config.asked, session.ranks, not deals)
             plain, settings, local, report = passed(view)
         except NoSequence:
             if not fix_lengths(gm, example_inputs):

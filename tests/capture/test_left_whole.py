@@ -241,7 +241,7 @@ def on_one_rank() -> str:
     model, args = made(zeros)
 
     def fails(*args: Any) -> Any:
-        raise CaptureError("injected")
+        raise CaptureError("SP211", "injected.")
 
     with mock.patch.object(backend, "global_view", fails if dist.get_rank() else backend.global_view):
         return error_text(lambda: sp(model, mesh=mesh())(*args))
@@ -249,7 +249,7 @@ def on_one_rank() -> str:
 
 def test_ranks_take_one_way(ranks: Ranks) -> None:
     for words in ranks.run(2, on_one_rank):
-        assert "on some ranks of this group only" in words
+        assert "SP609" in words
         assert "rank 0: as backend='sp' compiles it\n  rank 1: whole: injected" in words
 
 
