@@ -17,7 +17,6 @@ from math import isnan
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
@@ -25,7 +24,6 @@ from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .control.message import COMPILES, READS, STOPS, TOGETHER, Message
 from .control.wire import STOPPED, gather, stop, wire_of
-from .settings import mode
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
 SHOWN = 8  # fields that differ, in an error message
@@ -104,45 +102,6 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
             raise SpError(problem) from error
 
     return meet
-
-
-ASKED = "asks replicas"  # of fields: whether all replicas hear of what is wrong with a call or a backward
-OTHER_MODES = "the ranks of this group are in different modes", "all ranks of a replica train, or all evaluate"
-OF_REPLICA = "another replica stops here, and with it all whose gradients are summed with its own"
-
-
-def agree_with_replicas(replicas: Ranks, mine: Message) -> str:
-    """Why no replica goes on: this rank's own error, or what is wrong on one of another replica; "" if nothing is.
-
-    replicas: all ranks whose gradients are summed, which come here once a call and once a backward.
-    Raises what `Wire.gather` does, unless this rank has an error.
-    """
-    try:
-        everyone = exchanged(replicas, mine)
-    except SpError:
-        if mine.error:
-            return mine.error
-        raise
-    if mine.error or everyone is None:
-        return mine.error
-    group = replicas.process_group
-    numbers = range(replicas.n) if group is None else dist.get_process_group_ranks(group)
-    failed = {one.error: rank for rank, one in zip(numbers, everyone) if one.error}
-    each = "\n".join(f"rank {rank}: {error}" for error, rank in failed.items())
-    return f"{OF_REPLICA}:\n{each}" if failed else different_work(everyone)
-
-
-def meet_replicas(ranks: Ranks, replicas: Ranks, mine: Message) -> None:
-    """A barrier of all ranks of all replicas. ranks: those that share a sequence, whose words always come first.
-
-    Raises SpError, on all of them, where one is about to do something else, or in another mode than its own replica.
-    """
-    everyone = exchanged(ranks, replace(mine, fields={ASKED: "yes", "mode": mode()}))
-    problem = difference(everyone, *OTHER_MODES) if everyone is not None else ""
-    if replicas.n > ranks.n:
-        problem = agree_with_replicas(replicas, replace(mine, error=problem))
-    if problem:
-        raise SpError(problem)
 
 
 def difference(everyone: Sequence[Message], what: str, advice: str) -> str:

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from sp_compile._compat import FakeTensor, compiled_backwards, pytree, summing_group, wraps_others
-from sp_compile.config import Ranks, ranks_of
+from sp_compile._compat import FakeTensor, compiled_backwards, pytree, wraps_others
+from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
@@ -26,8 +25,6 @@ from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
 from .agree import (
-    ASKED,
-    agree_with_replicas,
     difference,
     different_work,
     error_text,
@@ -48,7 +45,6 @@ from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
 from .inputs import FEW, is_away, is_small, local_of, sharded_data
 from .settings import mode
-from .weights import LOOKS_AWAY, Moves, in_turn, must_compare
 
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
@@ -61,9 +57,7 @@ PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
 REFUSED = "refused"  # of a field that tells why a rank refuses the call
-REPLICAS = "a model under DistributedDataParallel"
 PART = "part of "  # of fields that tell of some of an input's values
-REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False)
@@ -72,11 +66,11 @@ class CheckedProgram:
 
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the
     same. names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call of each model, again
-    every `check_every` calls, as checksums, and where weights have moved otherwise than on other ranks (`Moves`). So
-    are the sizes of parameters, without which a program is another one. always: the inputs whose values are compared
-    on every call, and so are `arguments` if they are small, or some of their values; shared: those that were found
-    equal when the program was compiled. wanted: the inputs that require grad.
+    equal: the inputs whose values must be the same on every rank; compared on the first call of each model, and again
+    every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is another one.
+    always: the inputs whose values are compared on every call, and so are `arguments` if they are small, or some of
+    their values; shared: those that were found equal when the program was compiled. wanted: the inputs that require
+    grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
     number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
@@ -109,7 +103,6 @@ class CheckedProgram:
     why_whole: str = ""
     takes_rows: bool = False  # are some inputs shards, as plain tensors?
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
-    moves: Moves = field(default_factory=Moves)
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
 
     @cached_property
@@ -119,17 +112,6 @@ class CheckedProgram:
         return HashedFields(
             {**self.options, **way(self.why_whole), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
         )
-
-    @cached_property
-    def _stays(self) -> list[bool]:
-        """Which inputs stay from call to call and have to be equal."""
-        held = self.equal - self.arguments - self.always
-        return [name in held for name in self.names]
-
-    @cached_property
-    def _held(self) -> list[int]:
-        """These, by number."""
-        return [i for i, stays in enumerate(self._stays) if stays]
 
     def _parameters(self, args: Sequence[Any]) -> Sequence[bool]:
         """Which inputs are parameters: of one program the same on every call."""
@@ -153,13 +135,6 @@ class CheckedProgram:
         """The inputs by which stand-ins and values in shards are known: all but parameters, and one of these."""
         parameters = self.parameters or ()
         return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
-
-    @cached_property
-    def _trained(self) -> list[bool]:
-        """Which of these required grad when the program was compiled; [] if none did, or nobody was to say it."""
-        wanted = {*self.wanted}
-        found = [self.names[i] in wanted for i in self._held]
-        return found if any(found) else []
 
     def __call__(self, *args: Any) -> Any:
         refuse_transforms()
@@ -198,26 +173,17 @@ class CheckedProgram:
         self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
-        asked = self._replicas_asked(wire, fields)
         error = error_text(self.error)
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
         if refused:
             fields[REFUSED] = refused
         with self._announcing_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
-            if wire is not None and self.error is None:
-                fields.update(self._fields_of_weights([*compress(args, self._stays)], which, number))
         has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
         raised = who_raised(everyone or ())
         problem = self._difference(everyone) if everyone is not None else str(self.error or refused)
-        if not problem and everyone is not None and wire is not None and must_compare(everyone, wire.moved_apart):
-            with self._announcing_failure(mine):
-                fields = self._fields(args, True, wire, mine)
-            everyone = exchanged(self.ranks, replace(mine, fields=fields))
-            problem = self._difference(everyone) if everyone is not None else ""
         problem = problem and raised + problem.removeprefix(raised)
-        problem = self._asking_replicas(mine, problem, asked, everyone)
         if not problem:
             self.called.add(which)
             return mine
@@ -232,37 +198,6 @@ class CheckedProgram:
                 )  # the others go on with the step in which this rank has raised, and raise now
             end_if_connected(wire, everyone or (), mine)
         raise SpError(problem) from self.error
-
-    def _replicas_asked(self, wire: Wire | None, fields: dict[str, str]) -> bool:
-        """Do all replicas hear of this call? Then its fields say so: a DDP sums its gradients over more ranks."""
-        group = summing_group()
-        if group is None or wire is None:
-            return False
-        all_ranks = ranks_of(group)
-        if all_ranks.n > self.ranks.n:
-            wire.replicas, fields[ASKED] = all_ranks, "yes"
-        return ASKED in fields
-
-    def _asking_replicas(self, mine: Message, problem: str, asked: bool, everyone: Sequence[Message] | None) -> str:
-        """Why this rank cannot go on, once all replicas have heard of it, if they wait for it; "" if it can.
-
-        problem: what its own replica has found. everyone: the messages of that, if they are known.
-        """
-        wire, waited = wire_of(self.ranks), asked or any(ASKED in one.fields for one in everyone or ())
-        if wire is None or wire.replicas is None or not (asked or (problem and waited)):
-            return problem
-        return agree_with_replicas(wire.replicas, Message(mine.doing, REPLICAS, error=problem))
-
-    def _fields_of_weights(self, weights: Sequence[torch.Tensor], which: int, number: int) -> dict[str, str]:
-        """What this rank says of what stays from call to call, without a look at all of it."""
-        out = self.moves.fields(weights, which, number) if self.check_every else {}
-        trained = [*map(REQUIRES_GRAD, weights)] if self._trained else []
-        if trained != self._trained:  # which torch 2.11 compiles nothing anew for
-            names = [self.names[i] for i in self._held]
-            others = [name for name in self.wanted if name not in set(names)]
-            wanted = [*others, *(name for name, wants in zip(names, trained) if wants)]
-            out[GRADIENTS] = "\n".join(map(_shown, wanted))
-        return out
 
     def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[str, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.
@@ -289,20 +224,9 @@ class CheckedProgram:
             elif asked and (value := checksum(a)):
                 out[what] += f"{CHECKED}{value}"
         if wire is not None:
-            if self.check_every and not everything:
-                self._look_away(args, away, mine)
             found = ({name: x for name, x in each.items() if x.numel()} for each in away.values())
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in found if tensors]
         return out
-
-    def _look_away(
-        self, args: Sequence[Any], away: Mapping[torch.device, dict[str, torch.Tensor]], mine: Message
-    ) -> None:
-        """Some values of some of the weights that lie on a device, others on every call."""
-        for i in in_turn(self._held, LOOKS_AWAY, mine.number):
-            if self.error is None and is_away(args[i]):
-                a = part(local_of(args[i]), FEW, mine.number)
-                away[a.device][f"{EARLIER}of {PART}{_shown(self.names[i])} when it {mine}"] = a
 
     def _difference(self, everyone: Sequence[Message]) -> str:
         """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
@@ -338,7 +262,9 @@ class CheckedProgram:
         parts = unlike_fields(
             [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
         )
-        held = {_shown(self.names[i]) for i in self._held} if everyone[0].number > 1 else set()
+        held = set()
+        if everyone[0].number > 1:
+            held = {_shown(name) for name in self.names if name in self.equal - self.arguments - self.always}
         found = explained(everyone, lines, shared, arguments, held, self.takes_rows)
         if DRIFTED in found and self.leaves_partial:
             found += LEFT_PARTIAL
@@ -361,20 +287,17 @@ class CheckedProgram:
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        asked = [ASKED in call.fields]
         for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
-            node.register_prehook(partial(self._begin, mine, alone, asked))
+            node.register_prehook(partial(self._begin, mine, alone))
 
     @torch.compiler.disable
-    def _begin(self, mine: Message, rows: frozenset[int], asked: list[bool], grads: Sequence[Any]) -> None:
+    def _begin(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 
-        rows: the numbers of those of which a rank has rows alone. asked: does it ask replicas, unless it has?
+        rows: the numbers of those of which a rank has rows alone.
         """
         refuse_transforms(grads)
-        asks, wire = any(asked), wire_of(self.ranks)
-        asked.clear()
-        fields = {ASKED: "yes"} if asks else {}
+        wire, fields = wire_of(self.ranks), dict[str, str]()
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or wraps_others(grad):
@@ -386,9 +309,31 @@ class CheckedProgram:
                 fields[name] = _about(grad)
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
         problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
-        if problem := self._asking_replicas(mine, problem, asks, everyone):
+        if problem:
             end_if_connected(wire, everyone or (), mine)
             raise SpError(problem)
+
+
+def world() -> Any:
+    """Return the default process group, or None without one."""
+    return torch.distributed.group.WORLD if torch.distributed.is_available() else None
+
+
+@dataclass(eq=False)
+class InProcesses:
+    """Calls `run`, which was compiled for the default process group of that moment.
+
+    Raises:
+        SpError: If the default process group is another one now.
+    """
+
+    run: Callable[..., Any]
+    world: Any = field(default_factory=world)
+
+    def __call__(self, *args: Any) -> Any:
+        if world() is not self.world:
+            raise SpError("SP681", "the model was compiled for another default process group")
+        return self.run(*args)
 
 
 def _about(grad: torch.Tensor) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import argument_name, around_late_backward, ddp_group, on_recompile_limit
-from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
+from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
+from sp_compile.config import AnyOptions, Ranks, SPConfig, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
@@ -30,7 +30,7 @@ from sp_compile.passes.progress import show, working
 from .agree import meeting
 from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep, check_numbers, connected, rounds
-from .check_run import CheckedProgram
+from .check_run import CheckedProgram, InProcesses
 from .control.message import MEASURES, sendable
 from .control.store import ANSWERS
 from .control.wire import BEAT, STOPPED, broken_within, stop, wire_of
@@ -49,7 +49,6 @@ from .inputs import (
 )
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
-from .world import OfWorld
 
 ALONE = Ranks(1, "")
 sendable(Machine)
@@ -184,12 +183,11 @@ class Session:
     def compiling(self, gm: GraphModule) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
         done = threading.Event()
+        wires = [*filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
         def beat() -> None:
             while not done.wait(BEAT):
-                replicas = ddp_group()
-                asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
-                for wire in filter(None, map(wire_of, dict.fromkeys(asking))):
+                for wire in wires:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
@@ -361,7 +359,7 @@ class Session:
         assert run is not None
         if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
-        return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
+        return run if self.groups else InProcesses(run)
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

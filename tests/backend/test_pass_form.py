@@ -289,14 +289,6 @@ def rows(x: Tensor, first: int = 0, twice: int = -1, read: bool = False) -> Tens
     return y * total
 
 
-def head_by_head(scales: tuple[float, float]) -> Callable[[Tensor], Tensor]:
-    def attend(x: Tensor) -> Tensor:
-        parts = [x[..., i : i + 2] for i in (0, 2)]
-        return torch.cat([F.scaled_dot_product_attention(p, p, p, scale=s) for p, s in zip(parts, scales)], -1)
-
-    return attend
-
-
 def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = F.pad(x.mT, (2, 0))
     return F.conv1d(padded, torch.ones(4, 1, 3), groups=4), padded.mean()
@@ -322,7 +314,6 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a row written twice": (lambda x: rows(x, twice=3), "not written_lists .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not written_lists .* 2 rows of 8 are never written"),
     "rows read on the way": (lambda x: rows(x, read=True), "not written_lists .* something else reads select_scatter"),
-    "heads of other scales": (head_by_head((1.0, 2.0)), "not stack_heads .* scale is 1.0 of one and 2.0 of another"),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
         "not group_heads .* its copies are of all heads in turn",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
 import re
 import sys
 import threading
@@ -94,7 +93,7 @@ def run_of(how: str) -> tuple[str, str, float]:
     [
         (
             "skips",
-            r"for ranks that did not come\n(.*\n)*  rank 1 (did not come, and )?was last seen when it calls forward at "
+            r"for ranks that did not come\n  rank 0, 1 was last seen when it runs the backward|for ranks that did not come\n  rank 0, 1 was last seen when it calls forward at "
             r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: a rank that has skipped",
         ),
         (
@@ -153,7 +152,7 @@ def wrong_mesh_dim() -> tuple[str, float]:
 
 def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
     (first, seconds), (second, _), *_ = ranks.run(4, wrong_mesh_dim)
-    assert "rank 1 stopped: mesh: it has no axis .sq." in first.replace("'", "."), first
+    assert re.search("rank 1 stopped: .*mesh: it has no axis .sq.", first), first
     assert "no axis" in second
     assert seconds < 3 * SECONDS
 
@@ -303,26 +302,18 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
         assert alone.gather([number], torch.int64, Message(CALLS, "Floats", 1)) == [[number]]
 
 
-def test_who_did_not_come_is_told_from_who_waits_too(
+def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of many ranks one: the others have left in the store that they wait, of this exchange and not of another."""
-    store = dist.HashStore()
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
     monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
-    for name in ("PATIENCE", "READING"):
-        monkeypatch.setattr(wire, name, 0.0)
-    waiting = wire.Wire("one", [0, 1, 2], store, timedelta(seconds=1), ["joined the group"] * 3)
-    store.set("waits/1", json.dumps([0, "reads y"]))
-    store.set("waits/2", json.dumps([7, "reads x"]))
+    monkeypatch.setattr(wire, "READING", 0.0)
+    waiting = wire.Wire("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
     with caplog.at_level("WARNING"), pytest.raises(SpError, match="for ranks that did not come") as failure:
         waiting.gather([0], torch.int64, Message(READS, "y", 1))
-    assert "it waits for ranks [2]. " in caplog.text
-    _, first, second, *_ = str(failure.value).splitlines()
-    assert first == "  rank 1 waits here, too: it reads y"
-    assert second == "  rank 2 did not come, and was last seen when it joined the group"
-    assert json.loads(store.get("waits/0"))[0] == 0
+    assert "it waits for the others. " in caplog.text
+    assert "  rank 0, 1, 2 was last seen when it joined the group" in str(failure.value)
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:

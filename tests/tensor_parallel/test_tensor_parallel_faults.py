@@ -76,7 +76,7 @@ def heard(step: Step, options: dict[str, Any]) -> tuple[int, str]:
     """The step on which this rank heard of the fault, and what."""
     torch.manual_seed(0)
     model = Hidden(split())
-    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", **options})
+    run = torch.compile(model, backend="sp", options={"compiler": "aot_eager", "check_every": 1, **options})
     given = torch.randn(STEPS, 2, 6, DIM, dtype=torch.float64)
     with functorch_config.patch(donated_buffer=False):  # or torch refuses a second backward by itself
         for number, x in enumerate(given):

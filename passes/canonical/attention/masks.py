@@ -188,7 +188,7 @@ class MaskForm:
 class Masks(base.Spelling):
     """Rewrites the attentions of one graph."""
 
-    requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
+    requires = frozenset({"attention is fused"})
     provides = frozenset({"canonical", "masks are predicates"})
 
     def edit(self, graph: Graph) -> Self:

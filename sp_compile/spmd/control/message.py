@@ -28,7 +28,8 @@ class Message:
     call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
     is all that there is to say of a call.
     standing: more fields, which other ranks receive among the `fields`.
-    error: why this rank stops. raised: its rank, and what it has raised in a program since the last exchange.
+    error, code: why this rank stops, and the code of that error.
+    raised: its rank, and what it has raised in a program since the last exchange.
     asks: does every rank want to know every other's `answer`?
     """
 
@@ -42,6 +43,7 @@ class Message:
     answer: Any = None
     model: int = 0
     raised: tuple[int, str] | None = None
+    code: str = ""
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from sp_compile._compat import backward_threads, end_waits, every_group
 from sp_compile.config import Ranks, ranks_of
 
 from .message import Stop
-from .store import ANSWERS, in_a_child
+from .store import ANSWERS
 from .wire import Wire, wire_of
 
 LOOK = 1.0  # seconds between looks
@@ -75,10 +74,8 @@ def end_groups(found: Stop, everywhere: bool = False) -> None:
 
 
 def involved() -> list[Wire]:
-    """The groups of the program which runs, or ran last, and of the replicas that sum gradients with it."""
-    wires = [wire for wire in map(wire_of, _recent) if wire is not None]
-    replicas = [wire_of(wire.replicas) for wire in wires if wire.replicas is not None]
-    return [*wires, *(wire for wire in replicas if wire is not None)]
+    """Return the groups of the program that runs, or ran last."""
+    return [wire for wire in map(wire_of, _recent) if wire is not None]
 
 
 def raised_meanwhile() -> Stop | None:
@@ -139,7 +136,7 @@ _ended = threading.Event()
 
 def _start() -> None:
     """Start to look, unless that has begun."""
-    if not (_threads and _threads[0].is_alive()) and not _ended.is_set() and not in_a_child():
+    if not (_threads and _threads[0].is_alive()) and not _ended.is_set():
         _threads[:] = [threading.Thread(target=_watch, daemon=True, name="sp_compile watch")]
         _threads[0].start()
 
@@ -162,13 +159,3 @@ def _end() -> None:
 
 
 atexit.register(_end)
-
-
-def _forked() -> None:
-    """A child has no thread but its own."""
-    _threads.clear()
-    _running.clear()
-    _recent.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
