@@ -37,13 +37,18 @@ ERRORS: dict[str, ErrorInfo] = {
     # SP1xx: options
     # SP2xx: capture of the program
     # SP3xx: sequence and sharding
+    "SP381": ErrorInfo("No sequence is found in a complete model", "Name it with the option seq_dims."),
     # SP4xx: attention
+    "SP481": ErrorInfo("Rows come in another order than the layout", "Use layout='auto'."),
+    "SP482": ErrorInfo("The program does not allow a balanced layout", "Use layout='auto'."),
+    "SP483": ErrorInfo("A balanced layout of inputs that come in shards", "Use inputs='global' and one graph."),
+    "SP484": ErrorInfo("A balanced layout of results that are returned as shards", "Use outputs='gather'."),
     # SP5xx: scans and collectives
     # SP6xx: ranks and process groups
     # SP7xx: memory and cost
     # SP8xx: data and integrations
     # SP9xx: passes and rules of a contributor
-    "SP999": ErrorInfo("An error that has no code yet", "")  # TODO: remove with the last call that passes a text alone
+    "SP999": ErrorInfo("An error that has no code yet", ""),  # TODO: remove with the last call that passes a text alone
 }
 """Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 

@@ -10,18 +10,17 @@ order; a graph that cannot keep that takes them whole (`seconds_to_undo`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.attention import Shape
-from sp_compile.errors import SpError, at
+from sp_compile.errors import at
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import bytes_now, size
 from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
-from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.job import Job, Refusal, RefusalKind, Settings
 from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
 from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
@@ -32,15 +31,6 @@ KEEP_DEALS = ("auto", DEALT.name)
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
-
-
-class OtherOrder(SpError):
-    """The graph cannot keep the rows that it was given in their order: it has to take them whole."""
-
-
-def reason(error: Any) -> str:
-    """Why, without the option and what to do."""
-    return str(error).removeprefix(f"{BALANCED}: ").partition("; use ")[0]
 
 
 def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]:
@@ -76,37 +66,42 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
     return DEAL + DEAL_ROW * max(shape.q_len for shape in shapes)
 
 
-def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
-    """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
+def _refusal(text: str, code: str = "SP482", subject: str = BALANCED) -> Refusal:
+    return Refusal(RefusalKind.ROW_ORDER, code, subject, text)
+
+
+def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> Refusal | None:
+    """Return the reason against the balanced order, if there is one. nodes: the attention that would run in it."""
     given = bool(dealt_inputs(job))
     if given and job.layout not in KEEP_DEALS:
-        return SpError(f"layout={job.layout!r} is not the order in which rows come from an earlier graph")
+        text = "an earlier graph left the rows of its results in another order"
+        return _refusal(text, "SP481", f"layout={job.layout!r}")
     if job.inputs and not given:
-        return SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
+        return _refusal("inputs come in shards of another order", "SP483")
     if _returns_shards(job):
-        return SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
+        return _refusal("outputs='local' would return rows at positions that only the run determines", "SP484")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
         if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
-            return SpError(
-                f"{BALANCED}: {vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold "
-                "in shards, so it cannot say how to share them out; use layout='auto'"
+            return _refusal(
+                f"{vector.name} at {at(vector)}, which a mask looks up, is computed from sharded values, so the order "
+                "of the rows cannot be computed from it before they are sharded"
             )
     kinds = ORDERED if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
-            return SpError(
-                f"{BALANCED}: {demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of "
-                f"the sequence: {demand.why}; use layout='auto'"
+            return _refusal(
+                f"{demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of the sequence: "
+                f"{demand.why}"
             )
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = dict.fromkeys(p.frame for p in placed if isinstance(p, Shard))
     lengths = dict.fromkeys(frame.size for frame in frames)
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
-        return SpError(f"{BALANCED}: there are sequences of {several} positions; use layout='auto'")
+        return _refusal(f"there are sequences of {several} positions")
     ends = {size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if given and not all(isinstance(end, int) and end <= KEPT_ENDS for end in ends):
-        return SpError(f"{BALANCED}: it cuts more than {KEPT_ENDS} off an end of the sequence; use layout='auto'")
+        return _refusal(f"it cuts more than {KEPT_ENDS} positions off an end of the sequence")
     return None
 
 

@@ -185,12 +185,12 @@ def _waiting(sent: Mapping[str, Any]) -> str:
 
 
 def _rewrites(found: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    """What is whole on every rank comes first, and is marked; without names of operands, so that equal rows are one."""
+    """What is whole on every rank comes first, and is marked."""
     whole = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
     rows = sorted(found["rewrites"], key=lambda row: row["where"] not in whole)
     for row in rows:
         mark = '<span class="key gathered"></span>' if row["where"] in whole else ""
-        yield mark + escape(row["done"]), _code(row["where"]), escape(re.sub(r"operand \w+, ", "", row["why"]))
+        yield mark + escape(row["done"]), _code(row["where"]), escape(row["why"])
 
 
 def _plan(found: Mapping[str, Any]) -> Iterable[str]:
