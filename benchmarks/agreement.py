@@ -3,9 +3,8 @@
     python benchmarks/agreement.py      writes benchmarks/results/agreement.md
 
 The program itself does nothing, so that only the agreement is seen: its inputs are two rows of tokens and 300 weights.
-Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then a step
-of a small model under DDP, whose replicas are asked twice more in each, beside one in which they are not. Then CPU time
-alone: of what is said of the weights on every call, and of their checksums, which are compared once in `check_every`.
+Calls with and without it and plain all-gathers take turns; medians over the rounds, of the slowest rank. Then CPU
+time alone: of the checksums of weights, which are compared once in `check_every` calls.
 """
 
 import argparse
@@ -20,24 +19,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from measuring.gloo_ranks import joined
 from measuring.tables import markdown, processor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from sp_compile import integrations
 from sp_compile.config import SPConfig, ranks_of
-from sp_compile.integrations.ddp import compile_under_ddp
 from sp_compile.lowering.collectives.checksums import checksum
-from sp_compile.spmd import check_run
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.fingerprint import Program
 from sp_compile.spmd.settings import settings
-from sp_compile.spmd.weights import Moves
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
@@ -74,40 +66,9 @@ def ways() -> dict[str, Callable[[], object]]:
     }
 
 
-class Layer(nn.Module):
-    """Attention of one head between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, WIDTH) -> ()."""
-        y = F.scaled_dot_product_attention(*self.qkv(x)[:, None].chunk(3, -1), is_causal=True)
-        return self.out(y).square().mean()
-
-
-def ddp_ways() -> dict[str, Callable[[], object]]:
-    """A step of two replicas, or of as many as there are ranks for, of two ranks each."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
-    model = DistributedDataParallel(compile_under_ddp(Layer(), mesh["sp"], compiler="aot_eager"))
-    asking = check_run.summing_group, integrations.ddp.meet_replicas
-    x = torch.randn(1, 64, WIDTH)
-
-    def step(asks: bool) -> None:
-        group, meets = asking
-        check_run.summing_group = group if asks else lambda: group() and None
-        integrations.ddp.meet_replicas = meets if asks else lambda *_: None
-        model(x).backward()
-
-    for _ in range(3):  # in which DDP orders its buckets
-        step(asks=True)
-    return {"step under DDP": lambda: step(asks=True), "step, replicas not asked": lambda: step(asks=False)}
-
-
 def measure(rank: int, world: int, folder: str, rounds: int, calls: int) -> None:
     with joined(rank, world, folder):
-        found = ways() | (ddp_ways() if world > 2 else {})
+        found = ways()
         times: dict[str, list[float]] = {name: [] for name in found}
         for _ in range(rounds):
             for name, one in found.items():
@@ -135,23 +96,14 @@ def main() -> None:
     table = Table(
         "ranks", "call alone", "all-gather alone", "agreed call", "added beside the all-gather", title="ms a call"
     )
-    under = Table("replicas x ranks", "step alone", "step", "added by asking replicas", title="ms a step under DDP")
     for world in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (world, folder, given.rounds, given.calls), nprocs=world)
             each = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
         alone, gather, agreed = (max(one[k] for one in each) for k in ("call alone", "all-gather alone", "agreed call"))
         table.add_row(str(world), f"{alone:.4f}", f"{gather:.3f}", f"{agreed:.3f}", f"{agreed - alone - gather:.3f}")
-        if world > 2:
-            asked, alone = (max(one[k] for one in each) for k in ("step under DDP", "step, replicas not asked"))
-            under.add_row(f"{world // 2} x 2", f"{alone:.3f}", f"{asked:.3f}", f"{asked - alone:.3f}")
     console = Console()
-    console.print(table, under)
-    weights, moves = inputs()[2:], Moves()
-    said = statistics.median(cpu_seconds(lambda: moves.fields(weights, 1, 1)) for _ in range(100))
-    console.print(
-        of_moves := f"what a call says of {len(weights)} weights that it does not read: {said * 1e6:.0f} CPU us"
-    )
+    console.print(table)
     x = torch.randn(1 << 24)
     seconds = cpu_seconds(lambda: checksum(x))
     each, every = 1e9 / x.numel() * seconds, SPConfig.check_every
@@ -167,11 +119,10 @@ def main() -> None:
     about = [
         f"- {date.today()}, {processor()}, {os.cpu_count()} CPUs for all ranks; torch {torch.__version__}, Gloo",
         f"- `python benchmarks/agreement.py`: ms a call, the slowest rank's medians of {given.rounds} rounds",
-        f"- {of_moves}",
         f"- {sums}",
         f"- {bound}",
     ]
-    parts = ["\n".join(about), markdown(table), "Steps of a small model under DDP, in ms:", markdown(under)]
+    parts = ["\n".join(about), markdown(table)]
     given.output.write_text("\n\n".join(["# Ranks agree before a call", *parts]) + "\n")
 
 

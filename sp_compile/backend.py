@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile.capture.capture import capture, fix_lengths
-from sp_compile.capture.eager import tell_of_eager, tell_of_other_call, tell_of_sharded_parts
+from sp_compile.capture.eager import tell_of_eager, tell_of_sharded_parts
 from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
 from sp_compile.capture.whole import lowering, warn_of_unsplit, why_unsplit
 from sp_compile.cost.exchanges import declare_routes
@@ -43,7 +43,6 @@ from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
 from sp_compile.spmd.between import Edges, Result, have_left_results, leave_results, symbols_of
-from sp_compile.spmd.control.wire import stop
 from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
@@ -57,17 +56,13 @@ from .pipeline import run_pipeline
 log = logging.getLogger(__name__)
 
 CHANGING_LENGTHS = (
-    "torch could not trace this program of DTensors (RecursionError), as it cannot, with backend='aot_eager' either, "
-    "where the length of a sequence changes from call to call and becomes a symbol. Compile one graph a length: "
-    "torch.compile(..., dynamic=False), or pad to one length"
+    "torch cannot trace this program of DTensors (RecursionError), with any backend, when the length of a sequence "
+    "changes from call to call and becomes a symbol."
 )
-WHOLE_DTENSORS = (
-    "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
-    "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
-)
+WHOLE_DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
 NO_CUDA_GRAPHS = (
-    "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
-    "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
+    "records CUDA graphs, which are not supported: attention launches kernels by the documents of each batch, and "
+    "ranks cannot record and replay together."
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 GOES_ON_IN_PYTHON = "torch.compile ends the graph here and goes on in Python"
@@ -76,8 +71,9 @@ OF_SEQUENCE = dict.fromkeys(
         *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
         "ulysses_chunks",
     ),
-    "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
+    "has no ranks left to split a sequence over",
 )
+NAME_RANKS = "Leave the option out, or name the ranks by mesh and mesh_dim."
 CANNOT_SPLIT = "every rank runs it whole, as it was written: it cannot be split"
 AS_WRITTEN = Note(
     NoteKind.REPLICATED, "capture", "the program has exchanges of its own and no sequence, so nothing of it is split"
@@ -116,15 +112,14 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, *kept)
 
 
-_compat.on_eager(sp, partial(tell_of_eager, stop), tell_of_sharded_parts)
-_compat.on_other_call(sp, partial(tell_of_other_call, stop))
+_compat.on_eager(sp, tell_of_eager, tell_of_sharded_parts)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
     """What to do about an error that does not say it."""
     if not isinstance(failure, RecursionError) or not has_dtensors(gm, example_inputs):
         return failure
-    error = SpError(CHANGING_LENGTHS)
+    error = SpError("SP242", CHANGING_LENGTHS)
     error.__cause__ = failure
     return error
 
@@ -205,7 +200,7 @@ def lower_or_keep(
         why, eager = why_unsplit(failure), isinstance(failure, WriteError)
         stays = not why or _splits_only(gm, example_inputs, options)
         if stays and _compat.falls_back(failure):  # as Dynamo would
-            raise CaptureError(f"{subject_of(gm)}: {why}") from failure
+            raise CaptureError("SP212", f"{subject_of(gm)}: {why}") from failure
         if stays:
             raise
     kept = _kept(gm, example_inputs, options, session, why)
@@ -265,7 +260,7 @@ def _whole(
     """Not split. session: of the groups whose exchanges are looked at."""
     config = SPConfig.of(options)
     if not _compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
-        config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
+        config.refuse("a program that exchanges by itself", NAME_RANKS, **OF_SEQUENCE)
     settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
     return RankProgram(gm, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
 
@@ -278,7 +273,7 @@ def _split(
     try:
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
-            raise SpError(WHOLE_DTENSORS)
+            raise SpError("SP241", WHOLE_DTENSORS)
         deals = any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
         with lowering():
             view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
@@ -393,12 +388,13 @@ def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[st
     if mode is None:
         return {}
     if compiler != "inductor":
-        raise SpError(f"mode={mode!r} is Inductor's, and compiler={compiler!r} has none: leave one of them out")
+        raise SpError("SP107", f"mode={mode!r} is not supported with compiler={compiler!r}, only with 'inductor'.")
     known = _compat.mode_options()
     if mode not in known:
-        raise SpError(f"mode={mode!r}: expected one of {', '.join(map(repr, known))}{did_you_mean(mode, known)}")
+        hint = did_you_mean(mode, known)
+        raise SpError("SP103", f"mode: expected one of {', '.join(map(repr, known))}, got {mode!r}{hint}.")
     if known[mode].get("triton.cudagraphs"):
-        raise SpError(f"mode={mode!r} {NO_CUDA_GRAPHS}")
+        raise SpError("SP108", f"mode={mode!r} {NO_CUDA_GRAPHS}")
     return known[mode]
 
 

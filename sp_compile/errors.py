@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Node
@@ -40,7 +40,12 @@ class SpError(ValueError):
             code, cause, fix = "SP999", code, ""
         self.code, self.cause = code, cause
         self.fix = ERRORS[code].fix if fix is None else fix
-        super().__init__(" ".join(part for part in (f"{code}: {cause}", self.fix) if part))
+        lines = "\n" in cause
+        super().__init__(("\n" if lines else " ").join(part for part in (f"{code}: {cause}", self.fix) if part))
+
+    def with_context(self, words: str) -> Self:
+        """Return the same error whose cause begins with `words`."""
+        return type(self)(self.code, f"{words}{self.cause}", self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, self.cause, self.fix)
@@ -81,6 +86,11 @@ def at(node: Node) -> str:
     The innermost frame of the node's stack trace that lies neither in torch nor in this package.
     """
     return source_line(trace_of(node))
+
+
+def describe_node(node: Node) -> str:
+    """Return the node's name, its op and the user's source line."""
+    return f"{node.name} ({node.target}) at {at(node)}"
 
 
 def trace_of(node: Node) -> str:

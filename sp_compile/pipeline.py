@@ -143,14 +143,13 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
     options = SPConfig.of({"outputs": "gather", **config})
-    options.refuse("parallelize", **BEHIND)
+    options.refuse("parallelize", WHEN_COMPILED, **BEHIND)
     if sp is not None:
-        options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
+        options.refuse(f"sp={sp}", mesh="gives the number of ranks already", mesh_dim="has no mesh")
     job = Settings.of(options, options.ranks() if sp is None else Ranks(sp, GROUP))
     seq_dims, outputs = job.asked.seq_dims, job.asked.outputs
     if outputs not in ("gather", "local"):
-        what = "makes a graph, whose results are tensors as they are: 'gather', which is its default, or 'local'"
-        raise SpError(f"outputs={outputs!r}: parallelize {what}")
+        raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
     job = replace(job, seq_dims=None if isinstance(seq_dims, str) else seq_dims, outputs=outputs)
     found = run_pipeline(gm, job)
@@ -161,15 +160,15 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     return local
 
 
-_COMPILES = "returns a module that is not compiled yet: leave it out, and {} when you compile that"
+WHEN_COMPILED = "Leave the option out, or compile the model with torch.compile(model, backend='sp')."
+_COMPILES = "returns a module that is not compiled yet"
 BEHIND = {
-    "inputs": "has a program whose sequence length is set already: compile the model with backend='sp' for that",
-    "compiler": _COMPILES.format("name the compiler"),
-    "check_every": "makes a graph, whose calls nobody compares: leave it out",
-    "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
-    "offload": _COMPILES.format("choose what waits on the host"),
-    "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
-    "leave it out",
-    "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",
+    "inputs": "takes a program whose sequence length is fixed",
+    "compiler": _COMPILES,
+    "check_every": "returns a graph, whose calls are not compared",
+    "activation_memory_budget": _COMPILES,
+    "offload": _COMPILES,
+    "sequence_parallel_linear": "changes no layers over groups of the program's own",
+    "merge_reductions": "merges no reductions",
 }
 """Options of what is done to a joint graph, and behind it."""

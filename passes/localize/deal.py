@@ -25,7 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of, size_hint
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, shape_of, tensors_of
 from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
@@ -80,10 +80,7 @@ class Deal(Pass):
         length = given[0].frame.size if given else found[0][1]
         for call, frames in calls:
             if not all(same(frame[1], length) for frame in frames.values()):
-                raise SpError(
-                    f"{call.node.name} at {at(call.node)} has rows of another sequence than the one that "
-                    "layout='balanced' deals to ranks; use layout='auto'"
-                )
+                raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
         attends = [call for call, frames in calls if "q_frame" in frames]
         self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
@@ -180,7 +177,7 @@ class Deal(Pass):
             for part in list(node.users):
                 self._after(part, call["gather_dim"], frames["gather_frame"])
         elif node.target not in (sp.mask.default, sp.window.default):
-            raise SpError(f"{node.name} ({node.target}) at {at(node)} has no balanced layout; use layout='auto'")
+            raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
         call = Call(node)
         plain = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.rebuild(call.operands, **plain)

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import mark
 from sp_compile.passes.job import NoteKind
@@ -40,7 +41,7 @@ class Gather(Rewrite):
         if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._reason(d) for d in demands)
-        raise self.error(node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule")
+        raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for demand in demands:

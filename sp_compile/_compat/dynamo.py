@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._dynamo import eval_frame, external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import (
@@ -147,17 +145,19 @@ def refuse_eager_fallback() -> None:
 
 def on_eager(
     backend: Callable[..., Any],
-    tell: Callable[[Any, CodeType, str, bool], None],
-    tell_of_piece: Callable[[torch.nn.Module], None] = lambda module: None,
+    tell: Callable[[Any, CodeType, str], None],
+    tell_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
     """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
 
-    tell: given the module, or the name of a function; its code; Dynamo's reason; was that code compiled before? Only of
-    what was given to torch.compile itself: what a graph break leaves out is not told. tell_of_piece: given the module
-    inside of whose call code is compiled by itself, behind a graph break. Dynamo has no hook for either, so what it
-    calls when it first meets a piece of code is wrapped.
+    Dynamo has no hook for this, so the function that it calls when it first meets a piece of code is wrapped.
+
+    Args:
+        tell: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for what was given
+            to torch.compile itself, not for what a graph break leaves out.
+        tell_of_piece: Called with the module during whose call code after a graph break is compiled.
     """
-    convert, compiled = CatchErrorsWrapper.__call__, _compiled_by.setdefault(backend, {})
+    convert = CatchErrorsWrapper.__call__
 
     @functools.wraps(convert)
     def wrapped(self: Any, frame: Any, *args: Any) -> Any:
@@ -169,46 +169,13 @@ def on_eager(
             whole = _compiled_module(sys._getframe(1))
             if whole is not None:
                 tell_of_piece(whole)
-        elif what is not None and result.guarded_code is not None:
-            compiled[id(frame.f_code)] = frame.f_code
-        elif what is not None:
+        elif what is not None and result.guarded_code is None:
             said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
             reason = _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or ""
-            tell(what, frame.f_code, reason, id(frame.f_code) in compiled)
+            tell(what, frame.f_code, reason)
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
-
-
-_compiled_by: dict[Callable[..., Any], dict[int, CodeType]] = {}
-"""By backends that `on_eager` was told of, the code that they have compiled, by its identity."""
-
-
-def on_other_call(backend: Callable[..., Any], tell: Callable[[Any, str], None]) -> None:
-    """Call `tell` when a call does not come to what this backend has compiled, or would compile: on each, before it.
-
-    tell: given the module, or the name of a function, and why. That is where torch's stance says so, and, of code that
-    the backend has compiled in this process (see `on_eager`), where it is disabled or given to another backend. Dynamo
-    has no hook for that, so what it asks at each such call for what compiles is wrapped.
-    """
-    choose, compiled = eval_frame._callback_from_stance, _compiled_by.setdefault(backend, {})
-
-    @functools.wraps(choose)
-    def wrapped(callback: Any) -> Any:
-        chosen = choose(callback)
-        runs, ours = _backend_of(chosen), _backend_of(callback) is backend
-        if runs is not backend and chosen is not False and (ours or compiled):
-            what, code = _called(sys._getframe(1).f_locals.get("fn"))
-            if code is not None and (ours or id(code) in compiled):
-                other = f"torch.compile(backend={getattr(runs, '__name__', str(runs))!r})"
-                tell(what, STANCE if ours else DISABLE if chosen is None else other)
-        return chosen
-
-    eval_frame._callback_from_stance = wrapped
-
-
-STANCE = "torch.compiler.set_stance"
-DISABLE = "torch.compiler.disable"
 
 
 def _backend_of(callback: Any) -> Any:
@@ -273,70 +240,15 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
     @functools.wraps(call)
     def uncut(*args: Any, **kwargs: Any) -> Any:
         before()
-        _unasked[:] = _summing()
-        try:
-            with torch._dynamo.config.patch(optimize_ddp=False):
-                return call(*args, **kwargs)
-        finally:
-            _unasked.clear()
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return call(*args, **kwargs)
 
     model._compiled_call_impl = uncut
-
-
-def summing_group() -> dist.ProcessGroup | None:
-    """Over which group the gradients of the call that runs now will be summed; given once a call of a model that
-    `compile_in_place` was given, None after that and where nobody sums.
-    """
-    return _unasked.pop() if _unasked else None
-
-
-_unasked: list[dist.ProcessGroup] = []
-
-
-def before_ddp(act: Callable[[dist.ProcessGroup], None]) -> None:
-    """From its next call on, call `act` with the group of the DistributedDataParallel whose forward is running, before
-    its ranks hand each other their buffers.
-    """
-    ddp = _ddp()
-    if ddp is not None and ddp not in _met:
-        _met.add(ddp)
-        ddp.register_forward_pre_hook(_BeforeBuffers(act), prepend=True)
-
-
-_met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-class _BeforeBuffers:
-    """A hook of a DDP, which a copy of that goes without until it is called itself."""
-
-    def __init__(self, act: Callable[[dist.ProcessGroup], None] | None = None) -> None:
-        self.act = act
-
-    def __call__(self, ddp: Any, args: Any) -> None:
-        if self.act is not None and ddp.will_sync_module_buffers() and not ddp._join_config.enable:
-            self.act(ddp.process_group)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _BeforeBuffers, ()
-
-
-def _summing() -> list[dist.ProcessGroup]:
-    """Not of a model that is evaluated, nor where ranks may have fewer batches than others."""
-    ddp = _ddp()
-    if ddp is None or not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
-        return []
-    return [] if ddp._join_config.enable else [ddp.process_group]
 
 
 def is_under_ddp() -> bool:
     """Is the forward of a DistributedDataParallel running?"""
     return _ddp() is not None
-
-
-def ddp_group() -> dist.ProcessGroup | None:
-    """Of the DistributedDataParallel whose forward is running."""
-    ddp = _ddp()
-    return ddp.process_group if ddp is not None else None
 
 
 def is_under_no_sync() -> bool:

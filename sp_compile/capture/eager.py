@@ -1,7 +1,7 @@
-"""What torch.compile was given with backend="sp" and left to Python: said once, with Dynamo's reason and what to do.
+"""Warn once of code that was given to torch.compile with backend="sp" and runs eagerly, with Dynamo's reason.
 
-The results are right, but such a block reads what comes in shards, on every rank, and keeps all of it for its backward.
-Where only some ranks run it so, the others wait for them: a rank says that it does where they look.
+The results are right, but such a block gathers its sharded inputs on every rank and saves them for its backward. Where
+only some ranks run it eagerly, the others wait for them until the timeout of the group.
 """
 
 from __future__ import annotations
@@ -9,17 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections import deque
-from collections.abc import Callable
-from functools import cache, partial
 from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from sp_compile._compat import on_recompile_limit
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +44,18 @@ CURE_OF_SHARDED_PARTS = (
     "whole model only"
 )
 
-RUNS_OTHERWISE = "it runs {} otherwise than compiled with backend='sp' ({})"
-
 _told: set[tuple[str, CodeType]] = set()
 
 _told_of_parts: set[str] = set()
 
-_limits: deque[str] = deque(maxlen=1)
-"""What torch has said of the last piece of code that it compiles no more: what differed, too."""
 
-on_recompile_limit(_limits.append)
+def tell_of_eager(what: Any, code: CodeType, reason: str) -> None:
+    """Warn on rank 0, once for each piece of code.
 
-
-def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: str, compiled: bool) -> None:
-    """Tell the other ranks, and the user on rank 0, once for each piece of code.
-
-    say: as `spmd.control.wire.stop` is. what: a module, or the name of a function. reason: Dynamo's. compiled: was this
-    code compiled before? Then others, who know it compiled, wait for this rank in vain.
+    Args:
+        what: A module, or the name of a function.
+        code: Its code.
+        reason: Dynamo's reason.
     """
     if "no tensor" in reason:
         return
@@ -75,8 +64,6 @@ def tell_of_eager(say: Callable[..., Any], what: Any, code: CodeType, reason: st
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
     limited = "recompile limit" in reason  # be it of a decorator around the module's own code
     disabled = own is not code and not limited
-    in_full = _limits.pop() if _limits and limited else reason
-    tell_of_other_call(say, what, DISABLED_REASON if disabled else in_full, goes_on=not compiled)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _told:
         return
@@ -112,35 +99,6 @@ def tell_of_sharded_parts(model: torch.nn.Module) -> None:
     if parts:
         _told_of_parts.add(named(model))
         log.warning(SHARDED_PARTS, named(model), len(parts), parts[0], CURE_OF_SHARDED_PARTS)
-
-
-def tell_of_other_call(say: Callable[..., Any], what: Any, reason: str, goes_on: bool = True) -> None:
-    """Tell the other ranks that this one runs a model otherwise than compiled. It may do so beside what all do.
-
-    If it then trains the model, before it comes to them again, it does so in place of that: they need not wait for it.
-    say: as `spmd.control.wire.stop` is, which gives back what it has said. what: a module, or the name of a function.
-    """
-    words = RUNS_OTHERWISE.format(named(what), reason)
-    said = say(words, goes_on=goes_on)
-    if said is not None and goes_on and isinstance(what, torch.nn.Module) and torch.is_grad_enabled():
-        _watch_steps()
-        _alone[:] = [({id(p) for p in what.parameters() if p.requires_grad}, partial(say, words, of=said.talks))]
-
-
-@cache
-def _watch_steps() -> None:
-    """Only of a process that needs it: whoever compiles an optimizer has its hooks in the graph."""
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _stepped(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-    """Behind a step of any optimizer."""
-    if _alone and any(id(p) in _alone[0][0] for group in optimizer.param_groups for p in group["params"]):
-        _alone.pop()[1]()
-
-
-_alone: list[tuple[set[int], Callable[[], Any]]] = []
-"""The last such call, until a step trains what it ran: the identities of its weights, and what says so."""
 
 
 def named(what: Any) -> str:

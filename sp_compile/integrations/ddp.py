@@ -12,27 +12,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import before_ddp, compile_in_place, is_compiled, is_under_ddp
+from sp_compile._compat import compile_in_place, is_compiled, is_under_ddp
 from sp_compile.backend import sp
-from sp_compile.config import SPConfig, ranks_of, resolve
+from sp_compile.config import SPConfig, resolve
 from sp_compile.errors import SpError
-from sp_compile.spmd.agree import meet_replicas
-from sp_compile.spmd.check_run import REPLICAS
-from sp_compile.spmd.control.message import CALLS, Message
 
 __all__ = ["compile_under_ddp"]
 
-COMPILED = (
-    "the model is compiled already, and what goes under a DistributedDataParallel is compiled for it: pass the model "
-    "itself, and what you would change as options"
-)
+COMPILED = "model: expected a model that is not compiled, got a compiled one."
 WITHOUT_DDP = (
-    "the model was compiled for a DistributedDataParallel and is called for training with none around it, so that "
-    "nobody would sum its gradients over the ranks: call DistributedDataParallel(model), or compile it with "
-    "torch.compile(model, backend='sp'), which sums them; to evaluate, call model.eval() or torch.no_grad()"
+    "The model was compiled for DistributedDataParallel and is called for training without it, so its gradients "
+    "would not be summed over the ranks."
 )
 
 
@@ -54,19 +46,13 @@ def compile_under_ddp(
     around it, where nobody would sum its gradients.
     """
     if is_compiled(model):
-        raise SpError(COMPILED)
+        raise SpError("SP831", COMPILED)
     given = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(given)  # raises here, not at the first call
 
-    def meet(group: dist.ProcessGroup) -> None:
-        ranks = resolve(mesh, None)
-        if ranks.exchanges:
-            meet_replicas(ranks, ranks_of(group), Message(CALLS, REPLICAS))
-
     def check() -> None:
-        before_ddp(meet)
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
-            raise SpError(WITHOUT_DDP)
+            raise SpError("SP832", WITHOUT_DDP)
 
     compile_in_place(model, check, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
     return model

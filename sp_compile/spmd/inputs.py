@@ -5,7 +5,6 @@ They compare them before they run the program: by value, or by size.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
-from torch.utils.data import IterableDataset, Sampler
 
 from sp_compile._compat import (
     argument_name,
@@ -143,7 +141,7 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
     options = [one.options for one in everyone if one is not None]
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
-        raise SpError(f"the ranks of this group were given different options; every rank passes the same\n{each}")
+        raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
 
 
 def may_differ(everyone: Sequence[InputDigests | None]) -> bool:
@@ -243,36 +241,11 @@ def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -
     return names
 
 
-def sharded_data(own_rows: bool) -> str:
-    """What to do where ranks were given other data and nothing else differs; names samplers of this process that shard.
+def sharded_data(cause: str, own_rows: bool) -> SpError:
+    """Return the error of ranks that were given different data where nothing else differs.
 
-    own_rows: does each rank pass rows of its own of some inputs? Then samplers that do are right. Looked for among all
-    objects of the process: nothing that is at hand here knows the loader.
+    Args:
+        cause: What differs.
+        own_rows: Whether each rank passes its own rows of some inputs, so that samplers that shard are right.
     """
-    if own_rows:
-        return NO_SHARD
-    kinds = (Sampler, IterableDataset)
-    sharding = [one for one in gc.get_objects() if issubclass(type(one), kinds) and shards_over(one) > 1]
-    found = ", ".join(sorted({f"{type(one).__name__} over {shards_over(one)} ranks" for one in sharding}))
-    return SHARDED_DATA.format(f" (this process has a {found})" if found else "")
-
-
-SHARDED_DATA = (
-    "\nOnly the data differ. That is what a sampler does that shards over all ranks{}, and ranks that share a sequence "
-    "need the same batch: sp_compile.data.SequenceSampler(dataset, mesh), or SequenceLoader(loader, mesh) around the "
-    "loader of one device, gives it to them; for transformers and accelerate sp_compile.integrations does"
-)
-
-
-NO_SHARD = (
-    "\ninputs='local': the program shows no sequence in these, so each rank has to pass the whole of them. If they are "
-    "a rank's rows, name the dim: options={'seq_dims': {'<input>': <dim>}}, with all inputs that come in shards"
-)
-
-
-def shards_over(one: Any) -> int:
-    """Among how many ranks a sampler divides its data, as torch's and accelerate's say it; 1 for others."""
-    if getattr(one, "of_sequences", False):
-        return 1
-    known = (getattr(one, name, 1) for name in ("num_replicas", "num_processes"))
-    return max(n for n in known if isinstance(n, int))
+    return SpError("SP636", cause) if own_rows else SpError("SP634", cause)

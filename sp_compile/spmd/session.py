@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile._compat import argument_name, around_late_backward, ddp_group, on_recompile_limit
-from sp_compile.config import AnyOptions, Ranks, SPConfig, ranks_of, resolve, splits_sequence, unchecked
+from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
+from sp_compile.config import AnyOptions, Ranks, SPConfig, resolve, splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
@@ -27,10 +27,10 @@ from sp_compile.graph.places import node_lines, places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
-from .agree import meeting
+from .agree import meeting, wrapped
 from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep, check_numbers, connected, rounds
-from .check_run import CheckedProgram
+from .check_run import CheckedProgram, InProcesses
 from .control.message import MEASURES, sendable
 from .control.store import ANSWERS
 from .control.wire import BEAT, STOPPED, broken_within, stop, wire_of
@@ -49,7 +49,6 @@ from .inputs import (
 )
 from .named_groups import check_groups, cut_exchanges, grids, groups_of, is_collective
 from .settings import settings
-from .world import OfWorld
 
 ALONE = Ranks(1, "")
 sendable(Machine)
@@ -153,8 +152,9 @@ class Session:
         taken = [ranks for ranks in self.sequence if ranks in self.groups]
         if taken:
             raise SpError(
-                f"mesh_dim: the program's own collectives go over this axis (group {taken[0].group!r}), so its "
-                f"{taken[0].n} ranks cannot share the sequence as well: name another axis of the mesh"
+                "SP619",
+                f"mesh_dim: the program's own collectives use this axis (group {taken[0].group!r}), so its "
+                f"{taken[0].n} ranks cannot share the sequence.",
             )
 
     def _place(self) -> None:
@@ -187,9 +187,7 @@ class Session:
 
         def beat() -> None:
             while not done.wait(BEAT):
-                replicas = ddp_group()
-                asking = [*self.everyone, self.ranks, *([ranks_of(replicas)] if replicas is not None else [])]
-                for wire in filter(None, map(wire_of, dict.fromkeys(asking))):
+                for wire in filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks]))):
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
@@ -259,7 +257,9 @@ class Session:
             return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
             stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
-        raise RanksDiffer(str(error)) from error
+        found = wrapped(error)
+        assert found is not None
+        raise RanksDiffer(found.code, found.cause, found.fix) from error
 
     @contextmanager
     def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:
@@ -361,7 +361,7 @@ class Session:
         assert run is not None
         if edges.results or edges.writes or edges.views:
             run = ShardedProgram(run, self.ranks, subject, edges)
-        return run if self.groups else OfWorld(run, gm.forward, whole=asked.inputs == "global")
+        return run if self.groups else InProcesses(run)
 
 
 def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:

@@ -253,5 +253,5 @@ def test_a_strategy_is_an_option_while_it_is_registered() -> None:
         SpError, match=r"attention='toys': expected one of 'auto', .*'toy', 'ulysses' \(did you mean 'toy'"
     ):
         SPConfig(attention="toys")
-    with pytest.raises(SpError, match="attention: 'toy' is registered already"):
+    with pytest.raises(SpError, match=r"SP901: .*'toy'"):
         toy_strategy.registered()

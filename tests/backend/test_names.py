@@ -135,13 +135,9 @@ def test_other_data_are_explained_by_a_sampler() -> None:
     def said(rank: int) -> Message:
         return Message(CALLS, "forward", 1, {"program": "1", "input ids": f"(4,) with checksum {rank}"})
 
-    sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0)
     message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
-    assert "Only the data differ" in message
-    assert "DistributedSampler over 2 ranks" in message
+    assert "Only the data differ, as with a DistributedSampler" in message
     assert "sp_compile.data.SequenceSampler(dataset, mesh)" in message
-    del sampler
-    assert "DistributedSampler over" not in explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
 
 
 class Found(NamedTuple):

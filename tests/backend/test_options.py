@@ -22,10 +22,9 @@ import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.spmd import declare
 from sp_compile.spmd.between import ShardedProgram
-from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.spmd.check_run import CheckedProgram, InProcesses
 from sp_compile.spmd.groups import Groups, axis_of
 from sp_compile.spmd.session import Session
-from sp_compile.spmd.world import OfWorld
 
 WIDTH, WORLD = 16, (2, 4)
 Options = dict[str, Any]
@@ -107,7 +106,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     def guarded(self: Session, *args: Any) -> Any:
         run = guard(self, *args)
         checked = run
-        while isinstance(checked, OfWorld | ShardedProgram):
+        while isinstance(checked, InProcesses | ShardedProgram):
             seen.append(type(checked).__name__)
             checked = checked.run
         seen.append(checked.check_every)

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import eval_frame
-from torch._dynamo.convert_frame import CatchErrorsWrapper
 
-from sp_compile._compat import on_eager, on_other_call
 from sp_compile._compat.dynamo import _entered
 from sp_compile.capture import eager
 
@@ -152,39 +149,3 @@ def test_what_is_compiled_is_not_spoken_of(told: pytest.LogCaptureFixture, modul
     plain = torch.compile(looped, backend="eager")
     plain(torch.ones(2))
     assert not words(told)
-
-
-def test_calls_that_come_to_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told with its reason; stances that run what was compiled, and code that never was, are not."""
-    torch._dynamo.reset()  # a test above leaves this code past its limit
-    heard: list[tuple[Any, str]] = []
-    monkeypatch.setattr(eval_frame, "_callback_from_stance", eval_frame._callback_from_stance)
-    monkeypatch.setattr(CatchErrorsWrapper, "__call__", CatchErrorsWrapper.__call__)
-
-    def toy(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return gm.forward
-
-    on_eager(toy, lambda *_: None)
-    on_other_call(toy, lambda *told: heard.append(told))
-    block, x = Block(), torch.ones(2, 4)
-    run, stance = torch.compile(block, backend=toy), torch.compiler.set_stance
-    run(x)
-    for name in ("fail_on_recompile", "eager_on_recompile"):
-        with stance(name):
-            run(x)
-    torch.compile(looped, backend="eager")(x)
-    torch.compiler.disable(looped)(x)
-    block(x)
-    assert heard == []
-    with stance("force_eager"):
-        run(x)
-    with stance(force_backend="eager"):
-        run(x)
-    torch.compiler.disable(run)(x)
-    torch.compile(block, backend="eager")(x)
-    assert heard == [(block, "torch.compiler.set_stance")] * 2 + [
-        (block, "torch.compiler.disable"),
-        (block, "torch.compile(backend='eager')"),
-    ]
-    run(x)
-    assert len(heard) == 4

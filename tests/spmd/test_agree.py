@@ -27,7 +27,6 @@ from sp_compile.spmd.control.message import hashed
 from sp_compile.spmd.control.wire import GatherBuffers
 from sp_compile.spmd.fingerprint import fingerprint, program_of
 from sp_compile.spmd.settings import FUNCTORCH, INDUCTOR, mode, settings
-from sp_compile.spmd.weights import some_bytes
 
 
 class Attention(nn.Module):
@@ -134,7 +133,6 @@ def test_memory_that_was_freed() -> None:
     assert not checksums.is_freed(x.to_sparse())
     x.untyped_storage().resize_(0)
     assert checksums.checksum(x) == checksums.FREED
-    assert some_bytes(x, 1) == b""
 
 
 def test_an_input_more_moves_no_operation() -> None:
@@ -182,7 +180,7 @@ def test_options_are_not_ignored() -> None:
         ({"sp": "2"}, "sp='2': expected a number of ranks"),
         ({"cost": 3}, "cost=3: expected a mapping"),
         ({"seq_dims": {"x": "1"}}, r"seq_dims={'x': '1'}: the dim of 'x' is '1'; expected an int"),
-        ({"seq_dims": {"x": 5}}, "seq_dims: 'x' has 3 dims, so it has no dim 5"),
+        ({"seq_dims": {"x": 5}}, "SP303: .*3 dims.*dim 5"),
     ],
 )
 def test_values_of_another_type_are_told(config: dict[str, Any], words: str) -> None:

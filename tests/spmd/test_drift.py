@@ -1,4 +1,4 @@
-"""A rank that trains otherwise than the others: they hear of it at the next call, though nobody reads all weights."""
+"""A rank whose weights drift: every rank raises at the next call at which weights are compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,6 @@ from support.ranks import mesh
 from torch import Tensor, nn
 
 from sp_compile import SpError, compare_weights
-from sp_compile._compat import versions
 from sp_compile.config import Ranks
 from sp_compile.spmd import check_run
 from sp_compile.spmd.check_run import CheckedProgram
@@ -26,7 +24,6 @@ from sp_compile.spmd.control import failures
 from sp_compile.spmd.control.message import Message
 from sp_compile.spmd.control.wire import Wire
 from sp_compile.spmd.fingerprint import Program
-from sp_compile.spmd.weights import Moves, in_turn, some_bytes
 
 RANKS, STEPS, FAULT = 2, 4, 2
 
@@ -92,7 +89,7 @@ class Model(nn.Module):
         self.weights = nn.ParameterList(torch.randn(8, 8, generator=generator) for _ in range(3))
         self.register_buffer("scale", torch.ones(8))
         names = ["x", "scale", *(f"weights.{i}" for i in range(3))]
-        given: dict[str, Any] = {"equal": frozenset(names), "arguments": frozenset(["x"]), "check_every": 100, **how}
+        given: dict[str, Any] = {"equal": frozenset(names), "arguments": frozenset(["x"]), "check_every": 1, **how}
         self.program = CheckedProgram(compute, Ranks(RANKS, "threads"), Program(), names, **given)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,13 +192,6 @@ def buffer_moves(one: Training) -> None:
         one.model.scale.mul_(2)
 
 
-def frozen(one: Training) -> None:
-    """Where torch compiles nothing anew for it (2.11), the program says it."""
-    if one.odd:
-        one.model.weights[1].requires_grad_(False)
-    one.step()
-
-
 DRIFTS = [
     (skipped_step, r"weights.0 \(8, 8\) with checksum"),
     (gradients_apart, r"weights.0 \(8, 8\) with checksum"),
@@ -228,7 +218,7 @@ def steps(one: Training, how: Callable[[Training], None]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("how", "words"), DRIFTS, ids=[how.__name__ for how, _ in DRIFTS])
-def test_a_drift_is_told_at_the_next_call(threads: Threads, how: Callable[[Training], None], words: str) -> None:
+def test_a_drift_is_told_at_the_next_comparison(threads: Threads, how: Callable[[Training], None], words: str) -> None:
     first, second = threads.run(lambda rank: steps(Training(rank), how))
     assert first == second
     number, told = first
@@ -236,6 +226,14 @@ def test_a_drift_is_told_at_the_next_call(threads: Threads, how: Callable[[Train
     assert "different values" in told
     assert "equal at an earlier call" in told
     assert re.search(words, told), told
+
+
+def test_a_drift_is_told_after_check_every_calls_at_the_latest(threads: Threads) -> None:
+    """The drift of the third step is found on the fourth call, of index 3, where every fourth is compared."""
+    for every, expected in ((2, FAULT + 1), (4, FAULT + 1), (3, STEPS), (100, STEPS)):
+        first, second = threads.run(lambda rank, every=every: steps(Training(rank, check_every=every), other_rate))
+        assert first == second
+        assert first[0] == expected, (every, first)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -275,37 +273,6 @@ def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPa
     with pytest.raises(MemoryError, match="no room for a checksum\nrank 0 raised this when it calls"):
         Training(0).model(torch.ones(4, 8))
     assert re.search(r"MemoryError: no room for a checksum, when it calls ", said[0])
-
-
-def test_a_weight_that_one_rank_freezes(threads: Threads) -> None:
-    wanted = [f"weights.{i}" for i in range(3)]
-    first, second = threads.run(lambda rank: steps(Training(rank, wanted=wanted), frozen))
-    assert first == second
-    assert first[0] == FAULT
-    assert re.search("want gradients of different inputs.*rank 0: weights.1 wanted", first[1], re.DOTALL), first[1]
-
-
-def handed_on(one: Training) -> None:
-    """Rank 0 has a checkpoint, and the others get it."""
-    one.step()
-    for weight in one.model.parameters():
-        with torch.no_grad():
-            if one.rank == 0:
-                weight.mul_(2).div_(2)
-            weight.copy_(weight * 0.5)
-
-
-def test_ranks_that_move_weights_apart_and_have_the_same_ones_go_on(threads: Threads) -> None:
-    """They compare the values on the 1st, 2nd, 4th, ... of such calls."""
-    calls = 9
-
-    def act(rank: int) -> None:
-        one = Training(rank)
-        for _ in range(calls):
-            handed_on(one)
-
-    assert threads.run(act) == [None] * RANKS
-    assert threads.asked == calls + 4  # of the eight calls after the first one on the 1st, 2nd, 4th and 8th
 
 
 def compared_on_request(n: int) -> list[str]:
@@ -369,12 +336,11 @@ def test_never_is_never(threads: Threads) -> None:
 
 
 def test_a_drift_on_a_device_is_told_one_call_later(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both what was counted and some values; here of the CPU, in place of a device."""
+    """Here of the CPU, in place of a device."""
     monkeypatch.setattr(check_run, "is_away", lambda a: isinstance(a, Tensor))
-    for how in (skipped_step, exchanged_data):
-        first, second = threads.run(lambda rank, how=how: steps(Training(rank), how))
-        assert first == second
-        assert first[0] == STEPS, first  # one more call is needed
+    first, second = threads.run(lambda rank: steps(Training(rank), skipped_step))
+    assert first == second
+    assert first[0] == STEPS, first  # one more call is needed
     monkeypatch.setattr(f"{__name__}.STEPS", STEPS + 1)
     for how, weight in ((skipped_step, 0), (exchanged_data, 2)):
         first, second = threads.run(lambda rank, how=how: steps(Training(rank), how))
@@ -385,7 +351,7 @@ def test_a_drift_on_a_device_is_told_one_call_later(threads: Threads, monkeypatc
 
 def test_large_floats_are_compared_in_part_on_every_call(threads: Threads) -> None:
     def act(rank: int) -> tuple[int, str]:
-        one = Training(rank)
+        one = Training(rank, check_every=100)
         one.x = torch.randn(2, 3000, 8, generator=torch.Generator().manual_seed(1))
 
         def other_rows(one: Training) -> None:
@@ -399,42 +365,3 @@ def test_large_floats_are_compared_in_part_on_every_call(threads: Threads) -> No
     assert first == second
     assert first[0] == FAULT
     assert re.search("different values.*rank 1: part of x .*Only the data differ", first[1], re.DOTALL), first[1]
-
-
-def test_every_weight_and_every_byte_has_its_turn() -> None:
-    weights = list(range(7))
-    assert {x for number in range(3) for x in in_turn(weights, 3, number)} == {*weights}
-    assert [len(in_turn(weights, 3, number)) for number in range(9)] == [3] * 9
-    assert in_turn(weights, 7, 5) == weights
-    assert list(in_turn([], 3, 5)) == []
-    x = torch.arange(1000)
-    found = [torch.frombuffer(bytearray(some_bytes(x, number)), dtype=x.dtype) for number in range(2000)]
-    assert max(map(len, found)) == 256 // x.itemsize
-    assert torch.equal(torch.cat(found).unique(), x)
-
-
-def test_bytes_of_what_does_not_lie_in_memory_as_it_is() -> None:
-    assert some_bytes(torch.ones(4, device="meta"), 1) == b""
-    assert some_bytes(torch.ones(0), 1) == b""
-    assert some_bytes(torch.ones(3, 3).to_sparse(), 1) == b""
-    assert len(some_bytes(torch.ones(300, 3).T, 5)) == 4
-    assert len(some_bytes(torch.ones(()), 5)) == 4
-
-
-def test_inference_tensors_are_not_counted() -> None:
-    with torch.inference_mode():
-        made = torch.ones(3)
-    assert versions([made, torch.ones(3).add_(1)]).tolist() == [0, 1]
-
-
-def test_ranks_compare_together_where_one_has_compiled_anew(threads: Threads) -> None:
-    """What they have counted of each other outlives the program: or one would ask, and the other not."""
-
-    def act(rank: int) -> None:
-        one = Training(rank)
-        for number in range(8):
-            if number in (3, 6) and rank == 1:
-                one.model.program = replace(one.model.program, called=set(), moves=Moves())
-            handed_on(one)
-
-    assert threads.run(act) == [None] * RANKS

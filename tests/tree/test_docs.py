@@ -1,8 +1,7 @@
-"""README.md and docs/ against the tree: navigation, links, code blocks, commands, options, names, errors."""
+"""README.md and docs/ against the tree: navigation, links, code blocks, commands, options, names."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, code_of, links, prose
-from tree.test_refusals import FILES
 
 import sp_compile
 from sp_compile import SPConfig, data
@@ -124,103 +122,3 @@ def test_api_has_every_public_name() -> None:
     named = set(re.findall(r"auto(?:function|class):: ([\w.]+)", api))
     assert {*sp_compile.__all__} - {"__version__"} <= named
     assert {*data.__all__} <= named
-
-
-# Errors: a message of the code as it stands, with … for what is put into it; a page's quotation of it, alike.
-
-RAISED = {"SpError", "CaptureError", "WriteError", "SimulationError", "RanksDiffer", "RemoteError"}
-ELSEWHERE = {  # who raises words that another module has put together
-    "sp_compile/data/handing.py": "sp_compile/data/loader.py",
-    "sp_compile/functional/call.py": "sp_compile/functional/permute.py",
-    "sp_compile/spmd/between.py": "sp_compile/spmd/agree.py",
-    "sp_compile/spmd/check_compile.py": "sp_compile/spmd/agree.py",
-}
-
-
-def words(node: ast.AST, constants: dict[str, str]) -> str:
-    """The text of a message; "…" alone of one that is made elsewhere."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(words(part, constants) for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return words(node.left, constants) + words(node.right, constants)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        return re.sub(r"\{[^}]*\}", "…", words(node.func.value, constants))
-    inner = node.value if isinstance(node, ast.FormattedValue) else node
-    if isinstance(inner, ast.IfExp):
-        return words(inner.body, constants)
-    return constants.get(inner.id, "…") if isinstance(inner, ast.Name) else "…"
-
-
-def strings(tree: ast.AST) -> list[str]:
-    """Every text of a module."""
-    texts = (ast.JoinedStr, ast.Constant)
-    return [words(node, {}) for node in ast.walk(tree) if isinstance(node, texts)]
-
-
-def messages(tree: ast.Module, yields: bool) -> Iterator[str]:
-    """What a module raises, and, of calls by hand, yields as a problem."""
-    constants = {
-        target.id: words(node.value, {})
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value, (ast.Constant, ast.JoinedStr))
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in RAISED:
-            yield words(node.args[0], constants)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.error" and len(node.args) == 2:
-            yield words(node.args[1], constants)
-        elif yields and isinstance(node, ast.Yield) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
-            yield words(node.value, constants)
-
-
-@cache
-def quoted() -> list[str]:
-    """The first cells of the tables of errors.md."""
-    return [cells[0].strip("`") for cells in table(DOCS / "errors.md") if cells[0].startswith("`")]
-
-
-def quotes(quotation: str, message: str) -> bool:
-    if len(re.findall(r"\w", quotation)) < 5:
-        return quotation == message
-    return re.search(".*".join(map(re.escape, quotation.split("…"))), message, re.DOTALL) is not None
-
-
-@cache
-def modules() -> dict[str, ast.Module]:
-    return {file.resolve().relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}
-
-
-@cache
-def raised() -> dict[str, list[str]]:
-    """The messages of each module that has some."""
-    found = {name: list(messages(tree, name.startswith("sp_compile/functional/"))) for name, tree in modules().items()}
-    return {name: texts for name, texts in found.items() if texts}
-
-
-def without_a_cure(name: str) -> str | None:
-    """The first message of a module that no row quotes; of one whose messages are made elsewhere, that no row is of it."""
-    for message in raised()[name]:
-        literal = re.search(r"\w", message) or message in quoted()
-        if literal and not any(quotes(one, message) for one in quoted()):
-            return message
-    if any(re.search(r"\w", message) for message in raised()[name]):
-        return None
-    made = [text for text in strings(modules()[ELSEWHERE.get(name, name)]) if len(text) > 9]
-    return None if any(quotes(one, text) for one in quoted() for text in made) else "no row is of words of this module"
-
-
-def test_every_message_has_a_cure() -> None:
-    assert not {name: message for name in raised() if (message := without_a_cure(name))}
-    assert len(raised()) > 50
-
-
-def test_no_cure_without_a_message() -> None:
-    made = {message for texts in raised().values() for message in texts}
-    left = [one for one in quoted() if not any(quotes(one, message) for message in made)]
-    made = {text for tree in modules().values() for text in strings(tree)}
-    assert not [one for one in left if not any(quotes(one, text) for text in made)]
-    assert len(quoted()) > 100

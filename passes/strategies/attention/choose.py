@@ -22,7 +22,7 @@ from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates_in_order, choose
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
@@ -135,12 +135,6 @@ class ChooseAttention(Pass):
         self.notes.append(Note(NoteKind.DECLINED, DEALT.name, why))
 
 
-OTHER_LAYOUT = (
-    "attention at {}: attention={!r} keeps rows in the order in which an earlier graph left them, and layout={!r} is "
-    "another; use layout='auto', or one layout for all of them"
-)
-
-
 def _decisions(
     shapes: dict[Node, Shape], machines: dict[Node, Machine], order: RowOrder, plan: Plan, job: Settings
 ) -> list[NodeDecision]:
@@ -178,19 +172,25 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
     if asked is None or asked.rewrite.explains:
         return None
     if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
-        raise SpError(OTHER_LAYOUT.format(at(node), job.attention, job.layout))
-    raise SpError(_unfit(node, job, allowed, {c.kind for c in found if c.legal is None}))
+        raise SpError(
+            "SP403",
+            f"layout={job.layout!r}: attention={job.attention!r} keeps the order of an earlier graph, which is "
+            f"another, in {describe_node(node)}.",
+        )
+    raise _unfit(node, job, allowed, {c.kind for c in found if c.legal is None})
 
 
-def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> str:
+def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
     n, (key_heads, heads) = job.ranks.n, heads_of(Call(node))
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
-    return (
-        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
-        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
-        + f" cannot take its {heads} query heads and {key_heads} key heads"
-        + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
-        + f"; use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh"
+    cause = (
+        f"attention={job.attention!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
+        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
+        + f", in {describe_node(node)}: "
+        + (why or f"no U with 1 < U < {n} divides both {n} and the query heads")
+    )
+    return SpError(
+        "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh."
     )
 
 

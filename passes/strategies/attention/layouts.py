@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.attention import Shape
-from sp_compile.errors import at
+from sp_compile.errors import at, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
@@ -25,7 +25,6 @@ from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
 from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
-BALANCED = "layout='balanced'"  # as users search for it
 KEEP_DEALS = ("auto", DEALT.name)
 """The layouts with which a graph keeps the order of rows that an earlier one has dealt."""
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
@@ -66,42 +65,36 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
     return DEAL + DEAL_ROW * max(shape.q_len for shape in shapes)
 
 
-def _refusal(text: str, code: str = "SP482", subject: str = BALANCED) -> Refusal:
-    return Refusal(RefusalKind.ROW_ORDER, code, subject, text)
-
-
 def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> Refusal | None:
     """Return the reason against the balanced order, if there is one. nodes: the attention that would run in it."""
     given = bool(dealt_inputs(job))
+
+    def refuse(code: str, text: str) -> Refusal:
+        return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.layout!r}", text)
+
     if given and job.layout not in KEEP_DEALS:
-        text = "an earlier graph left the rows of its results in another order"
-        return _refusal(text, "SP481", f"layout={job.layout!r}")
+        return refuse("SP414", "an earlier graph returned the rows in another order")
     if job.inputs and not given:
-        return _refusal("inputs come in shards of another order", "SP483")
+        return refuse("SP412", "inputs come in shards of another order")
     if _returns_shards(job):
-        return _refusal("outputs='local' would return rows at positions that only the run determines", "SP484")
+        return refuse("SP413", "outputs='local' is not supported")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
         if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
-            return _refusal(
-                f"{vector.name} at {at(vector)}, which a mask looks up, is computed from sharded values, so the order "
-                "of the rows cannot be computed from it before they are sharded"
-            )
+            return refuse("SP411", f"{describe_node(vector)}, which a mask looks up, is computed from shards")
     kinds = ORDERED if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
-            return _refusal(
-                f"{demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of the sequence: "
-                f"{demand.why}"
-            )
+            node = describe_node(demand.node)
+            return refuse("SP411", f"{node} depends on the order of the sequence: {demand.why}")
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = dict.fromkeys(p.frame for p in placed if isinstance(p, Shard))
     lengths = dict.fromkeys(frame.size for frame in frames)
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
-        return _refusal(f"there are sequences of {several} positions")
+        return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if given and not all(isinstance(end, int) and end <= KEPT_ENDS for end in ends):
-        return _refusal(f"it cuts more than {KEPT_ENDS} positions off an end of the sequence")
+        return refuse("SP411", f"more than {KEPT_ENDS} positions at an end of the sequence are cut off")
     return None
 
 

@@ -20,9 +20,7 @@ def picture(plan: StepPlan, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
     except ImportError:
-        raise SpError(
-            '--png draws with matplotlib, which is not installed: pip install "sp-compile[examples]"'
-        ) from None
+        raise SpError("SP737", "--png: matplotlib is not installed.") from None
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     ranks, unit = sorted({row.ranks for row in plan.rows}), UNITS[plan.unit.name]

@@ -75,10 +75,8 @@ def end_groups(found: Stop, everywhere: bool = False) -> None:
 
 
 def involved() -> list[Wire]:
-    """The groups of the program which runs, or ran last, and of the replicas that sum gradients with it."""
-    wires = [wire for wire in map(wire_of, _recent) if wire is not None]
-    replicas = [wire_of(wire.replicas) for wire in wires if wire.replicas is not None]
-    return [*wires, *(wire for wire in replicas if wire is not None)]
+    """Return the groups of the program that runs, or ran last."""
+    return [wire for wire in map(wire_of, _recent) if wire is not None]
 
 
 def raised_meanwhile() -> Stop | None:

@@ -40,11 +40,12 @@ from sp_compile._compat import (
     real_tensors,
 )
 from sp_compile.config import Ranks
+from sp_compile.error_codes import ERRORS
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, TOGETHER, Message, Stop
+from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, Message, Stop
 from .store import answered, in_a_child, of_all
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
@@ -57,15 +58,8 @@ POLL = 0.005  # seconds between looks for ranks that have not connected
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 LONG = 4  # timeouts for which a rank that waits shows signs of life over other groups
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
-TWO_THREADS = (
-    "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
-    "them from one thread, or give each thread's model a mesh with groups of its own"
-)
-IN_A_CHILD = (
-    "this process was forked from a rank of the group, and has the rank's connections but no part in them: what it "
-    "sent would be taken for the rank's. Call the model in the rank itself, not in a worker of a DataLoader or another "
-    "forked process; a process of its own calls init_process_group first"
-)
+TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
+IN_A_CHILD = "this process was forked from a rank of the group, and uses the connections of that rank."
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +89,7 @@ class Wire:
     """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
     cannot be used any more.
 
-    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model;
-    moved_apart: and on how many of these ranks had moved weights in different ways.
-    replicas: all ranks over which a DDP has summed gradients of these.
+    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
     beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
@@ -118,8 +110,6 @@ class Wire:
     raised: tuple[int, str] | None = None
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    moved_apart: Counter[tuple[str, int]] = field(default_factory=Counter)
-    replicas: Ranks | None = None
     later: list[tuple[list[str], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
@@ -157,7 +147,7 @@ class Wire:
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
         if in_a_child():
-            raise SpError(IN_A_CHILD)
+            raise SpError("SP625", IN_A_CHILD)
         self.refuse_broken()
         begun, finished = time.monotonic(), False
         _waiting[:] = [self]
@@ -174,7 +164,7 @@ class Wire:
         except RuntimeError as error:
             if not is_lost(error):
                 raise
-            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+            raise self.lost(saying, time.monotonic() - begun, error) from error
         finally:
             _waiting.clear()
             if not finished:  # an interrupt, too, leaves the others' words on the way
@@ -200,7 +190,7 @@ class Wire:
             me = self.ranks.index(dist.get_rank())
             self.gloo = gloo_group(self.store, me, len(self.seen), min(self.timeout, CONNECTING))
         except RuntimeError as error:
-            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+            raise self.lost(saying, time.monotonic() - begun, error) from error
         finally:
             if self.gloo is None and came:
                 answered(lambda: self.store.add("here", -1), 0)
@@ -215,12 +205,13 @@ class Wire:
             self.warned, here = begun, self._waiting_here()
             absent = [rank for rank in self.ranks if rank not in here]
             others = f"ranks {absent}" if here and absent else "the others"
-            log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, TOGETHER)
+            advice = ERRORS["SP604"].fix
+            log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, advice)
         too_long = waited > self.timeout.total_seconds() and not alive
         stopped = self._stopped(saying) if waited > PATIENCE else NOBODY
         gone = not stopped.goes_on or (stopped.raised and (saying.doing != CALLS or waited > COMES_BACK))
         if too_long or gone:
-            raise SpError(self.lost(saying, waited))
+            raise self.lost(saying, waited)
 
     @property
     def last(self) -> str:
@@ -237,11 +228,11 @@ class Wire:
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
             stop(TWO_THREADS, goes_on=True)
-            raise SpError(TWO_THREADS)
+            raise SpError("SP624", TWO_THREADS)
         self.thread = me
 
-    def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
-        """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
+    def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> SpError:
+        """Return the error of a wait that was in vain, since which the group is broken. place: the exchange."""
         stopped = self._stopped(saying)
         if stopped.raised:
             return self.end(stopped, str(saying))
@@ -257,14 +248,13 @@ class Wire:
         found = (f", in {place}" if place else "") + heard
         what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
         why = [f"rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else []
-        ends = [f"  {why[0]}" if why else LIKELY, *([TOGETHER] if saying.doing == READS else [])]
-        self.broken = "\n".join([f"rank {me} {what}", *others, *ends])
+        self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY])
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
         stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
-        return self.broken
+        return SpError("SP622", self.broken) if saying.doing == READS else SpError("SP621", self.broken)
 
-    def end(self, found: Stop, saying: str) -> str:
-        """The group is broken, as a rank has raised in a program; what is known of that. saying: what this rank did.
+    def end(self, found: Stop, saying: str) -> SpError:
+        """Return the error of a group that is broken as a rank has raised in a program. saying: what this rank did.
 
         It is left in the store for those that wait for this rank.
         """
@@ -272,12 +262,12 @@ class Wire:
         self.broken = f"rank {found.rank} raised {found.words}{here}\n  {GROUP_ENDED}"
         self.ended = replace(found, talks={self.name: self.talks}, within=self.name, goes_on=False)
         _leave(self.ended)
-        return self.broken
+        return SpError("SP661", self.broken)
 
     def refuse_broken(self) -> None:
         """Raise SpError if the group cannot be used any more."""
         if self.broken:
-            raise SpError(f"this group of ranks is broken since\n{self.broken}")
+            raise SpError("SP623", f"this group of ranks is broken since\n{self.broken}")
 
     def raised_meanwhile(self) -> Stop | None:
         """Who has raised in a program since the last exchange, as far as others have left it in the store."""
@@ -299,7 +289,7 @@ class Wire:
 
     def begin_anew(self, everyone: Sequence[Message]) -> None:
         """Count calls and models from here: ranks were about to do different things, and know it."""
-        for counted in (self.calls, self.later, self.moved_apart, self.models):
+        for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 

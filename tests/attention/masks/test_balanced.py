@@ -168,9 +168,9 @@ class Shifted(Packed):
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (Cumulative, {}, ["cumsum", "test_balanced.py", "depends on the order of the sequence"]),
-        (Shifted, {}, ["add", "test_balanced.py", "depends on the order of the sequence"]),
-        (Packed, {"outputs": "local"}, ["outputs='local'", "outputs='gather'"]),
+        (Cumulative, {}, ["SP411", "cumsum", "test_balanced.py"]),
+        (Shifted, {}, ["SP411", "add", "test_balanced.py"]),
+        (Packed, {"outputs": "local"}, ["SP413"]),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(model: type[Packed], options: dict[str, Any], words: list[str]) -> None:

@@ -76,7 +76,7 @@ def test_ranks_that_raise_alike_raise_what_they_raise_by_themselves(ranks: Ranks
 def test_two_ranks_raise_and_a_third_waits(ranks: Ranks) -> None:
     first, second, third, _ = ranks.run(4, with_tokens, [0, 3], "aot_eager")
     assert [first[0][0], second[0][0], third[0][0]] == ["IndexError", "IndexError", "SpError"]
-    assert re.match(r"rank [01] raised IndexError: index out of range in self, at waits/test_raised.py", third[0][1])
+    assert re.search(r"rank [01] raised IndexError: index out of range in self, at waits/test_raised.py", third[0][1])
     for told in (first, second, third):
         assert "cannot be used any more" in told[1][1]
         assert max(seconds for *_, seconds in told) < SOON

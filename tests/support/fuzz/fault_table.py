@@ -277,7 +277,7 @@ FAULTS: dict[str, Fault] = {
         f"IndexError in {half}{where}": Fault(
             f"{RAISED} IndexError: injected", fails_at_op(half, IndexError), **AT_OP, **how
         )
-        for where, how in {"": {}, ", tensor-parallel": PARALLEL, ", grid": GRID, ", replicas": REPLICAS}.items()
+        for where, how in {"": {}, ", tensor-parallel": PARALLEL, ", grid": GRID}.items()
         for half in ("forward", "backward")
     },
     "MemoryError before backward": Fault(f"{ASTRAY}|{STOPPED}", fails_before_backward(MemoryError), own=CAUGHT),
@@ -439,20 +439,6 @@ FAULTS: dict[str, Fault] = {
     "a file of what is compiled": Fault("", everyone=training.copied_by(training.saved)),
     # Two replicas of two ranks each, under DDP.
     "nothing, replicas": Fault("", slow, **REPLICAS),
-    "a skipped call, replicas": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, **REPLICAS),
-    "a skipped backward, replicas": Fault(f"{ASTRAY}|{STOPPED}", skip_backward, **REPLICAS),
-    "other tokens, replicas": Fault(f"{VALUES}.*ids", other_input(0), **REPLICAS),
-    "another scale of the loss, replicas": Fault("other gradients", other_scale, **REPLICAS),
-    "no_sync, replicas": Fault("mode.*no_sync", without_sync, **REPLICAS),
-    "an evaluation of the model on one rank, replicas": Fault(
-        "mode", replicas.evaluates_alone(lambda loop: loop.net), **REPLICAS
-    ),
-    "an evaluation on one rank, replicas": Fault("mode", replicas.evaluates_alone(lambda loop: loop.run), **REPLICAS),
-    # In the first call DDP has exchanges of its own before anybody is asked.
-    "SIGKILL, replicas": Fault(STOPPED, kill(signal.SIGKILL), ends=True, late=True, **REPLICAS),
-    "an error in the loss, replicas": Fault(
-        f"{ASTRAY}|{STOPPED}", training.fails_in_loss(ZeroDivisionError), own=(ZeroDivisionError,), **REPLICAS
-    ),
     "an evaluation of one replica": Fault(
         "", everyone=replicas.by_replica(replicas.evaluates_alone(lambda loop: loop.net), replicas.trained), **REPLICAS
     ),
@@ -461,9 +447,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "one more batch and join": Fault("", everyone=replicas.joins, **REPLICAS),
     "nothing, replicas that look for unused parameters": Fault("", slow, **UNUSED),
-    "a skipped call, replicas that look for unused parameters": Fault(
-        f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step, **UNUSED
-    ),
     # While ranks compile a program with groups of its own, and of a grid: its sequence is split over a second axis.
     "nothing, grid": Fault("", slow, **GRID),
     **{

@@ -23,7 +23,7 @@ OUT_OF_STEP = "about to do different things|for ranks that did not come"
 AFTERWARDS = {
     **dict.fromkeys(
         [
-            *("SIGKILL", "SIGKILL, tensor-parallel", "SIGKILL, replicas", "SIGTERM", "SIGSTOP", "os._exit"),
+            *("SIGKILL", "SIGKILL, tensor-parallel", "SIGTERM", "SIGSTOP", "os._exit"),
             *(name for name in FAULTS if name.startswith("IndexError in ")),
             *("SIGINT while waiting", "MemoryError in forward", "KeyboardInterrupt in forward"),
             *("a weight that changes before backward", "a sum of its own", "a sum of its own meanwhile"),
@@ -51,7 +51,6 @@ group may be told then. Behind all others it is right."""
 NEXT_CALL = frozenset(
     [
         *("a second backward", "a second backward, tensor-parallel", "two models in another order"),
-        "IndexError in backward, replicas",  # the other one waits in DDP, whose error is Gloo's own
         *("SIGINT while waiting", "another learning rate", "weight decay", "a hook on a weight", "a sum of its own"),
         *("a step that a scaler skips", "an error in the optimizer", "an interrupt in the optimizer"),
     ]

@@ -86,7 +86,7 @@ class Loop:
         self.scene, self.rank = scene, rank
         self.net = build(Subject)
         self.alone = copy.deepcopy(self.net)
-        self.options = {"compiler": self._compiler, "cost": {}, **options}
+        self.options = {"compiler": self._compiler, "cost": {}, "check_every": 1, **options}
         self.length: Callable[[int], int] = lambda step: 7
         self.raises: BaseException | None = None
         self.compile_raises: BaseException | None = None
