@@ -106,7 +106,7 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
     missing = sorted(set(job.seq_dims or ()) - set(nodes))
     if missing:
-        raise SpError("SP302", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
+        raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
     find_sequences(gm, axes, named, picks=not job.deals)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}

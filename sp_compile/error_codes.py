@@ -182,7 +182,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP301": ErrorInfo(
         "A model in which no sequence is found", "Name the sequence: options={'seq_dims': {'<input>': <dim>}}."
     ),
-    "SP302": ErrorInfo("A name in seq_dims that is no input", "Use the names of the arguments of forward."),
     "SP303": ErrorInfo(
         "A dim in seq_dims that does not exist", "Count dims from 0, or from the last one with negative numbers."
     ),
@@ -412,11 +411,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "Two threads with one process group",
         "Call the programs from one thread, or pass each thread's model a mesh with its own groups.",
     ),
-    "SP625": ErrorInfo(
-        "A compiled model in a forked process",
-        "Call the model in the rank itself, not in a worker of a DataLoader or another forked process. A separate "
-        "process calls init_process_group first.",
-    ),
     "SP631": ErrorInfo(
         "Programs that differ between ranks",
         "Use the same code, sizes, numbers and modes (model.eval(), of a part too) on every rank.",
@@ -479,6 +473,10 @@ ERRORS: dict[str, ErrorInfo] = {
         "The default process group changed",
         "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
     ),
+    "SP682": ErrorInfo(
+        "A forked process uses the rank's process group",
+        "Call the model in the rank, not in a worker of a DataLoader or another forked process.",
+    ),
     # SP7xx: memory and cost
     "SP701": ErrorInfo(
         "No strategy that can split the attention",
@@ -533,8 +531,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP737": ErrorInfo("--png without matplotlib", 'Install it: pip install "sp-compile[examples]".'),
     # SP8xx: data and integrations
     "SP801": ErrorInfo(
-        "A loader on a rank that does not need one, or none where one is read",
-        "Pass a loader on every rank, or reads='first'.",
+        "A rank without a loader",
+        "Pass a loader on every rank, or reads='first' and a loader on the first rank of each sequence.",
     ),
     "SP802": ErrorInfo(
         "A loader with a DistributedSampler",
@@ -665,7 +663,6 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP981": ErrorInfo(
         "A strategy of attention that does not declare its bytes", "Pass sends=, the bytes that a rank sends in the op."
     ),
-    "SP999": ErrorInfo("An error that has no code yet", ""),  # TODO: remove with the last call that passes a text alone
 }
 """Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 

@@ -184,10 +184,11 @@ class Session:
     def compiling(self, gm: GraphModule) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
         done = threading.Event()
+        wires = [*filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
         def beat() -> None:
             while not done.wait(BEAT):
-                for wire in filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks]))):
+                for wire in wires:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)

@@ -423,19 +423,22 @@ def wrong() -> Any:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["explain", "nothing.here:f"], "expected module:function"),
-        (["explain", f"{__name__}:wrong"], "expected it to give (model, args)"),
-        (["explain", f"{__name__}:small", "--option", "attention"], "expected NAME=VALUE"),
-        (["plan", "no:model", "--ranks", "8,few"], "--ranks 8,few: expected numbers of ranks, as in --ranks 8 16 64"),
-        (["explain", f"{__name__}:small", "--png", "x.png"], "--png draws plans"),
-        (["plan", f"{__name__}:small", "--memory", "much"], "memory='much'"),
-        (["explain", f"{__name__}:small", "--option", "memory=True"], "explain always predicts the memory"),
+        (["explain", "nothing.here:f"], "SP734: target: expected module:function"),
+        (["explain", f"{__name__}:wrong"], "SP735: target: expected"),
+        (["explain", f"{__name__}:small", "--option", "attention"], "SP731: --option: expected NAME=VALUE"),
         (
-            ["explain", f"{__name__}:small", "--memory"],
-            "'--memory': the backend's options are --option NAME=VALUE; explain",
+            ["plan", "no:model", "--ranks", "8,few"],
+            "SP711: --ranks: expected numbers of ranks such as 8 16 64, got '8,few'",
         ),
-        (["plan", f"{__name__}:small", "--option", "ranks=8"], "--option ranks: no option of the backend"),
-        (["verify", f"{__name__}:small", "--tiles", "3"], "'--tiles 3': the backend's options are --option NAME=VALUE"),
+        (["explain", f"{__name__}:small", "--png", "x.png"], "SP736: --png"),
+        (["plan", f"{__name__}:small", "--memory", "much"], "SP722: memory"),
+        (
+            ["explain", f"{__name__}:small", "--option", "memory=True"],
+            "SP732: --option memory: an argument of explain (explain always predicts the memory)",
+        ),
+        (["explain", f"{__name__}:small", "--memory"], "SP731: explain: unknown argument '--memory' (explain always"),
+        (["plan", f"{__name__}:small", "--option", "ranks=8"], "SP732: --option ranks"),
+        (["verify", f"{__name__}:small", "--tiles", "3"], "SP731: verify: unknown argument '--tiles 3'"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,7 +464,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
         printed = capsys.readouterr()
         assert not printed.out
         assert len(printed.err.splitlines()) == 1
-        assert f"{place}: nothing can be written there" in printed.err
+        assert f"SP733: {place}:" in printed.err
     assert not list(tmp_path.iterdir())
 
 

@@ -307,7 +307,7 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
         r"rank 0 reads result 'logits' of call 1 of forward.* made at .*test_between.py:\d+: logits = self.head",
         words,
         r"test_between.py:\d+: return error_text\(lambda: logits.sum",
-        r"outputs='gather'",
+        "SP604",
     ):
         assert re.search(each, messages[0]), messages[0]
 
@@ -328,7 +328,7 @@ def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
     assert re.search(r"rank 1 waits here, too: it reads result 'logits'", message), message
     assert re.search(r"rank 2 did not come, and was last seen when it calls forward", message), message
-    assert "outputs='gather'" in message
+    assert "SP622" in message
 
 
 def asked() -> list[list[str]]:

@@ -1,9 +1,8 @@
-"""Requests to the key-value store of the process groups, which may never answer; and what a fork does to them."""
+"""Requests to the key-value store of the process groups, which may never answer."""
 
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,23 +54,6 @@ def _ended() -> None:
 
 
 atexit.register(_ended)
-
-_parents: list[Any] = []  # the processes of the one that this process was forked from; kept, as their end would wait
-
-
-def in_a_child() -> bool:
-    """Are the connections those of the process that this one was forked from?"""
-    return bool(_parents) and dist.group.WORLD is _parents[-1]
-
-
-def _forked() -> None:
-    """A child has no thread but its own."""
-    _asking.clear()
-    if dist.is_available() and dist.is_initialized():
-        _parents.append(dist.group.WORLD)
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 def of_all() -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from sp_compile._compat import backward_threads, end_waits, every_group
 from sp_compile.config import Ranks, ranks_of
 
 from .message import Stop
-from .store import ANSWERS, in_a_child
+from .store import ANSWERS
 from .wire import Wire, wire_of
 
 LOOK = 1.0  # seconds between looks
@@ -137,7 +136,7 @@ _ended = threading.Event()
 
 def _start() -> None:
     """Start to look, unless that has begun."""
-    if not (_threads and _threads[0].is_alive()) and not _ended.is_set() and not in_a_child():
+    if not (_threads and _threads[0].is_alive()) and not _ended.is_set():
         _threads[:] = [threading.Thread(target=_watch, daemon=True, name="sp_compile watch")]
         _threads[0].start()
 
@@ -160,13 +159,3 @@ def _end() -> None:
 
 
 atexit.register(_end)
-
-
-def _forked() -> None:
-    """A child has no thread but its own."""
-    _threads.clear()
-    _running.clear()
-    _recent.clear()
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -4,10 +4,9 @@ Words have a Gloo communicator of their own over the group's store. It is there 
 device is waited for; and what a rank sends over the group itself, a barrier of the user's or half a step that another
 rank has skipped, never meets words, which would be of another size and abort the process.
 
-A wait ends within the group's timeout, in words: who did not come, what every rank was last seen doing, and what a rank
+A wait ends within the group's timeout with an SpError, which has what every rank was last seen doing and what a rank
 that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. A group has one key for either, however many ranks it has and however long they run, and one
-a rank for the last wait that was not short, so that of many ranks those that did not come are told from the others.
+longer than any timeout. A group has one key for either, whatever the number of ranks and steps.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
 from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, Message, Stop
-from .store import answered, in_a_child, of_all
+from .store import answered, of_all
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
 READING = 10.0  # seconds of a wait in which all should have come that read one value
@@ -56,10 +55,8 @@ CONNECTING = timedelta(seconds=60)  # of ranks that are all there
 FEW = 8  # integers of an exchange whose memory is kept for the next one
 POLL = 0.005  # seconds between looks for ranks that have not connected
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
-LONG = 4  # timeouts for which a rank that waits shows signs of life over other groups
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
-IN_A_CHILD = "this process was forked from a rank of the group, and uses the connections of that rank."
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +89,8 @@ class Wire:
     talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
     later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
     of its parameters each model that was called and is alive, two of one class too; known: how many there were.
-    beats: of the last wait when it began, and how many signs of life were seen, the last of them when. written,
-    warned: the wait that was left in the store, and that of a read that was spoken of, by when it began. gloo: None
+    beats: of the last wait when it began, and how many signs of life were seen, the last of them when.
+    warned: the wait for a read that was warned of, by when it began. gloo: None
     until all ranks have met. memory: of exchanges of a few integers, by how many, as long as none of these is on its
     way. ended: who raised in a program, if that has ended the group; raised: this rank,
     and what it has raised there since the last exchange.
@@ -114,8 +111,8 @@ class Wire:
     known: int = 0
     talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
-    written: float = 0.0
     warned: float = 0.0
+    process: int = field(default_factory=os.getpid)
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
     memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
@@ -146,11 +143,11 @@ class Wire:
 
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
-        if in_a_child():
-            raise SpError("SP625", IN_A_CHILD)
+        if os.getpid() != self.process:  # whose bytes would be taken for those of the rank
+            raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         self.refuse_broken()
         begun, finished = time.monotonic(), False
-        _waiting[:] = [self]
+        _waiting.set()
         try:
             if self.gloo is None:
                 self._meet(saying, begun)
@@ -198,15 +195,9 @@ class Wire:
     def _look(self, saying: Message, begun: float) -> None:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
-        if waited > PATIENCE and self.written != begun:
-            self.written, key, told = begun, f"waits/{dist.get_rank()}", json.dumps([self.talks, str(saying)])
-            answered(lambda: self.store.set(key, told), None)
         if saying.doing == READS and waited > READING and self.warned != begun:
-            self.warned, here = begun, self._waiting_here()
-            absent = [rank for rank in self.ranks if rank not in here]
-            others = f"ranks {absent}" if here and absent else "the others"
-            advice = ERRORS["SP604"].fix
-            log.warning("rank %d %s %s: it waits for %s. %s", dist.get_rank(), *_of_read(saying), others, advice)
+            self.warned, advice = begun, ERRORS["SP604"].fix
+            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_of_read(saying), advice)
         too_long = waited > self.timeout.total_seconds() and not alive
         stopped = self._stopped(saying) if waited > PATIENCE else NOBODY
         gone = not stopped.goes_on or (stopped.raised and (saying.doing != CALLS or waited > COMES_BACK))
@@ -236,14 +227,10 @@ class Wire:
         stopped = self._stopped(saying)
         if stopped.raised:
             return self.end(stopped, str(saying))
-        here, me = self._waiting_here(), dist.get_rank()
-        missed = "did not come, and " if here else ""
-        others = [
-            f"  rank {rank} "
-            + (f"waits here, too: it {here[rank]}" if rank in here else f"{missed}was last seen when it {seen}")
-            for rank, seen in zip(self.ranks, self.seen)
-            if not here or rank != me
-        ]
+        me, others = dist.get_rank(), []
+        for seen in dict.fromkeys(self.seen):
+            ranks = [str(rank) for rank, one in zip(self.ranks, self.seen) if one == seen]
+            others.append(f"  rank {', '.join(ranks)} was last seen when it {seen}")
         heard = f"\n{str(error).splitlines()[0][:200]}" if str(error or "") else ""
         found = (f", in {place}" if place else "") + heard
         what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
@@ -325,32 +312,14 @@ class Wire:
             self.beats = begun, count, now
         return now - self.beats[2] < 4 * BEAT
 
-    def _waiting_here(self) -> dict[int, str]:
-        """What each rank is about to do that has waited in this exchange for a while, as it has left in the store."""
-
-        def look() -> dict[int, Any]:
-            keys = {rank: f"waits/{rank}" for rank in self.ranks}
-            return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
-
-        found: dict[int, Any] = {}
-        with suppress(RuntimeError):  # the rank that keeps the store is gone
-            found = answered(look, found)
-        return {rank: doing for rank, (talks, doing) in found.items() if talks == self.talks}
-
     def beat(self) -> None:
-        """Show a sign of life: this rank compiles, or waits over another group for one that does."""
-        if not in_a_child() and not any(one is self or not one.hears() for one in _waiting):
+        """Show the other ranks that this one compiles, unless it waits for ranks itself."""
+        if not _waiting.is_set():
             with suppress(RuntimeError):  # the rank that keeps the store is gone
                 self.store.add("compiles", 1)
 
-    def hears(self) -> bool:
-        """Has the wait that is on heard of a rank that compiles? Not for ever: two may hear of each other."""
-        begun, _, last = self.beats
-        now = time.monotonic()
-        return now - last < 4 * BEAT and now - begun < LONG * self.timeout.total_seconds()
 
-
-_waiting: list[Wire] = []  # over which this rank waits for others
+_waiting = threading.Event()  # for other ranks
 
 
 def _forget(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:
@@ -383,24 +352,23 @@ def stop(
     of: dict[str, int] | None = None,
     within: str = "",
     raised: bool = False,
-) -> Stop | None:
-    """Say why this rank stops, for whoever waits for it in vain, and what was said; None if nobody is there.
+) -> None:
+    """Leave in the store why this rank stops, for the ranks that wait for it.
 
     of: `talks`, if not those of all groups.
     """
-    if not (dist.is_available() and dist.is_initialized()) or in_a_child():
-        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     talks = {name: 0 for name, *_ in process_groups()} | {wire.name: wire.talks for wire in _wires.values()}
-    return _leave(Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within, raised))
+    _leave(Stop(dist.get_rank(), words, goes_on, talks if of is None else of, subject, within, raised))
 
 
-def _leave(said: Stop) -> Stop:
+def _leave(said: Stop) -> None:
     """Leave it in the store, for the groups of its `talks`."""
     _mine[:] = [said]
     with suppress(RuntimeError):  # the rank that keeps the store is gone
         store, written = of_all(), json.dumps(astuple(said))
         answered(lambda: [store.set(f"stopped/{name}", written) for name in said.talks], None)
-    return said
 
 
 def broken_within() -> str:
@@ -419,17 +387,6 @@ def _last_stop(group: str) -> Stop:
 
 
 _wires: weakref.WeakKeyDictionary[Any, Wire] = weakref.WeakKeyDictionary()
-_making = threading.Lock()  # a thread that shows signs of life makes them, too
-
-
-def _forked() -> None:
-    """Whoever held the lock is not in a child."""
-    global _making
-    _making = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forked)
-
 _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """How many wires of one name there were since the processes were connected: each has keys of its own."""
 
@@ -442,14 +399,12 @@ def wire_of(ranks: Ranks) -> Wire | None:
     found = _wires.get(group)  # as on every call
     if found is not None or not ranks.exchanges:
         return found
-    with _making:
-        if group not in _wires:
-            made = _made.setdefault(dist.group.WORLD, Counter())
-            made[ranks.group] += 1
-            store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
-            members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
-            _wires[group] = Wire(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
-        return _wires[group]
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    made[ranks.group] += 1
+    store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
+    members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
+    _wires[group] = Wire(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
+    return _wires[group]
 
 
 def gather(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Message) -> list[list[int]]:
