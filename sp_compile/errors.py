@@ -56,10 +56,6 @@ class WriteError(CaptureError):
     """A write in place whose meaning depends on shared memory, or on autograd: only eager code is sure to be right."""
 
 
-class NoSequence(SpError):
-    """A whole model in which no sequence is found."""
-
-
 class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 

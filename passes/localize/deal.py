@@ -35,7 +35,7 @@ from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Settings
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Shard
 
@@ -118,7 +118,7 @@ class Deal(Pass):
 
     def _given(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """The order of the rows that the graph is given, as inputs."""
-        self.notes.append(Note(DEALT.name, "layout", "the whole graph", "rows come dealt, and stay so"))
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, "the balanced order of the inputs is kept"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
             values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
@@ -159,7 +159,7 @@ class Deal(Pass):
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
-        self.notes.append(Note(DEALT.name, "layout", "the whole graph", why))
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, why))
 
     def _write(self, call: Call, frames: Frames) -> None:
         node = call.node

@@ -6,20 +6,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import argument_name, size_hint
-from sp_compile.errors import NoSequence, SpError, at, describe_node
+from sp_compile.errors import SpError, at, describe_node
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind, Refusal, RefusalKind
 from sp_compile.passes.results import GATHER, options_of_results, why_whole
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
 
-ALL = "the whole graph"
 BETWEEN_BREAKS = "a piece between graph breaks that has no sequence; every rank runs it whole"
-BEHIND_EAGER_CODE = (
+LOST_IN_EAGER_CODE = (
     "it has no sequence of its own, and what it is given is whole, as is all that eager code makes of a value in "
     "shards; every rank runs it whole. Compute that in what is compiled."
 )
@@ -46,7 +45,10 @@ class MarkExchanges(Pass):
 
 
 class Sequences(Pass):
-    """Finds the sequences of the inputs. Raises SpError if a whole model has none, or fallback='error' needs one."""
+    """Finds the sequences of the inputs.
+
+    A complete model without one is the job's refusal. Raises SpError if fallback='error' needs a sequence on shards.
+    """
 
     requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
     provides = frozenset({"sequences"})
@@ -72,11 +74,14 @@ class Sequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.follows or job.fallback == "error"):
-            cause = "no sequence found: the model has no attention or scan whose dim could be followed to an input"
-            raise NoSequence("SP301", f"{cause}{_what_there_is(gm)}.", name_it)
-        where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), ALL)
-        why = BETWEEN_BREAKS if job.fragment else f"{BEHIND_EAGER_CODE} {name_it}"
-        self.notes.append(Note("replicated", "graph", where, why))
+            text = f"the model has no attention or scan whose dim could be followed to an input{_what_there_is(gm)}"
+            job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
+            return
+        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {name_it}"
+        if job.fragment:
+            kind, text = NoteKind.REPLICATED, BETWEEN_BREAKS
+        lines = [at(node) for node in gm.graph.nodes if node.op == "call_function"]
+        self.notes.append(Note(kind, self.name, text, where=lines[0] if lines else "the graph"))
 
     def _nothing_sharded(self, inputs: list[Node], job: Job) -> None:
         why = "every rank runs the whole, as no op along the sequence, which has no dim of its own, can begin on shards"
@@ -85,7 +90,7 @@ class Sequences(Pass):
             why += f". seq_dims={named} may name several sequences"
         if job.fallback == "error":
             raise SpError("SP304", f"fallback='error': {why}.")
-        self.notes.append(Note("replicated", "graph", ALL, why))
+        self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
 def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
@@ -131,7 +136,7 @@ class LocalOutputs(Pass):
         for node, words in options_of_results(gm.graph.output_node(), job.outputs).items():
             why = _why_gathered(node, plan, words)
             if why not in ("", GATHER):
-                self.note(node.all_input_nodes[0], why, done="whole")  # what was made where the user says it
+                self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
         return 0
 

@@ -25,7 +25,7 @@ from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.sizes import Sizes
 from sp_compile.passes.base import Pass, Passes
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.memory_order import KeepOrder
 from sp_compile.passes.localize.prove import Prove
@@ -150,7 +150,7 @@ class SequenceParallelLinear(Passes):
             work.planned = None
             layers, why = work.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
-            self.notes = [Note(f"not {self.name}", "graph", f"group {job.ranks.group}", why)]
+            self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
         job.notes += self.notes
         if work.planned is None:
             self.gm = gm

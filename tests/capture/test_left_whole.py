@@ -195,8 +195,7 @@ def test_reports_say_so(write: Callable[..., Tensor]) -> None:
     model, args = made(write)
     for entry in (sp_compile.explain, sp_compile.verify):
         report = entry(model, *args, sp=2)
-        assert [note.done for note in report.fallbacks] == ["replicated"]
-        assert "it cannot be split" in report.fallbacks[0].why
+        assert [(note.label, note.subject) for note in report.fallbacks] == [("replicated", "capture")]
     assert report.worst == 0
 
 

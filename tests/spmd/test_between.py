@@ -26,6 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.passes.job import NoteKind
 
 Seen = list[tuple[str, str]]
 
@@ -343,22 +344,20 @@ LOGITS = f"Sharded(2, 10, {VOCAB})"
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
-    ("outputs", "stays", "why"),
+    ("outputs", "stays", "small"),
     [
-        ("lazy", True, ""),
-        ({"logits": "lazy"}, True, ""),
-        ("auto", False, "smaller than 1 MiB"),
-        ({"logits": "gather"}, False, ""),
+        ("lazy", True, False),
+        ({"logits": "lazy"}, True, False),
+        ("auto", False, True),
+        ({"logits": "gather"}, False, False),
     ],
 )
-def test_what_the_report_says_of_results(outputs: Any, stays: bool, why: str) -> None:
+def test_what_the_report_says_of_results(outputs: Any, stays: bool, small: bool) -> None:
     report = sp_compile.explain(build(Two), *text(9), sp=2, outputs=outputs)
     gathered = [e for e in report.exchanges if e.op == "unshard"]
     assert len(gathered) == (not stays)
-    assert [note.why for note in report.notes if note.done == "whole" and note.why] == [
-        f"a result of the model, {why}"
-    ][: bool(why)]
-    assert ("stay in shards: logits" in str(report)) == stays
+    assert len(report.find_notes(NoteKind.UNSHARDED)) == small
+    assert report.sharded_outputs == ["logits"] * stays
 
 
 def test_what_the_report_says_of_the_next_graph() -> None:
@@ -371,7 +370,7 @@ def test_what_the_report_says_of_the_next_graph() -> None:
             return super().forward(ids, labels)[0] + x.mean(), self.block(x)
 
     report = sp_compile.explain(Broken(), *text(9), sp=2, outputs="lazy")
-    assert [note.where for note in report.notes if note.done == "in shards"] == ["input x"]
+    assert [note.where for note in report.find_notes(NoteKind.KEPT_SHARDED)] == ["input x"]
     assert not [e for e in report.exchanges if e.op == "unshard"]
 
 

@@ -14,8 +14,8 @@ from tree.test_layers import FILES, ROOT
 from sp_compile.error_codes import ERRORS, SECTIONS, errors_page
 from sp_compile.errors import RanksDiffer, SpError
 
-RAISED = {"SpError", "CaptureError", "WriteError", "NoSequence", "RemoteError", "RanksDiffer", "CannotCompileError"}
-RAISED |= {"SimulationError", "OtherOrder"}
+RAISED = {"SpError", "CaptureError", "WriteError", "RemoteError", "RanksDiffer", "CannotCompileError"}
+RAISED |= {"SimulationError"}
 
 
 def calls() -> Iterator[tuple[Path, ast.Call]]:

@@ -29,18 +29,18 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
-from sp_compile.lowering.frames import LAYOUTS, RowOrder
+from sp_compile.lowering.frames import DEALT, LAYOUTS, RowOrder
 from sp_compile.lowering.masks.blocks import FULL, Kind, Window
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Settings
 from sp_compile.passes.localize.deal import dealt_inputs
 from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
-from .layouts import OtherOrder, orders, seconds_to_deal, seconds_to_undo, why_not_dealt
+from .layouts import orders, seconds_to_deal, seconds_to_undo, why_not_dealt
 from .memory import memory_needed
 
 MANY = 1 << 20
@@ -104,17 +104,20 @@ class ChooseAttention(Pass):
         plan: Plan,
         job: Job,
     ) -> RowOrder:
-        """That order, or the best of the others where it may not be. Raises SpError: what was asked for may not."""
+        """Return that order, or the best of the others where the program does not allow it.
+
+        Raises:
+            SpError: The option names the order. Where inputs come in it, it is the job's refusal instead.
+        """
         given = bool(dealt_inputs(job))
         apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
-        error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if error is not None and (given or job.layout != "auto"):
-            raise (
-                OtherOrder(error.code, error.cause) if job.inputs else error.with_context(f"layout={job.layout!r}: ")
-            )
+        refusal = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if given or job.layout != "auto":
+            if refusal is not None and not job.inputs:
+                raise refusal.error()
+            job.refusal = refusal
             return dealt
-        why = error.cause if error is not None else ""
+        why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.dealt), key=lambda order: seconds[order])
         lost, of_what = (0.0, "") if why else seconds_to_undo(gm, plan, job)
         saved = seconds[best] - seconds[dealt]
@@ -129,7 +132,7 @@ class ChooseAttention(Pass):
         return best
 
     def _not_balanced(self, why: str) -> None:
-        self.notes.append(Note("not balanced", "layout", "the whole graph", why))
+        self.notes.append(Note(NoteKind.DECLINED, DEALT.name, why))
 
 
 def _decisions(

@@ -98,7 +98,7 @@ class Ulysses(AttentionPass):
             why = "its heads have masks, scores, sinks or random draws of their own"
         if chunks == 1 or why is None:
             return int(chunks)
-        self.note(node, f"ulysses_chunks={chunks}: {why}", done="not chunked")
+        self.refused(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
         return 1
 
     def _parts(
