@@ -15,13 +15,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile import _compat, passes
-from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.call import is_tensor, tangents_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase, mark
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (
@@ -39,7 +39,6 @@ from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
-from sp_compile.spmd import gradients  # noqa: F401 (an op)
 from sp_compile.spmd.named_groups import is_collective, named_groups
 
 from .checkpoints import StayInCheckpoints

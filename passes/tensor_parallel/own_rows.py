@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import Ranks
 from sp_compile.graph.call import shape_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.base import Pass
 from sp_compile.passes.collectives.merge.chains import chunks_behind
 from sp_compile.passes.collectives.permute.tidy import placed

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import compiled_frame, pytree
-from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
+from sp_compile.lowering.base.ranks import Ranks
 
 from .agree import SHOWN, answers, different_work, exchanged, failure, not_compiled, what_differs
 from .control.message import COMPILES, STOPS, Message

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.parallel.tensor_parallel import GROUP, WIDTH, Copy, Reduce, cut, joint_graph, on_ranks, spelt, weights
 from torch import Tensor
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.tensor_parallel import own_rows
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile import all_to_all_permute
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
 from sp_compile.lowering.collectives import all_to_all_permute as symmetric
 from sp_compile.lowering.communicator import Communicator, FunctionalCommunicator, current, use
