@@ -2,7 +2,7 @@
 
     python examples/by_hand.py            prints the graph after every pass, then runs both ranks, simulated
 
-Nothing here needs a process group. With one, `sp_compile.config.resolve(mesh, None)` gives the ranks of a real mesh.
+Nothing here needs a process group. With one, `sp_compile.lowering.base.ranks.resolve(mesh, None)` gives the ranks of a real mesh.
 """
 
 import torch

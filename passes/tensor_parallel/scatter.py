@@ -116,7 +116,7 @@ class RunOnRows(Passes):
 class SequenceParallelLinear(Passes):
     """All of it, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
 
-    facts: what is known of the inputs (see `spmd.inputs.Facts`); by default, that nobody looked.
+    facts: what is known of the inputs (see `Facts`); by default, that nobody looked.
     The result is not for autograd: an exported program is scattered for inference, a joint graph has its gradients.
     After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to
     be equal on every rank of the group for the result to be right.

@@ -4,7 +4,7 @@ Every rank passes its shard of q, k and v and gets its shard of the result; grad
 
     q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E), any strides; H is a multiple of Hkv; the same s, t on all ranks
     mesh        None: the default process group; a ProcessGroup; a DeviceMesh of one axis, of ("ring", "ulysses") axes,
-                or with an axis "sp"; what `sp_compile.config.resolve` makes of one, which saves doing so every time
+                or with an axis "sp"; what `sp_compile.lowering.base.ranks.resolve` makes of one, which saves doing so every time
     layout      "contiguous": rank r of n holds rows r * s ...; "zigzag": chunks r and 2n - 1 - r of 2n (s is even)
     length, kv_length   of the whole sequences, where the last of the n * s and n * t rows are padding, which may hold
                 anything: no query attends to them, and what is returned for them is for no loss to use

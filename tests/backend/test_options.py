@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
-from sp_compile.spmd import declare
+from sp_compile.spmd import groups as known_groups
 from sp_compile.spmd.between import ShardedProgram
 from sp_compile.spmd.check_run import CheckedProgram, InProcesses
 from sp_compile.spmd.groups import Groups, axis_of
@@ -37,7 +37,7 @@ def mesh() -> Iterator[DeviceMesh]:
     found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
     world = dist.group.WORLD
     members = {group.group_name: axis_of(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
-    with mock.patch.dict(declare._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
+    with mock.patch.dict(known_groups._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
         yield found
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Where the results of the sp:: exchanges lie. In the global view every one of them is an identity.
 
 Collectives of the user's program over other ranks than those that share the sequence: each row by itself. A node that
-exchanges with ranks which hold other rows has no rule; see `spmd.inputs.mark_across`. Those over the very ranks of the
+exchanges with ranks which hold other rows has no rule; see `mark_across`. Those over the very ranks of the
 pass are no business of a rule either; see `passes.tensor_parallel.varying.spell`.
 
 Blocks of rows that a tensor-parallel program takes and puts together itself (see `lowering/collectives`): a block is
