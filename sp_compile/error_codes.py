@@ -450,7 +450,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "on every rank.",
     ),
     "SP639": ErrorInfo("Gradients that only some ranks require", "Set requires_grad to the same value on every rank."),
-    "SP641": ErrorInfo("Calls of a function that differ between ranks", "Make the same call on every rank."),
     "SP651": ErrorInfo(
         "Weights that differ between ranks",
         "Begin with the same weights and change them in the same way on every rank: look for a seed, a checkpoint, a "

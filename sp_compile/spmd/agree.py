@@ -68,7 +68,7 @@ def agree(ranks: Ranks, mine: Message, same: str) -> None:
     if problem := stopped(everyone):
         raise problem
     if differ := unlike_fields(everyone, f"{mine.subject}: the ranks' calls differ"):
-        raise SpError("SP641", differ, f"Make the same call on every rank: {same}.")
+        raise SpError("SP508", differ, f"Make the same call on every rank: {same}.")
 
 
 def ask(ranks: Ranks, mine: Message) -> list[Message]:
