@@ -18,7 +18,12 @@ import sp_compile
 from sp_compile import SPConfig, data
 from sp_compile.config import CHOICES, OUTPUTS, STRATEGIES
 
-WRITTEN = [*PAGES, *TUTORIALS, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
+WRITTEN = [
+    *PAGES,
+    *TUTORIALS,
+    *RECIPES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
+]
 EVERY = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 LANGUAGES = {"", "python", "sh"}
 INCLUDED = re.compile(r"\{(include|toctree|eval-rst)\}.*")
