@@ -179,7 +179,85 @@ ERRORS: dict[str, ErrorInfo] = {
         "Compile one graph for each length with torch.compile(..., dynamic=False), or pad to one length.",
     ),
     # SP3xx: sequence and sharding
+    "SP301": ErrorInfo(
+        "A model in which no sequence is found", "Name the sequence: options={'seq_dims': {'<input>': <dim>}}."
+    ),
+    "SP303": ErrorInfo(
+        "A dim in seq_dims that does not exist", "Count dims from 0, or from the last one with negative numbers."
+    ),
+    "SP304": ErrorInfo(
+        "A program of which nothing runs on shards, with fallback='error'",
+        "Name the sequence with seq_dims, or use fallback='gather'.",
+    ),
+    "SP305": ErrorInfo(
+        "An operator that cannot run on shards, with fallback='error'",
+        "Use fallback='gather', or register a rule for the operator with sp_compile.sharding_rule.",
+    ),
+    "SP306": ErrorInfo(
+        "Inputs in shards of a program with one step per position",
+        "Pass the full inputs with inputs='global', or use one operator for the scan (cumsum, sp_compile.functional).",
+    ),
+    "SP307": ErrorInfo(
+        "Inputs in shards whose sequence is not found", "Name all inputs that are passed in shards with seq_dims."
+    ),
+    "SP308": ErrorInfo(
+        "Results in shards of unequal length", "Use a length that the number of ranks divides, or outputs='gather'."
+    ),
+    "SP309": ErrorInfo(
+        "Rows in the order of a sort that are read by position",
+        "Put the rows back into the order of the sequence first, as y[inverse] or index_add does.",
+    ),
+    "SP321": ErrorInfo(
+        "A result that can no longer be computed when it is read",
+        "Read it before the weights change, or use outputs='gather' or tiles='never'.",
+    ),
+    "SP322": ErrorInfo(
+        "Other data assigned to a value in shards",
+        "Assign data of the same shape, dtype and device, or bind the name to the new tensor (x = new).",
+    ),
+    "SP323": ErrorInfo(
+        "A transform of torch.func over a compiled program",
+        "Call the transform inside of what is compiled, request one gradient at a time (torch.autograd.grad in a "
+        "loop), or do not compile this part.",
+    ),
     # SP4xx: attention
+    "SP401": ErrorInfo(
+        "Heads that the strategy cannot split over the ranks",
+        "Use attention='auto' or another strategy, or another mesh.",
+    ),
+    "SP402": ErrorInfo("Attention that Ulysses does not support", "Use attention='auto' or another strategy."),
+    "SP403": ErrorInfo(
+        "A layout that is not the one of an earlier graph", "Use layout='auto', or one layout for all compiled parts."
+    ),
+    "SP411": ErrorInfo("A program that does not support the balanced layout", "Use layout='auto'."),
+    "SP412": ErrorInfo(
+        "The balanced layout with inputs in shards", "Use inputs='global' and one graph, or layout='auto'."
+    ),
+    "SP413": ErrorInfo("The balanced layout with outputs='local'", "Use outputs='gather', or layout='auto'."),
+    "SP414": ErrorInfo("A layout that is not the balanced one of an earlier graph", "Use layout='auto'."),
+    "SP431": ErrorInfo(
+        "Attention with dropout and without a seed", "Pass a seed, an int64 tensor of shape (), the same on every rank."
+    ),
+    "SP432": ErrorInfo(
+        "flex_attention that cannot be compiled", "Install Triton and a C compiler, as Inductor needs them."
+    ),
+    "SP441": ErrorInfo(
+        "A malformed mask predicate", "Compile the program again if a saved program has it, or correct the predicate."
+    ),
+    "SP442": ErrorInfo(
+        "An unsupported function in a mask predicate",
+        "Use comparisons, and, or, not, sums, products, Mod, Min, Max, Abs and floor.",
+    ),
+    "SP443": ErrorInfo("A symbol of a mask predicate without a value", "Pass the vector or the size that it names."),
+    "SP444": ErrorInfo(
+        "A malformed score text", "Compile the program again if a saved program has it, or correct the text."
+    ),
+    "SP445": ErrorInfo(
+        "A score text without a derivative", "Use sums, products, powers, tanh, exp and Abs, which have derivatives."
+    ),
+    "SP446": ErrorInfo(
+        "An unsupported function in a score text", "Use sums, products, powers, tanh, exp, Abs and sign."
+    ),
     "SP451": ErrorInfo(
         "Key heads that do not divide the query heads",
         "Pass a number of query heads that is a multiple of the number of key heads.",
@@ -248,7 +326,148 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP547": ErrorInfo(
         "A DTensor of another placement", "Redistribute the DTensor to Shard(dim) on a mesh of one axis."
     ),
+    "SP551": ErrorInfo("An unknown scan kernel", "Use one of the names that the message lists."),
+    "SP561": ErrorInfo("An unknown reduction of a collective", "Use one of the reductions that the message lists."),
+    "SP571": ErrorInfo(
+        "Simulated ranks whose collectives differ",
+        "Run the same operators in the same order on every rank. Report this if backend='sp' has made the program.",
+    ),
     # SP6xx: ranks and process groups
+    "SP601": ErrorInfo(
+        "Ranks that do different things", "Run the same models and backwards in the same order on every rank."
+    ),
+    "SP602": ErrorInfo(
+        "A program that only some ranks compile again",
+        "Call it with the same sizes, numbers and mode on every rank: pad other sizes, and pass a number that changes "
+        "as a tensor. TORCH_LOGS=recompiles shows why it compiles.",
+    ),
+    "SP603": ErrorInfo("A rank that stops because of another of its groups", "Correct the error of that rank."),
+    "SP604": ErrorInfo(
+        "A value in shards that not every rank reads",
+        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
+        "outputs={'<result>': 'gather'}, which returns it gathered.",
+    ),
+    "SP605": ErrorInfo(
+        "New weights on some ranks only",
+        "Make such tensors on every rank: look for load_state_dict(assign=True), a copy of the model, a weight that is "
+        "set, tied or added on some ranks only.",
+    ),
+    "SP606": ErrorInfo(
+        "A Python number that only some ranks have changed",
+        "Change a number of the model on every rank: look for a schedule or a setting under `if rank == 0`. Pass "
+        "numbers that are meant to differ as tensors, or let them differ from the first call on.",
+    ),
+    "SP607": ErrorInfo(
+        "A model that could not be compiled on a rank",
+        "Correct the error of that rank. If it says `Failed to import`, `No space left` or `Read-only`, Inductor's "
+        "cache on that rank is damaged, full or not writable: remove it, or set TORCHINDUCTOR_CACHE_DIR.",
+    ),
+    "SP608": ErrorInfo("An exception on another rank", "Correct the error of that rank."),
+    "SP609": ErrorInfo(
+        "A program that only some ranks can split", "Use the same model, inputs and versions on every rank."
+    ),
+    "SP610": ErrorInfo(
+        "Options or modes that differ between ranks",
+        "Pass the same options on every rank, in the same mode (no_grad, autocast, a checkpoint, no_sync of DDP).",
+    ),
+    "SP611": ErrorInfo(
+        "A process group that was not declared",
+        "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the graph is made.",
+    ),
+    "SP612": ErrorInfo(
+        "A process group that this rank does not have", "Make the group on every rank with torch.distributed.new_group."
+    ),
+    "SP613": ErrorInfo("Names that are not one for each axis", "Pass one name for each axis of the mesh."),
+    "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
+    "SP615": ErrorInfo("A mesh that declare_groups does not take", "Pass a DeviceMesh, or a list of process groups."),
+    "SP616": ErrorInfo(
+        "Unions of axes that do not form a grid",
+        "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
+    ),
+    "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass the same on every rank."),
+    "SP618": ErrorInfo(
+        "Groups that do not form an axis",
+        "Pass on every rank the group of the axis that it is in; the groups of an axis do not overlap.",
+    ),
+    "SP619": ErrorInfo(
+        "An axis of the program's own collectives that is to split the sequence",
+        "Name another axis of the mesh with mesh_dim.",
+    ),
+    "SP621": ErrorInfo(
+        "A rank that does not come",
+        "Correct the first error in the output of that rank. Set the timeout of the group with "
+        "init_process_group(timeout=...).",
+    ),
+    "SP622": ErrorInfo(
+        "A rank that does not read a value in shards",
+        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
+        "outputs={'<result>': 'gather'}, which returns it gathered.",
+    ),
+    "SP623": ErrorInfo(
+        "A group of ranks that is broken",
+        "Correct the first error, and restart the processes or make a new process group.",
+    ),
+    "SP624": ErrorInfo(
+        "Two threads with one process group",
+        "Call the programs from one thread, or pass each thread's model a mesh with its own groups.",
+    ),
+    "SP631": ErrorInfo(
+        "Programs that differ between ranks",
+        "Use the same code, sizes, numbers and modes (model.eval(), of a part too) on every rank.",
+    ),
+    "SP632": ErrorInfo(
+        "Sizes or numbers that differ between ranks",
+        "Call the same model, with the same weights, on arguments of the same sizes and numbers on every rank.",
+    ),
+    "SP633": ErrorInfo(
+        "Values that differ between ranks",
+        "Call the same model, with the same weights, on the same arguments on every rank.",
+    ),
+    "SP634": ErrorInfo(
+        "Data that differ between ranks, and nothing else",
+        "Pass the same batch to ranks that share a sequence, which a DistributedSampler over all ranks does not: use "
+        "sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
+        "accelerate use sp_compile.integrations.",
+    ),
+    "SP635": ErrorInfo(
+        "Weights that were equal at an earlier call",
+        "Train in the same way on every rank: look for a step of the optimizer, a schedule, a scaler, zero_grad, "
+        "clipping or a change of weights that only some ranks make (under `if rank == 0`), or make otherwise "
+        "(torch.autograd.grad in place of backward).",
+    ),
+    "SP636": ErrorInfo(
+        "Inputs that differ between ranks and are not found to be shards, with inputs='local'",
+        "Pass the full input on every rank, or, if it is a rank's rows, name the dim: "
+        "options={'seq_dims': {'<input>': <dim>}}, with all inputs that are passed in shards.",
+    ),
+    "SP637": ErrorInfo(
+        "Gradients of results that differ between ranks",
+        "Compute the same loss on every rank, from the same targets, weights and random numbers.",
+    ),
+    "SP638": ErrorInfo(
+        "Values that differed between ranks at an earlier call",
+        "Go back to the state before that call, and call the same model, with the same weights, on the same arguments "
+        "on every rank.",
+    ),
+    "SP639": ErrorInfo("Gradients that only some ranks require", "Set requires_grad to the same value on every rank."),
+    "SP651": ErrorInfo(
+        "Weights that differ between ranks",
+        "Begin with the same weights and change them in the same way on every rank: look for a seed, a checkpoint, a "
+        "step of the optimizer or a change of a weight that only some ranks have made.",
+    ),
+    "SP652": ErrorInfo(
+        "A model without weights that the ranks share", "Compare the model before FSDP or tensor parallelism splits it."
+    ),
+    "SP661": ErrorInfo(
+        "A rank that has raised in a program",
+        "Correct the error of that rank, and restart the processes, or call destroy_process_group and "
+        "init_process_group.",
+    ),
+    "SP671": ErrorInfo(
+        "Gradients of a shared result that differ between tensor-parallel ranks",
+        "Compute the same loss on every rank, or sum the gradient over the group first, or compile with "
+        "sequence_parallel_linear='never', which leaves gradients as autograd has them.",
+    ),
     "SP681": ErrorInfo(
         "The default process group changed",
         "Call torch.compiler.reset() after init_process_group and destroy_process_group, then call the model again.",
@@ -390,10 +609,57 @@ ERRORS: dict[str, ErrorInfo] = {
         "backend='sp'). To evaluate, call model.eval() or use torch.no_grad().",
     ),
     # SP9xx: passes and rules of a contributor
+    "SP901": ErrorInfo(
+        "A name that is registered already",
+        "Use another name, or register the first one in a with block, at whose end it is removed.",
+    ),
+    "SP902": ErrorInfo("An unknown name in a table", "Use one of the names that the message lists."),
+    "SP903": ErrorInfo("A row of a table that does not support the call", "Select another row, or change the call."),
+    "SP904": ErrorInfo("A strategy whose pass has another name", "Set both names to the same value."),
+    "SP905": ErrorInfo("An unknown policy of a pass on reductions", "Use one of the policies that the message lists."),
+    "SP906": ErrorInfo("A graph without shapes", "Run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it first."),
+    "SP907": ErrorInfo("A pass with another number of ranks than its group has", "Pass the size of the group."),
+    "SP912": ErrorInfo(
+        "A demand that no pass meets",
+        "Report this with the program, or correct your own pass that leaves the demand: explain(passes=True) shows "
+        "which passes ran.",
+    ),
+    "SP913": ErrorInfo(
+        "Localize on a graph that has demands left", "Run a pass that meets the demand first, such as passes.Gather."
+    ),
+    "SP921": ErrorInfo("A node that is no operator", "Use ATen or sp:: operators in graphs."),
+    "SP922": ErrorInfo("A result of an exchange that is read too early", "Insert wait_tensor before the reader."),
+    "SP923": ErrorInfo(
+        "An operator that does not declare its padded rows",
+        "Register it with padded='nearest', 'finite' or 'as given' (lowering/library.py).",
+    ),
+    "SP924": ErrorInfo(
+        "An operator that reads padded rows", "Report this with the program: sp::window has to restore them first."
+    ),
+    "SP925": ErrorInfo(
+        "An operator that fails on a rank's shapes",
+        "Correct the rule of the operator if it is yours. Otherwise report this with the program.",
+    ),
+    "SP926": ErrorInfo(
+        "An operator whose local shape is not the one of its placement",
+        "Correct the rule of the operator if it is yours. Otherwise report this with the program.",
+    ),
+    "SP931": ErrorInfo(
+        "Malformed dims of a rule", "Write the dims as 'b (h d), d e -> b h e': docs/api.md describes the notation."
+    ),
+    "SP932": ErrorInfo("An unknown option of a rule", "Use one of the options that the message lists."),
+    "SP933": ErrorInfo("A value of a rule's option that is no constant", "Write a Python constant, such as 1 or 0.0."),
+    "SP934": ErrorInfo(
+        "A classified factor that no operand has", "Name a factor of an operand, or remove it from the options."
+    ),
+    "SP935": ErrorInfo(
+        "A factor that is in no result and not classified",
+        "Classify it with one of the options that sp_compile.sharding.rule describes, such as sum= or whole=.",
+    ),
+    "SP936": ErrorInfo("A factor of unknown size", "Pass the sizes with sizes=."),
     "SP981": ErrorInfo(
         "A strategy of attention that does not declare its bytes", "Pass sends=, the bytes that a rank sends in the op."
     ),
-    "SP999": ErrorInfo("An error that has no code yet", ""),  # TODO: remove with the last call that passes a text alone
 }
 """Every code of an `SpError`. A code keeps its meaning; the code of an error that is removed is not used again."""
 

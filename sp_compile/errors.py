@@ -35,13 +35,10 @@ class SpError(ValueError):
         fix: What to do, where it depends on the case. The registry's fix of the code by default.
     """
 
-    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
-        if not cause:  # TODO: remove with the last call that passes a text alone
-            code, cause, fix = "SP999", code, ""
+    def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
         self.code, self.cause = code, cause
         self.fix = ERRORS[code].fix if fix is None else fix
-        lines = "\n" in cause
-        super().__init__(("\n" if lines else " ").join(part for part in (f"{code}: {cause}", self.fix) if part))
+        super().__init__(("\n" if "\n" in cause else " ").join((f"{code}: {cause}", self.fix)))
 
     def with_context(self, words: str) -> Self:
         """Return the same error whose cause begins with `words`."""
@@ -59,10 +56,6 @@ class WriteError(CaptureError):
     """A write in place whose meaning depends on shared memory, or on autograd: only eager code is sure to be right."""
 
 
-class NoSequence(SpError):
-    """A whole model in which no sequence is found."""
-
-
 class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 
@@ -73,7 +66,7 @@ class RanksDiffer(SpError, ShortenTraceback):
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
     """
 
-    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
+    def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
         SpError.__init__(self, code, cause, fix)
         ShortenTraceback.__init__(self, str(self), first_useful_frame=None)
 

@@ -16,7 +16,7 @@ from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Refusal, Settings
 from sp_compile.passes.localize.deal import Deal
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.lookups import Lookups
@@ -88,11 +88,20 @@ def strategies() -> tuple[type[Rewrite], ...]:
 
 def run_pipeline(
     gm: GraphModule, job: Settings, fragment: bool = False, follows: bool = False
-) -> tuple[GraphModule, Report]:
-    """Captured graph in the global view -> (graph of one rank, report).
+) -> tuple[GraphModule, Report] | Refusal:
+    """Lower a captured graph in the global view to the graph of one rank.
 
-    fragment, follows: why it need not contain a sequence, as `Job` has them.
-    Raises SpError when no sequence is found in a whole model, or when a pass refuses.
+    Args:
+        gm: The captured graph, which is changed.
+        job: The settings.
+        fragment: Whether the graph is a piece of a model, as `Job` has it.
+        follows: Whether an earlier program left results in shards.
+
+    Returns:
+        The graph and the report; a Refusal where other views of its inputs may be lowered.
+
+    Raises:
+        SpError: An option does not fit the graph.
     """
     state = replace(Job.begin(job), fragment=fragment, follows=follows)
     if job.ranks.n == 1:
@@ -100,6 +109,8 @@ def run_pipeline(
     pipeline = Pipeline(state)
     check_order(passes_in(Pipeline))
     pipeline.run(gm, state)
+    if state.refusal is not None:
+        return state.refusal
     assert state.planned is not None
     results = gm.graph.output_node().all_input_nodes
     pipeline.gm.meta[RESULTS] = results_of(gm, state.planned)
@@ -121,7 +132,7 @@ def _of_several(job: Settings) -> Iterator[Note]:
     """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
     for option, asked in (("attention", job.attention), ("layout", job.layout)):
         if asked != "auto":
-            yield Note(f"not {asked}", option, "the whole graph", "there is one rank, so nothing is split over ranks")
+            yield Note(NoteKind.DECLINED, asked, f"{option}={asked!r} has no effect on one rank")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
@@ -141,7 +152,10 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
     job = replace(job, seq_dims=None if isinstance(seq_dims, str) else seq_dims, outputs=outputs)
-    local, report = run_pipeline(gm, job)
+    found = run_pipeline(gm, job)
+    if isinstance(found, Refusal):
+        raise found.error()
+    local, report = found
     local.meta["sp_report"] = report
     return local
 

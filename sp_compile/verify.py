@@ -25,12 +25,13 @@ from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.job import Note, Settings
+from sp_compile.passes.job import Note, NoteKind, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
+from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd.between import as_if_sharded, make_views
 from sp_compile.spmd.session import ALONE, Session
 
@@ -158,7 +159,7 @@ def _of_few(
             found = getattr(report, name)
             setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
         report.exchanges = [one for e in report.exchanges for one in e.of_all(repeats.times)]
-        report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
+        report.notes.append(Note(NoteKind.EXTRAPOLATED, depth.name, why, where=f"layers {depth.name}"))
     return looks
 
 
@@ -279,7 +280,8 @@ def _each_graph(
         """Eager code reads a result of this name."""
         if not running and not is_compiling():
             for one in looks:
-                one.report.add([Note("whole", name, user_line(), f"{name} lies in shards, and {READ_BY_EAGER_CODE}")])
+                why = f"{name} lies in shards, and {READ_BY_EAGER_CODE}"
+                one.report.add([Note(NoteKind.UNSHARDED, name, why, name, user_line())])
 
     def lowered_for(gm: GraphModule, example_inputs: Sequence[Any], one: Look) -> tuple[Session, RankProgram]:
         session, total, settings = Session(gm, example_inputs, one.options, measures=False), one.report, one.settings
@@ -300,7 +302,7 @@ def _each_graph(
         total, settings = one.report, one.settings
         if lowered.exchanges and compare is None and not settings.has_place:
             why = NO_COLLECTIVE_PASSES.format(settings.compiler)
-            lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
+            lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, why)])
         elif entry == "explain" and not lowered.exchanges and not walks:
             one.given.refuse(entry, compiler="compiles nothing of a program without exchanges")
         if walks or (compare is None and lowered.exchanges and settings.has_place):

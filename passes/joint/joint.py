@@ -35,7 +35,7 @@ from sp_compile.passes.base import (
     registered,
 )
 from sp_compile.passes.collectives.merge.chains import check_reductions
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.own_rows import OwnRows
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
@@ -76,7 +76,7 @@ class ScatterLayers(Passes):
         layers = one.layers if one is not None else []
         if not session.same_layers(gm, local, ranks, layers) and local is not gm:
             one, why = None, OTHER_LAYERS
-        refusal = Note(f"not {SequenceParallelLinear.name}", "graph", f"group {ranks.group}", why)
+        refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
         self.notes = [refusal] if one is None else one.notes
         job.notes += self.notes
         if one is None:
@@ -133,9 +133,8 @@ class JoinExchanges(Passes):
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         if job.session.all_equal():
             return super().apply(gm, job)
-        names = ", ".join(kind.name for kind in self.parts())
         why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
-        job.notes.append(Note(f"not {names}", "graph", "the whole graph", why))
+        job.notes += [Note(NoteKind.DECLINED, kind.name, why) for kind in self.parts()]
         return 0
 
 

@@ -28,7 +28,7 @@ def spread(
 ) -> Mapping[str, str]:
     """Say `mine` along one axis after the other, so that what it comes to is the same on all ranks of the mesh.
 
-    judge: the error of those who sent these messages; None without one. merge: what follows from what they said, for
+    judge: the error of ranks that sent these messages; None without one. merge: what follows from what they said, for
     the next axis; None: nothing, they have to say the same. Returns the fields in the end. Raises SpError on all ranks.
     """
     for ranks in axes:
@@ -37,11 +37,11 @@ def spread(
             continue
         problem = judge(everyone)
         if problem is not None:
-            mine = replace(mine, error=problem.cause, code=problem.code)
+            mine = replace(mine, error=problem)
         elif merge is not None:
             mine = replace(mine, fields=merge(everyone))
-    if mine.error:
-        raise SpError(mine.code, mine.error)
+    if mine.error is not None:
+        raise mine.error
     return mine.fields
 
 

@@ -26,8 +26,6 @@ from .sampler import share_of
 READS = ("all", "first")
 END = object()
 LENGTH = "batches of a replica"
-UNLIKE = "the ranks of this group read different data"
-ALIKE = "every rank makes the same loader over the same dataset, and sets the same epoch"
 
 
 class SequenceLoader:
@@ -191,10 +189,11 @@ class SequenceLoader:
                     parcel = packed(batch)
             except Exception as error:
                 failure = error
-            problem = _failure_of(failure) if failure else {}
+            problem = _failure_of(failure) if failure else None
             has = {"batch": "none" if parcel is END else "one"}
             try:
-                said = spread(self.replica.axes, Message("reads", "a batch", number, has, **problem), _failure, _least)
+                mine = Message("reads", "a batch", number, has, error=problem)
+                said = spread(self.replica.axes, mine, _failure, _least)
             except SpError as told:
                 raise told from failure
             if said["batch"] == "none":
@@ -209,7 +208,7 @@ class SequenceLoader:
             facts[LENGTH] = str(self._length())
         if problem is not None and not self.replica.axes:
             raise problem
-        mine = Message(doing, "a SequenceLoader", 0, facts, **_failure_of(problem) if problem else {})
+        mine = Message(doing, "a SequenceLoader", 0, facts, error=_failure_of(problem) if problem else None)
         said = spread(self.replica.axes, mine, _unlike, _all_fields)
         self._known = int(said[LENGTH]) if said.get(LENGTH, "None") != "None" else None
 
@@ -234,18 +233,20 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}"[:500]
 
 
-def _failure_of(error: Exception) -> dict[str, Any]:
-    """Return the fields of a message that report the error of this rank."""
+def _failure_of(error: Exception) -> SpError:
+    """Return the error that the ranks report together."""
+    found = error if isinstance(error, SpError) else SpError("SP806", f"{type(error).__name__}: {error}."[:500])
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return {"error": f"rank {rank} could not read: {_words(error).rstrip('.')}.", "code": "SP806"}
+    return found.with_context(f"rank {rank} could not read: ")
 
 
 def _failure(everyone: Sequence[Message]) -> SpError | None:
-    failed = [one for one in everyone if one.error]
-    if failed:
-        return SpError(failed[0].code, "\n".join(dict.fromkeys(one.error for one in failed)))
-    different = different_work(everyone)
-    return SpError(different) if different else None
+    """Return the first error of these ranks, with those of the others; None without one."""
+    failed = {str(one.error): one.error for one in everyone if one.error is not None}
+    if not failed:
+        return different_work(everyone)
+    (first, *_), (_, *others) = failed.values(), failed
+    return SpError(first.code, "\n".join([first.cause, *others]), first.fix)
 
 
 def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
@@ -253,10 +254,10 @@ def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
 
 
 def _unlike(everyone: Sequence[Message]) -> SpError | None:
-    failure = _failure(everyone)
-    if failure is None and (different := unlike_fields(everyone, UNLIKE, ALIKE)):
-        return SpError("SP807", different)
-    return failure
+    if failed := _failure(everyone):
+        return failed
+    different = unlike_fields(everyone, "the ranks of this group read different data")
+    return SpError("SP807", different) if different else None
 
 
 def _least(everyone: Sequence[Message]) -> dict[str, str]:

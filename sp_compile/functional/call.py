@@ -34,8 +34,7 @@ def require(
     """
     error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
-        call, text = ({}, str(error)) if error else ({"": describe()}, "")
-        agree(ranks, Message(CALLS, name, fields=call, error=text), f"{name}: the ranks' calls differ", same)
+        agree(ranks, Message(CALLS, name, fields={} if error else {"": describe()}, error=error), same)
     if error:
         raise error
 

@@ -40,11 +40,6 @@ REPLICA, SEQUENCE = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
 
 GATHERS = Message("gathers", "what a metric takes")
-OTHER_METRICS = (
-    "gather_for_metrics: the replicas hand in different things",
-    "all hand in tensors of the same shapes and dtypes, or lists: accelerator.pad_across_processes pads, or say "
-    "use_gather_object=True",
-)
 OWN = ("mesh", "mesh_dim", "param_grads")
 DISPATCHES = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
@@ -230,7 +225,7 @@ def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     if {*rows} == {"values"}:
         return [x for _, one in everyone for x in one]
     if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
-        raise SpError(what_differs(*OTHER_METRICS, rows))
+        raise SpError("SP829", what_differs("gather_for_metrics: the replicas pass different things", rows))
     wire, begun = wire_of(ranks), time.monotonic()
     try:
         if tensors is not None and "objects" not in rows:
@@ -240,7 +235,7 @@ def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     except RuntimeError as error:
         if wire is None or not is_lost(error):
             raise
-        raise SpError(wire.lost(GATHERS, time.monotonic() - begun, error)) from error
+        raise wire.lost(GATHERS, time.monotonic() - begun, error) from error
     return [x for one in each for x in one]
 
 

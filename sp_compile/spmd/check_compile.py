@@ -30,7 +30,7 @@ from sp_compile._compat import compiled_frame, pytree
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError, at
 
-from .agree import SHOWN, answers, different_work, exchanged, failures, what_differs
+from .agree import SHOWN, answers, different_work, exchanged, failure, not_compiled, what_differs
 from .control.message import COMPILES, STOPS, Message
 from .control.wire import wire_of
 from .fingerprint import subject_of, unlike
@@ -38,12 +38,8 @@ from .inputs import InputDigests
 from .settings import mode
 
 OTHER_NUMBERS = (
-    "the ranks of this group compile this program anew with different numbers of Python's, which were the same on all "
-    "of them before"
-)
-SAME_NUMBERS = (
-    "every rank changes a number of the model alike: look for a schedule or a setting under `if rank == 0`. Numbers "
-    "that are meant to differ do so from the first call on, or are tensors"
+    "the ranks of this group compile this program again with different Python numbers, which were the same on all of "
+    "them before"
 )
 
 
@@ -97,9 +93,8 @@ class Lockstep:
         everyone = self._exchanged(ranks, Message(COMPILES, question, asks=True, answer=mine))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
-        failed = failures([one.error for one in everyone], numbers)
-        if failed:
-            raise RemoteError(failed)
+        if failed := failure([one.error for one in everyone], numbers):
+            raise RemoteError(failed.code, failed.cause, failed.fix)
         return [one.answer for one in everyone]
 
     def finish(self, error: Exception | None = None) -> Exception | None:
@@ -114,9 +109,8 @@ class Lockstep:
     def _answer(self, error: Exception | None) -> None:
         """The next question, which this rank has no use for."""
         ranks, question = self.left.pop(0)
-        words = str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}" if error else ""
         if ranks.exchanges:
-            self._exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
+            self._exchanged(ranks, Message(COMPILES, question, error=not_compiled(error), asks=True))
 
     def _exchanged(self, ranks: Ranks, mine: Message) -> list[Message]:
         """Every rank's message; [] if all say the same and nobody asks. Raises RanksDiffer, and asks these no more."""
@@ -124,10 +118,10 @@ class Lockstep:
             everyone, cause = exchanged(ranks, mine) or [], None
             problem = different_work(everyone)
         except SpError as error:  # a rank is gone
-            everyone, cause, problem = [], error, str(error)
-        if problem:
+            everyone, cause, problem = [], error, error
+        if problem is not None:
             self.left = [one for one in self.left if one[0] != ranks]
-            self.apart[ranks] = RanksDiffer(problem)
+            self.apart[ranks] = RanksDiffer(problem.code, problem.cause, problem.fix)
             raise self.apart[ranks] from cause
         return everyone
 
@@ -195,7 +189,7 @@ def check_numbers(
         problems += [f"{', '.join(map(repr, _numbers(node)))} at {at(node)}" for node in nodes]
     if problems:
         rows = answers(ranks, "compares", "numbers", "; ".join(problems[:SHOWN]))
-        raise SpError(what_differs(OTHER_NUMBERS, SAME_NUMBERS, rows))
+        raise SpError("SP606", what_differs(OTHER_NUMBERS, rows))
     seen.written[shape] = seen.written.get(shape, True) and not nodes
     seen.varied[program].update(map(type, [*given.values(), *(x for node in nodes for x in _numbers(node))]))
 

@@ -51,7 +51,7 @@ def test_fills_in_a_mask_of_floats(attention: str) -> None:
     """The value only: torch's own gradient of such rows is that of another function."""
     model = seeded(lambda: Decoder(fused)).requires_grad_(False)
     report = check(model, tokens(LENGTH), sp=4, attention=attention)
-    taken = {note.done for note in report.notes}
+    taken = {note.label for note in report.notes}
     assert attention not in ("ring", "hybrid") or taken >= {f"not {attention}", "gathered"}
 
 

@@ -38,7 +38,7 @@ from sp_compile.cost.plan.record import of_plan, of_report
 from sp_compile.cost.step import GraphStep, StepMemory, written
 from sp_compile.cost.walk.liveness import Alive
 from sp_compile.cost.weights import ModelBytes
-from sp_compile.passes.job import Note, RegionInTiles
+from sp_compile.passes.job import Note, NoteKind, RegionInTiles
 from sp_compile.passes.report import Report
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -79,9 +79,9 @@ def report() -> Report:
     forward = make_fx(lambda x, w: ((x.exp() @ w).sin(),), tracing_mode="fake")(torch.ones(64, 8), torch.ones(8, 8))
     step = StepMemory(ModelBytes(256, 256, 0, 256), graphs=[GraphStep.of(forward.graph, None, False, 2048)])
     notes = [
-        Note("ulysses", "attend", "model.py:3: attend(x)", "2 all-to-alls"),
-        Note("gather", "sort", "model.py:4: sort(x)", REASON),
-        Note("tiles", "linear", "model.py:5: head(x)", "4 tiles"),
+        Note(NoteKind.REWRITTEN, "ulysses", "2 all-to-alls", "attend", "model.py:3: attend(x)"),
+        Note(NoteKind.GATHERED, "gather", REASON, "sort", "model.py:4: sort(x)"),
+        Note(NoteKind.REWRITTEN, "tiles", "4 tiles", "linear", "model.py:5: head(x)"),
     ]
     exchanges = [
         Exchange("all_to_all", "a", "model.py:3: attend(x)", "2 x 3", 100, 50),
@@ -168,7 +168,7 @@ REPORT = {
     **dict.fromkeys(["format", "version", "ranks"]),
     "inputs": {"x": None},
     "constraints": None,
-    "rewrites": dict.fromkeys(["done", "node", "where", "why"]),
+    "rewrites": dict.fromkeys(["kind", "subject", "done", "node", "where", "why"]),
     "collectives": dict.fromkeys(["op", "node", "where", "shape", "forward_bytes", "backward_bytes"]),
     "attention": dict.fromkeys(["attention", "nodes", "chosen", "layout", "seconds", "memory_bytes"]),
     "blocks": {**dict.fromkeys(["where", "kind", "kept_bytes", "sent_bytes"]), "done": None},
@@ -287,14 +287,13 @@ console.log(JSON.stringify(shown));
 
 
 def test_what_is_whole_is_marked_and_comes_first() -> None:
-    """Equal rows are one, though their operands have other names; each collective says what it moves."""
+    """Rows with equal words are one, though their nodes differ; each collective says what it moves."""
     made = report()
-    made.notes += [Note("gather", "sort", "model.py:4: sort(x)", f"a place (operand {x}, shape [1])") for x in "ab"]
+    made.notes += [Note(NoteKind.GATHERED, "gather", "a place", node, "model.py:4: sort(x)") for node in "ab"]
     text = page(of_report(made))
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
     assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
     assert "<td>2</td>" in rows[2]
-    assert "operand" not in rows[2]
     assert "heads for positions" in text
 
 

@@ -29,6 +29,7 @@ from sp_compile.cost.plan.sizes import bytes_of_text, unit_of_text
 from sp_compile.cost.weights import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.passes.job import Note
+from sp_compile.passes.report import Report
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -352,7 +353,7 @@ def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
 
 def looked(checkpoints: bool, *notes: Note) -> Any:
     """What came of a look."""
-    return mock.Mock(checkpoints=checkpoints, report=mock.Mock(notes=notes))
+    return mock.Mock(checkpoints=checkpoints, report=Report(2, [*notes]))
 
 
 def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:

@@ -69,8 +69,7 @@ def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the template shows of a report beside its JSON."""
     gathered = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
     rewrites = [
-        # Without names of operands equal rows are one.
-        {**row, "why": re.sub(r"operand \w+, ", "", row["why"]), "gathered": row["where"] in gathered}
+        {**row, "gathered": row["where"] in gathered}
         for row in sorted(found["rewrites"], key=lambda row: row["where"] not in gathered)
     ]
     totals: Counter[str] = Counter()

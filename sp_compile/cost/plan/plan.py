@@ -25,6 +25,7 @@ from sp_compile.cost.layers import checkpoint_blocks
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.weights import ModelBytes, state_per_weight
 from sp_compile.errors import SpError
+from sp_compile.passes.job import NoteKind
 from sp_compile.verify import sorted_out
 
 from .looks import SHARES, LookedStep, PlanWay, StepPlanner, merged_options
@@ -297,7 +298,7 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
 
 def _breaks(looked: LookedStep) -> list[str]:
     """Where the program is several graphs."""
-    return [f"{note.where}: {note.why}; {SEVERAL}" for note in looked.look.report.notes if note.done == "graph break"]
+    return [f"{one.where}: {one.text}; {SEVERAL}" for one in looked.look.report.find_notes(NoteKind.GRAPH_BREAK)]
 
 
 SEVERAL = "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"

@@ -95,12 +95,12 @@ def test_inductor(ranks: Ranks) -> None:
 
 def _before_autograd(gm: GraphModule, examples: list[Tensor]) -> Any:
     graph = capture(gm, examples)
-    assert "permute_all_to_all" in [n.done for n in notes_of(PermuteAllToAll(), graph)]
+    assert "permute_all_to_all" in [n.label for n in notes_of(PermuteAllToAll(), graph)]
     return graph.forward
 
 
 def _joint(joint: GraphModule, examples: Any, **options: Any) -> Any:
-    assert "permute_all_to_all" in [n.done for n in notes_of(PermuteAllToAll(decomposed=True), joint)]
+    assert "permute_all_to_all" in [n.label for n in notes_of(PermuteAllToAll(decomposed=True), joint)]
     return min_cut_rematerialization_partition(joint, examples, **options)
 
 
