@@ -1,4 +1,4 @@
-"""The code of README.md and of docs/ runs as it stands: a page's blocks in order, in one namespace, on one rank."""
+"""Run the code of README.md and docs/ on one rank: the blocks of a page in order, in one namespace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sp_compile import SPConfig
 
-ON_ONE_RANK = {  # what stands for what is written for many ranks, and a GPU
+ON_ONE_RANK = {  # replacements of lines for several ranks and a GPU
     "dist.init_process_group()": "pass",
     'init_device_mesh("cuda", (2, 4)': 'init_device_mesh("cpu", (1, 1)',
 }
 
 
 class Model(torch.nn.Module):
-    """The least that has a sequence, heads and a loss."""
+    """A minimal model with a sequence, heads and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def one_rank() -> Iterator[None]:
 
 
 def run(page: Path) -> None:
-    """A page's blocks; README.md takes a model and its arguments for granted."""
+    """Run the blocks of a page, with a model and its arguments for README.md."""
     torch.manual_seed(0)
     ids = torch.randint(0, 256, (1, 24))
     names = {"model": Model(), "input_ids": ids, "labels": ids}
@@ -53,18 +53,18 @@ def run(page: Path) -> None:
         for many, alone in ON_ONE_RANK.items():
             block = block.replace(many, alone)
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
-        if ".compile(" in block and page.stem in CALLED:  # Dynamo leaves some code alone without a word
+        if ".compile(" in block and page.stem in CALLED:  # Dynamo skips some code silently
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"], f"{page.name}, block {number}"
 
 
 WITH_CODE = [page for page in PAGES if code_of(page)]
-LONG = {"start", "scans", "between"}  # tests/models/test_recipes.py starts the first one as a newcomer would
+LONG = {"start", "scans", "between"}  # tests/models/test_recipes.py runs the first one with torchrun
 
 
 @pytest.mark.parametrize("page", [p for p in WITH_CODE if p.stem not in LONG], ids=lambda page: page.stem)
 @pytest.mark.usefixtures("one_rank")
 def test_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank compiles is not the matter, and Inductor takes a minute longer."""
+    """Compile with aot_eager, because Inductor takes a minute longer."""
     monkeypatch.setitem(SPConfig.__init__.__kwdefaults__, "compiler", "aot_eager")
     monkeypatch.setattr(SPConfig.__dataclass_fields__["compiler"], "default", "aot_eager")
     run(page)

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md against the code: EXPECTTEST_ACCEPT=1 writes its generated parts anew."""
+"""ARCHITECTURE.md against the code: EXPECTTEST_ACCEPT=1 rewrites its generated parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_generated_parts() -> None:
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         PAGE.write_text(made)
     else:
-        assert made == page, "EXPECTTEST_ACCEPT=1 writes it anew"
+        assert made == page, "EXPECTTEST_ACCEPT=1 rewrites it"
 
 
 @pytest.mark.parametrize("path", sorted(set(PATHS)))

@@ -67,14 +67,14 @@ COMMAND = re.compile(r"(?:^|`)((?:make|pytest|python|torchrun|\.venv/bin/python)
 
 @cache
 def is_selected(word: str) -> bool:
-    """Is it part of a name that `pytest -k` looks at?"""
+    """Return True if the word is part of a name that `pytest -k` matches."""
     found = re.compile(rf"def test_\w*{word}|class \w*{word}", re.IGNORECASE)
     files = [*(ROOT / "tests").rglob("*.py")]
     return any(word in file.as_posix() for file in files) or any(found.search(file.read_text()) for file in files)
 
 
 def faults(command: str) -> Iterator[str]:
-    """What of a command is not there."""
+    """Yield the targets, paths and names of a command that do not exist."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     command = command.partition("  #")[0]
     if command.startswith("make "):
@@ -87,7 +87,7 @@ def faults(command: str) -> Iterator[str]:
 
 
 def test_faults_of_commands() -> None:
-    assert list(faults("make demo    # of nothing")) == []
+    assert list(faults("make demo    # a comment")) == []
     assert list(faults("make tea FILES=tests/none.py")) == ["tea", "tests/none.py"]
     assert list(faults('pytest tests -k "merge or unheard_of"')) == ["unheard_of"]
 
@@ -100,7 +100,7 @@ def test_commands_exist(page: Path) -> None:
 
 
 def table(page: Path, heading: str = "") -> list[list[str]]:
-    """The cells of a page's tables, below a heading."""
+    """Return the rows of the tables on a page, below a heading, as lists of cells."""
     rows = re.findall(r"^\| (.*) \|$", prose(page).partition(heading)[2] if heading else prose(page), re.MULTILINE)
     return [row.split(" | ") for row in rows]
 

@@ -1,4 +1,4 @@
-"""The parts of ARCHITECTURE.md that are made from the code: the layers, and a graph on its way through the rooms."""
+"""The generated parts of ARCHITECTURE.md: the layers, and a graph after each stage."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TWO = Ranks(2, GROUP)
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What stands before each token, as eager code spells it; x is (batch, sequence, width), 1 x 6 x 4."""
+    """Return the sum of an exclusive scan, as eager code computes it. x: (batch, sequence, width)."""
     h = x @ w
     return (h.cumsum(1) - h).sum()
 
 
 def example() -> str:
-    """What each room makes of the program: the whole graph first, then the lines that change."""
+    """Return the captured graph, then the lines that each stage changes."""
     gm = captured(program, torch.randn(1, 6, 4), torch.randn(4, 4))
     first = show(gm)
     Canonicalize()(gm)
@@ -67,12 +67,12 @@ def _placed(gm: GraphModule) -> str:
 
 
 def parts() -> dict[str, str]:
-    """Name of each generated part of the page -> its text."""
+    """Return the text of each generated part by its name."""
     return {name: f"```\n{text}\n```" for name, text in (("example", example()), ("layers", LAYERS.strip("\n")))}
 
 
 def filled(page: str) -> str:
-    """The page with its generated parts made anew; every part has to have its place."""
+    """Return the page with its parts generated again. Every part needs a place."""
     made = parts()
 
     def part(match: re.Match[str]) -> str:
