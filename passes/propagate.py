@@ -271,7 +271,7 @@ def propagate(
     inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
     where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
     shards had better not. outputs: which results stay in shards, see `options_of_results`. begins: nodes at which a
-    sequence begins as this window of another one (`windows.py`).
+    sequence begins as this window of another one (`sharding/window_starts.py`).
     """
     plan = Plan()
     whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)

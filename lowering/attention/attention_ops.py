@@ -48,7 +48,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
     steps: how many ranks' keys any query needs, counted backwards from its own (n, or fewer for a sliding window).
     grads: "travel" or "scatter", the way home of dK and dV. Bytes: (steps - 1) * bytes(k, v), as many again in the
-    backward, and those of dK and dV in float32. Source: arXiv:2310.01889; see ``ring.py``.
+    backward, and those of dK and dV in float32. Source: arXiv:2310.01889; see ``ring_kernel.py``.
     """
     args, (steps, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)

@@ -1,6 +1,6 @@
 """Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
 
-Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's flash kernel, CUDA those of
+Shapes, and rows that attend to nothing: see ``kernel_args.py``. The CPU has PyTorch's flash kernel, CUDA those of
 ``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``triton/flex``), and
 what that refuses is arithmetic on all scores of a block.
 """

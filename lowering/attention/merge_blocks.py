@@ -22,7 +22,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     Computed and returned in lse's dtype (float32 or float64). An lse of -inf stands for no key at all: its
     out must be finite and counts for nothing; with two of them the result is 0 and -inf. Any other logits
     are safe, however large. One pass over the accumulators: Inductor fuses the expression, eager CUDA
-    tensors take the kernel in ``triton/merge.py``.
+    tensors take the kernel in ``triton/merge_blocks.py``.
     """
     if usable(out_a):
         from sp_compile.lowering.triton.merge_kernel import launch

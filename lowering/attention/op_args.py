@@ -43,7 +43,7 @@ class AttentionArgs:
     seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
     score       what becomes of a scaled score before masks (see ``masks/score.py``), "" for nothing
     heads       vectors that it reads, (H,), a number for each query head; constants
-    tables      what a program of scores looks up (see ``masks/program.py``), whole on every rank; not beside a mask
+    tables      tables of a score program (``masks/score_program.py``), replicated; not with a mask
     """
 
     mask: Tensor | None

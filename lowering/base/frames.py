@@ -160,7 +160,7 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     """Indices into a dim of outer * length * inner, int64 (outer * k * inner,), of k positions.
 
     A position outside the window is given the nearest one inside: the definition of what a padded row holds, see
-    ``collectives/padding.py``.
+    ``collectives/pad_rows.py``.
     """
     outer, _, start, length = frame[:4]
     offsets = positions if known(start == 0) else positions - start

@@ -23,7 +23,7 @@ MOVES: dict[OpOverload, tuple[str, str]] = {}
 """Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
 
 PADDED: dict[OpOverload, str] = {}
-"""Operators whose results may be shards -> what padded rows of these hold, see ``collectives/padding.py``.
+"""Operators whose results may be shards -> what padded rows of these hold, see ``collectives/pad_rows.py``.
 
 "nearest": the nearest valid row, whatever the operands hold there. "finite": finite numbers, not those of a valid row.
 "as given": each row follows from the same row of the operands; between ``sort_rows`` and ``from_sorted``, which permute

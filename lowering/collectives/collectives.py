@@ -1,7 +1,7 @@
 """The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
 
 Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); what padded rows hold is defined in
-``padding.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
+``pad_rows.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
 whole on every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a
 sum.
 

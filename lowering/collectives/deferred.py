@@ -29,7 +29,7 @@ class LateGraph:
     """graph: of operands -> a rank's rows. like: a value of the dtype and on the device of these.
 
     operands: where each is: (is it an argument of the program, or else a result; its number). tickets: the number of
-    the result that is a ticket for its gradient (`tickets.py`), or None.
+    the result that is a ticket for its gradient (`grad_tokens.py`), or None.
     """
 
     graph: GraphModule

@@ -14,7 +14,7 @@ result was exclusive, w_i = g_(i+1) + a_(i+1) * w_(i+1). Where a segment begins,
 before a rank's first row was carried into it, and is kept. Only second derivatives exchange it once more, because it
 depends on the other ranks' operands.
 
-Tensors are chunked, see `chunks.py`.
+Tensors are chunked, see `rank_chunks.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Without a frame x is whole and nothing is communicated. With one, [1, size, start, length(, folds)], x is this rank's
 shard and the results are its shards of the scan of the whole sequence; exchange says how carries travel (see
-``across.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each way, which is
+``carries.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each way, which is
 for contiguous frames. Bytes below are for "gather", C = elements of x without dim (twice those in zigzag frames).
 Raise ValueError for another exchange, or one that does not suit the frame.
 """
@@ -78,7 +78,7 @@ def scan(
     from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: what is added
     in, ``monoids.accumulate_dtype`` if None; of no use to max and min. Bytes: (n - 1) * C * bytes(accumulate), with
     segments those of two ids and a flag more; backward: of sum as many (and only the flag more), else twice as many.
-    Backward: a scan or a recurrence the other way, see ``autograd.py``; differentiable again.
+    Backward: a scan or a recurrence the other way, see ``scan_autograd.py``; differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
@@ -176,7 +176,7 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> Cuts:
-    """cuts, and the two ends of the ids; see ``chunks.py``."""
+    """cuts, and the two ends of the ids; see ``rank_chunks.py``."""
     if segments is None:
         return None, None, None
     ids = _chunked(_aligned(segments, x, way.dim), way)

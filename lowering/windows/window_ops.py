@@ -7,7 +7,7 @@ result is one that lies as ``result`` says: on rank r positions [r * s / stride,
 size / stride positions. ``stride`` must divide s. The outer and inner factors of both are 1, and neither is zigzag.
 
 Bytes: those of the rows that other ranks hold, forward and backward: one shift for each rank that holds some (see
-``halo.py``), so one for each direction as long as a window reaches no further than the next rank. Cotangents of rows
+``halo_exchange.py``): one for each direction while a window reaches no further than the next rank. Cotangents of rows
 outside the window are exact zeros. The dim of the sequence is the last one of x unless there is an argument ``dim``.
 """
 

@@ -54,7 +54,7 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
     Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
     in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. Behind its results
-    come those of which several are views, see `views.py`.
+    come those of which several are views, see `view_writes.py`.
     fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
     Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
     """

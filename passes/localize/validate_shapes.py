@@ -2,7 +2,7 @@
 
 Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
 size. Also: only op overloads and built-in operators, no rank in the graph, no exchange read before its wait, and padded
-rows that hold what `padding.py` says. Bytes moved: none. Raises SpError naming the node, the user's line, both shapes
+rows as of `fill_padding.py`. Bytes moved: none. Raises SpError naming the node, the user's line, both shapes
 and the expected one.
 """
 

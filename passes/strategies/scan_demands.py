@@ -6,7 +6,7 @@
 
 Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
 are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
-that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan.py). Leaves alone: dims that hold
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan_cost.py). Leaves alone: dims that hold
 more than the sequence (see below), and dtypes without scans, such as complex numbers (to be gathered).
 
 A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.
@@ -16,7 +16,7 @@ A scan along a dim of which the sequence is only a factor: a batch of sequences 
     cumsum(x: (S * K, ...), 0)      within each position, then over the positions:
         y = cumsum(x: (S, K, ...), 1);   y + sp.scan(y[:, -1], 0, exclusive)[:, None]
 
-What this leaves along S itself is for the above, and for `pick.py`. Bytes sent: those of one scan; of a batch also
+The rest along S is for the above and for `select_row.py`. Bytes sent: those of one scan; of a batch also
 one row of each sequence, which the rank that holds it sends to the others. Refuses: indices of extremes, segments and
 recurrences, and float maxima and log-sum-exps, whose gradients would not be those of the scan.
 """

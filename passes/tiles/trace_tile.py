@@ -3,7 +3,7 @@
     h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
 
 Each node of the region runs with the sizes of a tile where the call spells sizes. What all tiles add to is given as
-`sums.py` finds it: the loop adds it to what it has, and no tile makes a gradient of a weight of its own.
+`partial_sums.py` finds it: the loop adds it to what it has, and no tile makes a gradient of a weight of its own.
 """
 
 from __future__ import annotations

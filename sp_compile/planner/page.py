@@ -1,4 +1,4 @@
-"""Render the JSON of a report or a plan (`record.py`) as one HTML page without external resources.
+"""Render the JSON of a report or a plan (`report_json.py`) as one HTML page without external resources.
 
 The template is `page.html`; this file computes what it shows: rows of tables, and the points of the memory chart.
 """

@@ -6,7 +6,7 @@ Each number of ranks is looked at as `explain(memory=True)` does it, with the at
 the fastest: as the model is written; with its layers checkpointed, where that does not fit, or copies to the host take
 longer than all else; and in so many tiles, where that is so again. What another attention, or state on every rank,
 would hold is estimated from these; if such a way, or one with a share on the host, seems to be the best, it is looked
-at, too, until the best one has been (`looks.py`). So what is said of the best is what `explain` says with its options.
+at, too, until the best one has been (`planned_steps.py`), so its numbers are those of `explain`.
 """
 
 from __future__ import annotations

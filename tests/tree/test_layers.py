@@ -170,7 +170,7 @@ def test_long_files_have_a_reason() -> None:
             {"sp_compile.passes.sharding.axes", "sp_compile.passes.sharding.rules"},
         ),
         ("import sp_compile.lowering.base.errors\nimport torch", {"sp_compile.lowering.base.errors"}),
-        ("from ..errors import SpError", {"sp_compile.lowering.base.errors"}),
+        ("from ..graph.call import Call", {"sp_compile.passes.graph.call"}),
     ],
 )
 def test_what_is_an_import(source: str, found: set[str]) -> None:

@@ -12,7 +12,7 @@ from sp_compile.lowering.base.ranks import STRATEGIES
 
 OTHER_MEANINGS = {
     "gather": {
-        "sp_compile.config",  # what the options outputs and fallback may be
+        "sp_compile.lowering.base.options",  # what the options outputs and fallback may be
         "sp_compile.passes.context",
         "sp_compile.passes.propagate",
         "sp_compile.passes.boundary.outputs",
@@ -20,7 +20,7 @@ OTHER_MEANINGS = {
         "sp_compile.verify",
         "sp_compile.passes",  # the pass that gathers what no other takes
         "sp_compile.passes.strategies.gather_demands",
-        "sp_compile.passes.report",
+        
         "sp_compile.passes.cost.scan_cost",  # how scans exchange
         "sp_compile.functional.scan_shards",
         "sp_compile.lowering.scan.carries",

@@ -1,4 +1,4 @@
-"""Biases that positions and heads give, as text about scores and a mask, so that no S x S is left. Part of `masks.py`.
+"""Parse biases of positions and heads into text about scores and a mask, without an S x S tensor.
 
     slopes[:, None, None] * (i - i[:, None])                    s + head0*(k - q), and slopes
     where(i[:, None] >= i, slopes * (i - i[:, None]), -inf)     the same, k <= q

@@ -10,7 +10,7 @@ kernel_options choose kernels of torch's, and say nothing here. A score_mod is a
 of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
 of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions
 that look at more than one pair, greatest scores that are read, and block tables without a mask_mod. What a
-log-sum-exp is read for may be sinks (`renormalised.py`); else it comes behind each row of the result.
+log-sum-exp is read for may be sinks (`lse_sinks.py`); else it comes behind each row of the result.
 """
 
 from __future__ import annotations

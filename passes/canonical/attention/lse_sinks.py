@@ -1,4 +1,4 @@
-"""Sinks that are spelled behind an attention, of its result and its log-sum-exp. Part of `eager.py` and `flex.py`.
+"""Match sinks that are applied to the result and the log-sum-exp of an attention.
 
     out * sigmoid(lse - sinks.view(1, H, 1)).unsqueeze(-1)                         torchtitan, IBM's Granite
     lse = lse.unsqueeze(-1)

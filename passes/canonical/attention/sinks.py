@@ -1,4 +1,4 @@
-"""What attention's softmax reads beside scores: sinks, and their difference to the greatest. Part of `eager.py`.
+"""Match the other operands of a softmax over scores: sinks, and their difference to the maximum.
 
     every = cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1)    a logit of each head that no key has
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient

@@ -1,4 +1,4 @@
-"""A softmax in each of its spellings: the op, or what computes the same from exponentials. Part of `eager.py`.
+"""Match the forms of a softmax: the op, and its computation from exponentials.
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)        max(-1), too, with or without a gradient
     exp(s - logsumexp(s, -1, keepdim=True))

@@ -5,7 +5,7 @@
 Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
 themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
 the program depends on the order of the sequence; dealt where masks know documents, for which neither suits
-(`layouts.py`).
+(`row_layouts.py`).
 """
 
 from __future__ import annotations

@@ -66,9 +66,18 @@ def _placed(gm: GraphModule) -> str:
     return "\n".join(lines + demands)
 
 
+def layers() -> str:
+    """Return the layers, low to high, each with its folders."""
+    lines = []
+    for layer in LAYERS:
+        folders = sorted(p.name for p in (ROOT / layer).iterdir() if (p / "__init__.py").exists() and not p.is_symlink())
+        lines.append(f"{layer + '/':12} {' '.join(folders)}")
+    return "\n".join(lines)
+
+
 def parts() -> dict[str, str]:
     """Return the text of each generated part by its name."""
-    return {name: f"```\n{text}\n```" for name, text in (("example", example()), ("layers", LAYERS.strip("\n")))}
+    return {name: f"```\n{text}\n```" for name, text in (("example", example()), ("layers", layers()))}
 
 
 def filled(page: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-"""Pages whose code runs in one process (tests/models/test_pages.py)."""
+"""Pages whose code runs in one process (tests/models/docs/test_pages.py)."""
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-"""Each is one program for several ranks (tests/models/test_tutorials.py)."""
+"""Each is one program for several ranks (tests/models/docs/test_tutorials.py)."""
 RECIPES = sorted((DOCS / "recipes").glob("*.md"))
-"""Each is one program for processes of its own (tests/models/test_recipes.py)."""
+"""Each is one program for processes of its own (tests/models/docs/test_recipes.py)."""
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

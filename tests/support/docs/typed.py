@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from models.test_recipes import NEEDS, ROOT, alone_is, run
+from models.docs.test_recipes import NEEDS, ROOT, alone_is, run
 
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.md"
 HEADER = (

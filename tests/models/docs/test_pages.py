@@ -58,7 +58,7 @@ def run(page: Path) -> None:
 
 
 WITH_CODE = [page for page in PAGES if code_of(page)]
-LONG = {"start", "scans", "between"}  # tests/models/test_recipes.py runs the first one with torchrun
+LONG = {"start", "scans", "between"}  # tests/models/docs/test_recipes.py runs the first one with torchrun
 
 
 @pytest.mark.parametrize("page", [p for p in WITH_CODE if p.stem not in LONG], ids=lambda page: page.stem)
