@@ -43,7 +43,7 @@ from measuring.clock import Clock, Job
 from measuring.gpu_ranks import draw, same, shared
 from measuring.tables import markdown, processor
 
-from sp_compile.lowering.triton import move
+from sp_compile.lowering.triton import move_kernel as move
 
 RESULTS = Path(__file__).parent / "results" / "collectives_gpu.md"
 BF16 = torch.bfloat16

@@ -2,7 +2,8 @@
 
     python examples/by_hand.py            prints the graph after every pass, then runs both ranks, simulated
 
-Nothing here needs a process group. With one, `sp_compile.config.resolve(mesh, None)` gives the ranks of a real mesh.
+Nothing here needs a process group. With one, `resolve(mesh, None)` of `lowering/base/ranks.py` returns the ranks of
+a real mesh.
 """
 
 import torch
@@ -10,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.config import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import analyse, settings
+from sp_compile.passes.context import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
-from sp_compile.passes.strategies.gather import Gather
-from sp_compile.passes.strategies.reduce import Means, Reduce
-from sp_compile.passes.strategies.scan import Scan
+from sp_compile.passes.localize.validate_shapes import validate
+from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
+from sp_compile.passes.strategies.gather_demands import Gather
+from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.strategies.scan_demands import Scan
 
 
 class Block(nn.Module):

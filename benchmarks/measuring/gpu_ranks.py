@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from sp_compile import all_to_all_permute, declare_symmetric_memory
-from sp_compile.config import ranks_of
+from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
 
 BF16 = torch.bfloat16

@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.dtypes import HALF, LEAST_FILL, accumulation_dtype
+from sp_compile.lowering.base.dtypes import HALF, LEAST_FILL, accumulation_dtype
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.program import has_fills
+from sp_compile.lowering.masks.score_program import has_fills
 from sp_compile.lowering.triton import AVAILABLE
-from sp_compile.lowering.triton.flex import calls as fused
+from sp_compile.lowering.triton.flex import flex_calls as fused
 
 from . import kernels_cuda as cuda
-from .case import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .kernel_args import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile._compat import symmetric_all_to_all
 from sp_compile.lowering import triton
-from sp_compile.lowering.communicator import FunctionalCommunicator, current
-from sp_compile.lowering.frames import known
-from sp_compile.lowering.library import composite
-from sp_compile.lowering.table import Table
+from sp_compile.lowering.base.frames import known
+from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.torch_compat import symmetric_all_to_all
 
 from .all_to_all import equal_reshard, exchange
 
@@ -109,7 +109,7 @@ def _staged(problem: PermuteProblem) -> tuple[Buffer, Tensor]:
 
 
 def _symmetric(problem: PermuteProblem) -> Tensor:
-    from sp_compile.lowering.triton.move import from_peers
+    from sp_compile.lowering.triton.move_kernel import from_peers
 
     buffer, staged = _staged(problem)
     out = problem.x.new_empty(problem.shape)

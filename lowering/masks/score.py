@@ -21,10 +21,10 @@ import sympy
 import torch
 from torch import Tensor
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 
-from . import program
-from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
+from . import score_program as program
+from .mask_text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
 
 SCORE = sympy.Symbol("s", real=True)
 _SYMBOL = re.compile(r"s|q|k|(head|row|col)\d+")

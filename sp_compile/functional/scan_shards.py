@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.config import Mesh, Ranks, ranks_of
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.scan import choose_exchange, offsets_of_steps
-from sp_compile.errors import SpError
-from sp_compile.lowering import routes
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, in_order
-from sp_compile.lowering.library import tag_programs
-from sp_compile.spmd.agree import answers
-from sp_compile.spmd.control.message import CALLS
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS, in_order
+from sp_compile.lowering.base.library import tag_programs
+from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
+from sp_compile.lowering.comm import routes
+from sp_compile.lowering.comm.communicator import current
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.scan_cost import choose_exchange, offsets_of_steps
+from sp_compile.runtime.agreement import answers
+from sp_compile.runtime.control.message import CALLS
 
-from .call import HELD, frame, wrong_choice
+from .rank_call import HELD, frame, wrong_choice
 
 
 def ungrouped(ids: Tensor, dim: int) -> bool:

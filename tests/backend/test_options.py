@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
-from sp_compile.spmd import declare
-from sp_compile.spmd.between import ShardedProgram
-from sp_compile.spmd.check_run import CheckedProgram, InProcesses
-from sp_compile.spmd.groups import Groups, axis_of
-from sp_compile.spmd.session import Session
+from sp_compile.passes.cost import known_groups
+from sp_compile.passes.cost.known_groups import Groups, axis_of
+from sp_compile.runtime.guard import CheckedProgram, InProcesses
+from sp_compile.runtime.session import Session
+from sp_compile.runtime.sharded_values import ShardedProgram
 
 WIDTH, WORLD = 16, (2, 4)
 Options = dict[str, Any]
@@ -37,7 +37,7 @@ def mesh() -> Iterator[DeviceMesh]:
     found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
     world = dist.group.WORLD
     members = {group.group_name: axis_of(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
-    with mock.patch.dict(declare._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
+    with mock.patch.dict(known_groups._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
         yield found
     dist.destroy_process_group()
 

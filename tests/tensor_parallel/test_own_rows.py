@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from support.parallel.tensor_parallel import GROUP, WIDTH, Copy, Reduce, cut, joint_graph, on_ranks, spelt, weights
 from torch import Tensor
 
-from sp_compile.config import Ranks
-from sp_compile.passes.tensor_parallel import own_rows
-from sp_compile.passes.tensor_parallel.own_rows import OwnRows
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.passes.tensor_parallel import recognize_blocks as own_rows
+from sp_compile.passes.tensor_parallel.recognize_blocks import OwnRows
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
 
@@ -102,7 +102,7 @@ def test_blocks_are_what_ranks_hold(n, options):
 
 
 def on_ranks_each(made, given):
-    from sp_compile.lowering.simulate import run_ranks
+    from sp_compile.lowering.comm.simulate import run_ranks
 
     with torch.no_grad():
         return run_ranks(len(given), lambda rank: [t.clone() for t in made[rank](*given[rank]) if t is not None])

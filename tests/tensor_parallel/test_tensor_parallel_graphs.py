@@ -13,9 +13,9 @@ from support.parallel.tensor_parallel import GROUP, Copy, Reduce, all_reduce, jo
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import Job, settings
-from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter_layers import Layer, SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
 

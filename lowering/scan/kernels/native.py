@@ -21,9 +21,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.table import Problem, register, strides_of
+from sp_compile.lowering.scan.scan_table import Problem, register, strides_of
+from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
 from .trusted import open_to_others, require_trusted
 

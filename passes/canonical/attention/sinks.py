@@ -19,11 +19,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, product, same
-from sp_compile.sharding.matchers import before_reshapes, element_of, is_cast, is_copy, join_of, slice_of, source_of
+from sp_compile.lowering.torch_compat import OpOverload
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.sizes import Size, product, same
+from sp_compile.passes.sharding.matchers import (
+    before_reshapes,
+    element_of,
+    is_cast,
+    is_copy,
+    join_of,
+    slice_of,
+    source_of,
+)
 
 from .proofs import BATCH, HEAD, INDICES
 from .softmaxes import MAXIMA

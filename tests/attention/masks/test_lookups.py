@@ -9,9 +9,10 @@ from support.attention.attending import packed, randn
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.graph.call import Call
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.masks import pieces
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.passes.graph.call import Call
 
 ops = torch.ops.sp
 LENGTHS = [5, 1, 9, 2, 3, 7]
@@ -145,7 +146,7 @@ def test_once_a_call_by_hand(way: str, waits: list[int]) -> None:
     def on_rank(rank: int) -> None:
         x = q[:, :, rank * 6 : (rank + 1) * 6].clone().requires_grad_()
         more = {"ulysses": 2} if way == "hybrid" else {}
-        ranks = sp_compile.config.Ranks(4, GROUP)
+        ranks = Ranks(4, GROUP)
         run(x, x, x, mesh=ranks, documents=documents, is_causal=True, check=False, **more).sum().backward()
 
     run_ranks(4, on_rank)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from sp_compile import all_to_all_permute
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
 from sp_compile.lowering.collectives import all_to_all_permute as symmetric
-from sp_compile.lowering.communicator import Communicator, FunctionalCommunicator, current, use
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.lowering.triton import move
+from sp_compile.lowering.comm.communicator import Communicator, FunctionalCommunicator, current, use
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.triton import move_kernel as move
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.int16, torch.int64,
