@@ -14,15 +14,19 @@ from sp_compile.passes.sharding.input_facts import Facts
 
 
 class RankQueries(Protocol):
-    """What passes ask of the ranks that a program connects. The runtime implements it; every rank asks the same.
+    """The queries of passes to the ranks that a program connects. The runtime implements it; all ranks ask the same."""
 
-    groups: the groups that the program exchanges over. facts: what is known of the inputs on each group, by its name.
-    differing: names of the groups whose ranks have different programs, or may.
-    """
+    @property
+    def groups(self) -> Sequence[Ranks]:
+        """Return the groups that the program exchanges over."""
 
-    groups: Sequence[Ranks]
-    facts: Mapping[str, Facts]
-    differing: Collection[str]
+    @property
+    def facts(self) -> Mapping[str, Facts]:
+        """Return the facts about the inputs on each group, by the group's name."""
+
+    @property
+    def differing(self) -> Collection[str]:
+        """Return the names of the groups whose ranks have different programs, or may."""
 
     def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
         """Return where the blocks of each rank begin."""

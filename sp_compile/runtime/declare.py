@@ -22,7 +22,7 @@ from sp_compile.passes.cost.known_groups import Groups, Partition, add_declared,
 from sp_compile.passes.cost.measure import lines_of_reductions
 from sp_compile.runtime.control.message import MEASURES, sendable
 
-from .agreement import answers, failure, meeting, wrapped
+from .agreement import answers, failure, meeting, wrap_error
 
 
 def declare_groups(
@@ -101,7 +101,7 @@ def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
         }
         return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
     except Exception as error:
-        return _Declaration(host, error=wrapped(error))
+        return _Declaration(host, error=wrap_error(error))
 
 
 def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:

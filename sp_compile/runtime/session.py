@@ -35,7 +35,7 @@ from sp_compile.runtime.control.channel import BEAT, STOPPED, broken_within, sto
 from sp_compile.runtime.control.message import MEASURES, sendable
 from sp_compile.runtime.control.store import ANSWERS
 
-from .agreement import meeting, wrapped
+from .agreement import meeting, wrap_error
 from .compile_protocol import Lockstep, check_numbers, connected, rounds
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
 from .guard import CheckedProgram, InProcesses
@@ -260,7 +260,7 @@ class Session:
             return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
             stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
-        found = wrapped(error)
+        found = wrap_error(error)
         assert found is not None
         raise RanksDiffer(found.code, found.cause, found.fix) from error
 
