@@ -1,6 +1,7 @@
 """``sp::deal``: the order in which ranks hold a sequence, from what the program's masks look up when it runs.
 
-Work is the pairs that attend, by one plan of all queries and keys; `balance_chunks.py` assigns it. Equal vectors give equal
+Work is the pairs that attend, by one plan of all queries and keys; `balance_chunks.py` assigns it. Equal
+vectors give equal
 order, so ranks that hold them whole need not ask each other.
 """
 

@@ -6,7 +6,8 @@
 
 Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
 are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
-that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan_cost.py). Leaves alone: dims that hold
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan_cost.py). Leaves alone:
+dims that hold
 more than the sequence (see below), and dtypes without scans, such as complex numbers (to be gathered).
 
 A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.

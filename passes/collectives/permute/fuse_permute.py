@@ -7,7 +7,8 @@
 By index algebra (see `arrangement.py`), so in any spelling: permutes, transposes, chunks and cats. Then an exchange
 that brings back what another took away goes, with it; exchanges that do not wait for each other (q, k and v of an
 attention) become one sp.all_to_all; and heads that are flattened after an exchange are flattened before it (see
-`combine_permutes.py`). Bytes moved: equal or less. Of the copies on both sides one is left, which a compiler writes from
+`combine_permutes.py`). Bytes moved: equal or less. Of the copies on both sides one is left, which a compiler
+writes from
 the kernel that makes x.
 
 Works on captured graphs, in which no value changes (`capture_export` makes them of exported programs), and on those of
