@@ -102,7 +102,7 @@ def test_a_group_of_no_declared_mesh_is_left_alone(ranks: Ranks) -> None:
     for error, (before, after), notes in ranks.run(4, of_no_mesh):
         assert error < 1e-12
         assert before <= after
-        assert any("is not declared" in note for note in notes)
+        assert any("or their groups are no grid" in note for note in notes)
 
 
 def unknown(everywhere: bool) -> str:
