@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from sp_compile.errors import SpError
+
 from . import routes
 from .communicator import Communicator, use
 from .dtypes import accumulation_dtype
@@ -25,7 +27,7 @@ T = TypeVar("T")
 Collective = Callable[[list[Tensor]], list[Tensor]]
 
 
-class SimulationError(RuntimeError):
+class SimulationError(SpError):
     """The simulated ranks do not make the same collective calls."""
 
 
@@ -126,7 +128,7 @@ class _World:
         made = [_describe(call) for call in self._calls]
         if len(set(made)) > 1:
             lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(made))
-            raise SimulationError(f"the ranks' next collectives differ:\n{lines}")
+            raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
 
     def _pass_on(self, rank: int) -> None:
         self._random_states[rank] = torch.get_rng_state()

@@ -52,7 +52,7 @@ class Table(dict[Any, Row]):
         rank: of rows with `fits(problem)`, those of low rank are tried first, and equal ones in the table's order.
         """
         if name in self and not self.again:
-            raise SpError(f"{self.title}: {name!r} is registered already")
+            raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
         added = ExitStack()
         added.callback(*((self.update, {name: self[name]}) if name in self else (self.pop, name)))
         self[name], self._ranks[name] = row, rank
@@ -71,7 +71,7 @@ class Table(dict[Any, Row]):
     def using(self, name: str) -> AbstractContextManager[None]:
         """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""
         if name not in self:
-            raise SpError(f"{self.title}: there is no row {name!r}, but {', '.join(self)}")
+            raise SpError("SP902", f"{self.title}: expected one of {', '.join(self)}, got {name!r}.")
         return self._forced.to(name)
 
     def choose(self, problem: Any) -> str:
@@ -81,5 +81,5 @@ class Table(dict[Any, Row]):
         if name is None:
             return next(n for n in sorted(rows, key=lambda n: self._ranks[n](problem)) if rows[n].fits(problem))
         if not rows[name].fits(problem):
-            raise SpError(f"{self.title}: the {name!r} row does not fit {problem}")
+            raise SpError("SP903", f"{self.title}: {name!r} does not support {problem}.")
         return name

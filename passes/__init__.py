@@ -25,7 +25,7 @@ def _classes() -> dict[str, type]:
     from . import base
 
     own = [x for module in base.import_rooms(__name__, __path__) for x in vars(module).values() if isinstance(x, type)]
-    return {x.__name__: x for x in own if issubclass(x, (base.Pass, base.Settings, base.Note, base.Lap))}
+    return {x.__name__: x for x in own if issubclass(x, (base.Pass, base.Settings, base.Note, base.NoteKind, base.Lap))}
 
 
 def __getattr__(name: str) -> Any:

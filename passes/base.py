@@ -38,7 +38,7 @@ from sp_compile.graph.edit import Editor
 from sp_compile.graph.layers import layer_of
 from sp_compile.lowering.table import Table
 
-from .job import Job, Lap, Note, Settings, settings
+from .job import Job, Lap, Note, NoteKind, Settings, settings
 from .progress import now
 
 log = logging.getLogger(__name__)
@@ -105,17 +105,20 @@ class Pass(PassBase, Editor):
         return self.call(graph_module)
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Run with the settings that the pass was made with."""
-        self.run(graph_module, Job.begin(self.given))
+        """Run with the settings that the pass was made with. Raises SpError where it refuses the graph."""
+        job = Job.begin(self.given)
+        self.run(graph_module, job)
+        if job.refusal is not None:
+            raise job.refusal.error()
         return PassResult(self.gm, self.changes > 0)
 
-    def note(self, node: Node, why: str, done: str | None = None) -> None:
-        """Add a line to the report; `done` is the pass's name unless given."""
-        self.notes.append(Note(done or self.name, node.name, at(node), why, layer_of(node)))
+    def note(self, node: Node, text: str, subject: str = "", kind: NoteKind = NoteKind.REWRITTEN) -> None:
+        """Add a line on the node to the report; the subject is the pass by default."""
+        self.notes.append(Note(kind, subject or self.name, text, node.name, at(node), layer_of(node)))
 
-    def refused(self, node: Node, why: str) -> None:
-        """Say why a node that looks like one of this pass's is none."""
-        self.note(node, why, done=f"not {self.name}")
+    def refused(self, node: Node, text: str, subject: str = "") -> None:
+        """Add a line to the report that states why the pass does not apply to the node."""
+        self.note(node, text, subject, NoteKind.DECLINED)
 
 
 class Passes(Pass):
@@ -132,7 +135,7 @@ class Passes(Pass):
         changes = 0
         for part in self.parts():
             one = part.of(job)
-            if one is not None:
+            if one is not None and job.refusal is None:
                 self.notes += one.run(self.gm, job)
                 self.gm, changes = one.gm, changes + one.changes
         return changes

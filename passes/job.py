@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -105,7 +106,7 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
     missing = sorted(set(job.seq_dims or ()) - set(nodes))
     if missing:
-        raise SpError(f"seq_dims: no input is called {missing}; the graph's inputs are {sorted(nodes)}")
+        raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
     find_sequences(gm, axes, named, picks=not job.deals)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
@@ -115,15 +116,95 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     return axes, begun_in_windows(lambda begins: propagate(gm, axes, job.ranks.n, inputs, job.outputs, begins=begins))
 
 
+class NoteKind(Enum):
+    """The kinds of lines of the report. Values are what the report and its JSON show; `Note.label` adds the subject."""
+
+    REWRITTEN = "rewritten"
+    """A pass changed the node. Subject: the pass, or the change where a pass has several ("packed", "cancelled")."""
+    DECLINED = "declined"
+    """A pass, a layout or an option was considered and not applied. Subject: that pass, layout or option."""
+    GATHERED = "gather"
+    """An operand of the node is gathered, since no pass runs the node on shards. Subject: the pass."""
+    REPLICATED = "replicated"
+    """Every rank runs the graph, or the node, on all rows. Subject: the pass, or "capture" of a graph as written."""
+    SEQUENCE_LOST = "sequence lost"
+    """As REPLICATED, of a graph that eager code gave gathered inputs only; the backend warns. Subject: the pass."""
+    KEPT_SHARDED = "in shards"
+    """An input stays as an earlier graph left it. Subject: the input."""
+    UNSHARDED = "unsharded"
+    """A sharded input or result is gathered at the edge of a graph. Subject: the input or the result."""
+    SAVED = "saved"
+    """Results in checkpointed regions are saved for the backward. Subject: "attention"."""
+    RECOMPUTED = "recomputed"
+    """Results in checkpointed regions are computed again in the backward. Subject: "attention"."""
+    GRAPH_BREAK = "graph break"
+    """The graph ends where Dynamo continues in Python. Subject: "capture"."""
+    EXTRAPOLATED = "extrapolated"
+    """A few layers were examined for all of their kind. Subject: the list of layers."""
+
+
+FALLBACKS = (NoteKind.GATHERED, NoteKind.REPLICATED, NoteKind.SEQUENCE_LOST)
+"""Kinds of notes on work that every rank does on all rows."""
+
+
 @dataclass(frozen=True)
 class Note:
-    """One line of the report: what a pass did, or would not do, to a node of the user's program."""
+    """One line of the report on a node of the user's program, or on the graph.
 
-    done: str  # "ulysses", "gather", ...
-    node: str
-    where: str  # the user's source line
-    why: str = ""
-    layer: str = field(default="", compare=False)  # of the model, by its path
+    Args:
+        kind: What happened.
+        subject: The pass, option, input or result that the line is about, as the kind defines it.
+        text: The explanation, for people alone: no code depends on it.
+        node: The name of the node; "graph" for all of them.
+        where: The user's source line.
+        layer: The path of the node's layer in the model.
+    """
+
+    kind: NoteKind
+    subject: str
+    text: str = ""
+    node: str = "graph"
+    where: str = "the graph"
+    layer: str = field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """Return the words for the kind and the subject, as the report shows them."""
+        if self.kind is NoteKind.REWRITTEN:
+            return self.subject
+        return f"not {self.subject}" if self.kind is NoteKind.DECLINED else self.kind.value
+
+
+class RefusalKind(Enum):
+    """The reasons for which a graph cannot be split as its inputs are given."""
+
+    NO_SEQUENCE = "no sequence"
+    """A complete model in which no sequence is found. Other lengths, as constants, may show one."""
+    ROW_ORDER = "row order"
+    """The rows of the inputs are in an order in which the graph cannot run. It may run on gathered inputs."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A pass's decision that the graph cannot be split as its inputs are given.
+
+    Args:
+        kind: What a caller can change before it lowers the graph once more.
+        code: The code of the error that it is where nothing can be changed.
+        subject: The option that it is about, as in an error's cause.
+        text: The reason, without the option and the fix.
+        fix: The fix, where it depends on the case.
+    """
+
+    kind: RefusalKind
+    code: str
+    subject: str
+    text: str
+    fix: str | None = None
+
+    def error(self) -> SpError:
+        """Return the refusal as an error."""
+        return SpError(self.code, f"{self.subject}: {self.text}.", self.fix)
 
 
 @dataclass
@@ -143,7 +224,8 @@ class RegionInTiles:
     """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
 
     inside: bytes of what its products make of all rows; tile: of those of a tile. layer: of the model, by its path.
-    ends: the user's line of its last node, as which it runs.
+    ends: the user's line of its last node, as which it runs. recomputed: whether the backward computes it again.
+    repeated: whether some of its nodes run once more, for results that others read.
     """
 
     node: str
@@ -154,6 +236,8 @@ class RegionInTiles:
     tile: int
     layer: str = ""
     ends: str = ""
+    recomputed: bool = False
+    repeated: bool = False
 
 
 def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:
@@ -173,11 +257,13 @@ class Job(Settings):
     fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence. follows: nor need it
     where another program of these ranks has left results in shards.
     planned: the plan that a local graph was made from; its nodes are those of the global view.
+    refusal: why the graph cannot be split as its inputs are given; no pass runs after it.
     """
 
     fragment: bool = False
     follows: bool = False
     planned: Plan | None = None
+    refusal: Refusal | None = None
     notes: list[Note] = field(default_factory=list)
     laps: list[Lap] = field(default_factory=list)
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from sp_compile.cost.exchanges import Exchange
 from sp_compile.cost.memory import Memory
 from sp_compile.cost.step import COLUMN, StepMemory, short, written
 from sp_compile.graph.sizes import Size
-from sp_compile.passes.job import Lap, RegionInTiles, laps_by_pass
+from sp_compile.passes.job import FALLBACKS, Lap, Note, NoteKind, RegionInTiles, laps_by_pass
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Report:
     """
 
     n: int
-    notes: list = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Report:
     show_passes: bool = False
     step: StepMemory | None = None
 
-    def add(self, notes: Iterable) -> None:
+    def add(self, notes: Iterable[Note]) -> None:
         """Append the notes that are not there yet; passes that run again repeat themselves."""
         self.notes.extend(note for note in notes if note not in self.notes)
 
@@ -72,9 +72,13 @@ class Report:
         return max((error for _, error in self.errors), default=0.0)
 
     @property
-    def fallbacks(self) -> list:
-        """What was gathered because nothing could do it on shards."""
-        return [note for note in self.notes if note.done in ("gather", "replicated")]
+    def fallbacks(self) -> list[Note]:
+        """Return the notes on work that every rank does on all rows, because no pass does it on shards."""
+        return self.find_notes(*FALLBACKS)
+
+    def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
+        """Return the notes of these kinds, about one subject if it is given."""
+        return [note for note in self.notes if note.kind in kinds and subject in (None, note.subject)]
 
     def count(self, op: str) -> int:
         """How many exchanges of this op (all_to_all, all_gather, ...) the forward graph holds."""
@@ -90,7 +94,7 @@ class Report:
         if self.sharded_outputs:
             yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
         if self.notes:
-            rows = _grouped((note.done, short(note.where), note.why) for note in self.notes)
+            rows = _grouped((note.label, short(note.where), note.text) for note in self.notes)
             yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=COLUMN)
         if self.layers:
             rows = [(short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.sizes import Size
 from sp_compile.sharding.placement import Demand, Plan
 
@@ -62,10 +62,6 @@ class Rewrite(Pass):
         shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
         return self.compute(aten.reshape.default, (here, shape), like)
 
-    def error(self, node: Node, why: str) -> SpError:
-        """An SpError that names the node, its op and the user's line."""
-        return SpError(f"{node.name} ({node.target}) at {at(node)}: {why}")
-
 
 class Rounds(Passes):
     """Rewrites, round after round, until no demand is left."""
@@ -79,6 +75,7 @@ class Rounds(Passes):
                 return changes
             changes += super().apply(gm, job)
         if left := job.plan(gm).demands:
-            node = left[0].node
-            raise SpError(f"{node.name} at {at(node)} demands ({left[0].kind}) what no pass gives: {left[0].why}")
+            demand = left[0]
+            cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no pass meets: {demand.why}."
+            raise SpError("SP912", cause)
         return changes

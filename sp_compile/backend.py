@@ -31,7 +31,7 @@ from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.edges.edges import EdgePasses
 from sp_compile.passes.edges.job import EdgesJob
-from sp_compile.passes.job import Note, Settings
+from sp_compile.passes.job import Note, NoteKind, Refusal, RefusalKind, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.job import HalvesJob, JointJob
@@ -39,8 +39,6 @@ from sp_compile.passes.joint.joint import JointPasses
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
-from sp_compile.passes.strategies.attention.layouts import OtherOrder, reason
-from sp_compile.passes.strategies.sequence import BEHIND_EAGER_CODE
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
@@ -52,23 +50,19 @@ from sp_compile.spmd.session import ALONE, Session
 
 from . import _compat
 from .config import AnyOptions, Ranks, SPConfig
-from .errors import CaptureError, NoSequence, SpError, WriteError, at, did_you_mean, source_line
+from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
 
 CHANGING_LENGTHS = (
-    "torch could not trace this program of DTensors (RecursionError), as it cannot, with backend='aot_eager' either, "
-    "where the length of a sequence changes from call to call and becomes a symbol. Compile one graph a length: "
-    "torch.compile(..., dynamic=False), or pad to one length"
+    "torch cannot trace this program of DTensors (RecursionError), with any backend, when the length of a sequence "
+    "changes from call to call and becomes a symbol."
 )
-WHOLE_DTENSORS = (
-    "DTensor parameters on a mesh with a sequence axis: the sequence passes work above DTensor. Write the "
-    "tensor-parallel linears with functional collectives, or name a mesh without the sequence axis"
-)
+WHOLE_DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
 NO_CUDA_GRAPHS = (
-    "records CUDA graphs, which replay what one call launched: attention launches by the documents of each batch, and "
-    "ranks would have to record and replay together. Use mode='max-autotune-no-cudagraphs' or 'default'"
+    "records CUDA graphs, which are not supported: attention launches kernels by the documents of each batch, and "
+    "ranks cannot record and replay together."
 )
 NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
 GOES_ON_IN_PYTHON = "torch.compile ends the graph here and goes on in Python"
@@ -77,14 +71,12 @@ OF_SEQUENCE = dict.fromkeys(
         *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
         "ulysses_chunks",
     ),
-    "has no ranks left to split a sequence over: leave it out, or name them by mesh and mesh_dim",
+    "has no ranks left to split a sequence over",
 )
+NAME_RANKS = "Leave the option out, or name the ranks by mesh and mesh_dim."
 CANNOT_SPLIT = "every rank runs it whole, as it was written: it cannot be split"
 AS_WRITTEN = Note(
-    "replicated",
-    "graph",
-    "the whole graph",
-    "the program has exchanges of its own and no sequence, so nothing of it is split",
+    NoteKind.REPLICATED, "capture", "the program has exchanges of its own and no sequence, so nothing of it is split"
 )
 
 
@@ -127,7 +119,7 @@ def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) 
     """What to do about an error that does not say it."""
     if not isinstance(failure, RecursionError) or not has_dtensors(gm, example_inputs):
         return failure
-    error = SpError(CHANGING_LENGTHS)
+    error = SpError("SP242", CHANGING_LENGTHS)
     error.__cause__ = failure
     return error
 
@@ -208,7 +200,7 @@ def lower_or_keep(
         why, eager = why_unsplit(failure), isinstance(failure, WriteError)
         stays = not why or _splits_only(gm, example_inputs, options)
         if stays and _compat.falls_back(failure):  # as Dynamo would
-            raise CaptureError(f"{subject_of(gm)}: {why}") from failure
+            raise CaptureError("SP212", f"{subject_of(gm)}: {why}") from failure
         if stays:
             raise
     kept = _kept(gm, example_inputs, options, session, why)
@@ -236,7 +228,7 @@ def _kept(
     """The graph as it was written, which every rank runs whole."""
     settings, plain = Settings.of(SPConfig.of(options), ALONE), compiled_inputs(example_inputs)
     where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), subject_of(gm))
-    report = Report(session.ranks.n, [Note("replicated", "graph", where, f"{CANNOT_SPLIT}: {why}")])
+    report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
     return RankProgram(gm, settings, report, plain, _joint(plain, settings, Session()), whole=why)
 
 
@@ -257,7 +249,7 @@ def lower(
     if not session.splits:
         return _whole(gm, example_inputs, options, session)
     if runs_as_written(gm, example_inputs, session):
-        log.info("%s", AS_WRITTEN)
+        log.info("%s", AS_WRITTEN.text)
         return _whole(gm, example_inputs, options, Session(), AS_WRITTEN)
     return _split(gm, example_inputs, options, session, repeats)
 
@@ -268,7 +260,7 @@ def _whole(
     """Not split. session: of the groups whose exchanges are looked at."""
     config = SPConfig.of(options)
     if not _compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
-        config.refuse("a program that exchanges by itself", **OF_SEQUENCE)
+        config.refuse("a program that exchanges by itself", NAME_RANKS, **OF_SEQUENCE)
     settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
     return RankProgram(gm, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
 
@@ -281,7 +273,7 @@ def _split(
     try:
         config = SPConfig.of(options)
         if has_dtensors(gm, example_inputs):
-            raise SpError(WHOLE_DTENSORS)
+            raise SpError("SP241", WHOLE_DTENSORS)
         deals = any(isinstance(x, Sharded) and x.lies.is_dealt for x in example_inputs)
         with lowering():
             view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
@@ -289,7 +281,7 @@ def _split(
     finally:  # with the other ranks, whatever failed on this one
         machine = session.machine(device)
 
-    def passed(view: GlobalView) -> tuple[list[Any], Settings, GraphModule, Report]:
+    def passed(view: GlobalView) -> tuple[list[Any], Settings, GraphModule, Report] | Refusal:
         plain = compiled_inputs(example_inputs, view.layouts, view.graph)
         settings = Settings.of(
             config,
@@ -302,28 +294,30 @@ def _split(
             aligned=session.aligned,
             repeats=repeats,
         )
-        local, report = run_pipeline(view.graph, settings, view.fragment, have_left_results(session.ranks))
+        found = run_pipeline(view.graph, settings, view.fragment, have_left_results(session.ranks))
+        if isinstance(found, Refusal):
+            return found
+        local, report = found
         plain += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(plain) :]]  # rows' order
         return plain, settings, local, report
 
     symbols, why = symbols_of(view.graph), ""
     with lowering():
-        try:
-            plain, settings, local, report = passed(view)
-        except OtherOrder as error:
-            why, view = reason(error), global_view(gm, example_inputs, config.asked, session.ranks, not deals)
-            plain, settings, local, report = passed(view)
-        except NoSequence:
-            if not fix_lengths(gm, example_inputs):
-                raise
+        found = passed(view)
+        if isinstance(found, Refusal) and found.kind is RefusalKind.ROW_ORDER:
+            why, view = found.text, global_view(gm, example_inputs, config.asked, session.ranks, not deals)
+            found = passed(view)
+        elif isinstance(found, Refusal) and fix_lengths(gm, example_inputs):
             view = global_view(gm, example_inputs, config.asked, session.ranks, deals)
-            plain, settings, local, report = passed(view)
-            symbols = symbols_of(view.graph)
+            symbols, found = symbols_of(view.graph), passed(view)
+        if isinstance(found, Refusal):
+            raise found.error()
+        plain, settings, local, report = found
     report.add(_taken_from_others(view, example_inputs, why))
     report.add(_ends_at_break(gm))
-    for note in report.notes:
-        if note.why.startswith(BEHIND_EAGER_CODE) and not (dist.is_initialized() and dist.get_rank()):
-            log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.why)
+    for note in report.find_notes(NoteKind.SEQUENCE_LOST):
+        if not (dist.is_initialized() and dist.get_rank()):
+            log.warning("%s is compiled with backend='sp', and %s", subject_of(gm), note.text)
     declare_routes(local, session.ranks)
     rows = frozenset(i for i, one in enumerate(local.meta[RESULTS]) if one and isinstance(one.placement, Shard))
     inputs = view.graph.graph.find_nodes(op="placeholder")
@@ -353,15 +347,15 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any], why: str
             other = f"{stays}, and this one runs on other ranks" if x.lies.is_plain else stays
             if why:
                 other = f"{stays}, and {why}"
-            done, why = ("in shards", stays) if i in view.layouts else ("whole", other)
-            yield Note(done, name, f"input {name}", why)
+            kind, text = (NoteKind.KEPT_SHARDED, stays) if i in view.layouts else (NoteKind.UNSHARDED, other)
+            yield Note(kind, name, text, name, f"input {name}")
 
 
 def _ends_at_break(gm: GraphModule) -> Iterator[Note]:
     """What the report says of a graph that ends where Dynamo goes on in Python."""
     if found := _compat.graph_break(gm):
         trace, reason = found
-        yield Note("graph break", "graph", source_line(trace), f"{GOES_ON_IN_PYTHON}: {reason}")
+        yield Note(NoteKind.GRAPH_BREAK, "capture", f"{GOES_ON_IN_PYTHON}: {reason}", where=source_line(trace))
 
 
 def _left_in_shards(local: GraphModule, view: GlobalView, ranks: Ranks) -> dict[int, Result]:
@@ -394,12 +388,13 @@ def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[st
     if mode is None:
         return {}
     if compiler != "inductor":
-        raise SpError(f"mode={mode!r} is Inductor's, and compiler={compiler!r} has none: leave one of them out")
+        raise SpError("SP107", f"mode={mode!r} is not supported with compiler={compiler!r}, only with 'inductor'.")
     known = _compat.mode_options()
     if mode not in known:
-        raise SpError(f"mode={mode!r}: expected one of {', '.join(map(repr, known))}{did_you_mean(mode, known)}")
+        hint = did_you_mean(mode, known)
+        raise SpError("SP103", f"mode: expected one of {', '.join(map(repr, known))}, got {mode!r}{hint}.")
     if known[mode].get("triton.cudagraphs"):
-        raise SpError(f"mode={mode!r} {NO_CUDA_GRAPHS}")
+        raise SpError("SP108", f"mode={mode!r} {NO_CUDA_GRAPHS}")
     return known[mode]
 
 

@@ -123,59 +123,55 @@ class SPConfig:
         for name, allowed in {"attention": ("auto", *sorted(STRATEGIES)), **CHOICES}.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise SpError(
-                    f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}{did_you_mean(value, allowed)}"
-                )
+                raise _wrong(name, value, f"one of {', '.join(map(repr, allowed))}", allowed)
         for value in self.outputs.values() if isinstance(self.outputs, Mapping) else [self.outputs]:
             if value not in OUTPUTS:
                 known = f"one of {', '.join(map(repr, OUTPUTS))}, or a mapping from results to these"
-                raise SpError(f"outputs={self.outputs!r}: expected {known}{did_you_mean(value, OUTPUTS)}")
+                raise _wrong("outputs", self.outputs, known, OUTPUTS, value)
         if self.seq_dims != "auto" and not isinstance(self.seq_dims, Mapping):
-            raise SpError(f"seq_dims={self.seq_dims!r}: expected 'auto' or a mapping from input name to dim")
+            raise _wrong("seq_dims", self.seq_dims, "'auto' or a mapping from input name to dim")
         for name, dim in self.seq_dims.items() if isinstance(self.seq_dims, Mapping) else ():
             if type(dim) is not int:
-                raise SpError(f"seq_dims={self.seq_dims!r}: the dim of {name!r} is {dim!r}; expected an int")
+                raise _wrong("seq_dims", self.seq_dims, f"an int as the dim of {name!r}")
         if self.cost is not None and not isinstance(self.cost, Mapping):
-            raise SpError(f"cost={self.cost!r}: expected a mapping from constants of the cost model to numbers")
+            raise _wrong("cost", self.cost, "a mapping from constants of the cost model to numbers")
         if isinstance(self.compiler, str):
             known = torch.compiler.list_backends(exclude_tags=())
             if self.compiler not in known:
                 close = did_you_mean(self.compiler, known)
-                raise SpError(f"compiler={self.compiler!r}: no torch.compile backend{close}")
+                raise SpError("SP104", f"compiler: expected a backend of torch.compile, got {self.compiler!r}{close}.")
         if self.merge_reductions in ("always", "intra_node") and not self.has_place:
             raise SpError(
-                f"merge_reductions={self.merge_reductions!r}: compiler={self.compiler!r} has no place for passes on "
-                f"collectives; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
+                "SP105",
+                f"merge_reductions={self.merge_reductions!r} is not supported with compiler={self.compiler!r}, which "
+                "has no place for passes on collectives.",
             )
         if self.tiles not in TILES and (type(self.tiles) is not int or self.tiles < 1):
-            raise SpError(
-                f"tiles={self.tiles!r}: expected 'auto', 'never' or a number of tiles{did_you_mean(self.tiles, TILES)}"
-            )
+            raise _wrong("tiles", self.tiles, "'auto', 'never' or a number of tiles", TILES)
         chunks = self.ulysses_chunks
         if chunks != "auto" and (type(chunks) is not int or chunks < 1):
-            raise SpError(f"ulysses_chunks={chunks!r}: expected 'auto' or a number of groups of heads")
+            raise _wrong("ulysses_chunks", chunks, "'auto' or a number of groups of heads")
         for strategy in STRATEGIES.values():
             for name in strategy.options if self.attention not in ("auto", strategy.name) else ():
                 if getattr(self, name) != "auto":
                     raise SpError(
-                        f"{name}={getattr(self, name)!r}: attention={self.attention!r} does it not; use "
-                        f"{strategy.name!r} or 'auto'"
+                        "SP106",
+                        f"{name}={getattr(self, name)!r} is not supported with attention={self.attention!r}, only with "
+                        f"{strategy.name!r}.",
                     )
         if self.offload not in OFFLOAD and not _is_share(self.offload):
-            raise SpError(
-                f"offload={self.offload!r}: expected 'never', 'auto' or a number from 0 to 1"
-                f"{did_you_mean(self.offload, OFFLOAD)}"
-            )
+            raise _wrong("offload", self.offload, "'never', 'auto' or a number from 0 to 1", OFFLOAD)
         if self.offload != "never" and not self.has_place:
             raise SpError(
-                f"offload={self.offload!r}: compiler={self.compiler!r} has no place for copies between forward and "
-                f"backward; use one of {', '.join(map(repr, JOINT_COMPILERS))}"
+                "SP105",
+                f"offload={self.offload!r} is not supported with compiler={self.compiler!r}, which has no place for "
+                "copies between forward and backward.",
             )
         if type(self.check_every) is not int or self.check_every < 0:
-            raise SpError(f"check_every={self.check_every!r}: expected a number of calls, 0 for never")
+            raise _wrong("check_every", self.check_every, "a number of calls, 0 for never")
         budget = self.activation_memory_budget
         if budget is not None and not _is_share(budget):
-            raise SpError(f"activation_memory_budget={budget!r}: expected a number from 0 to 1")
+            raise _wrong("activation_memory_budget", budget, "a number from 0 to 1")
 
     @property
     def has_place(self) -> bool:
@@ -191,12 +187,18 @@ class SPConfig:
         """Those that share the sequence; see `resolve`."""
         return resolve(self.mesh, self.mesh_dim)
 
-    def refuse(self, entry: str, **reasons: str) -> None:
-        """Raise SpError if an option that `entry` can not honour is not left at its default. reasons: what to do."""
+    def refuse(self, entry: str, fix: str | None = None, **reasons: str) -> None:
+        """Raise SpError for an option that `entry` cannot honour and that is not left at its default.
+
+        Args:
+            entry: The name of the function.
+            fix: What to do, instead of leaving the option out.
+            **reasons: Why `entry` cannot honour each of these options.
+        """
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in reasons and value != option.default:
-                raise SpError(f"{option.name}={value!r}: {entry} {reasons[option.name]}")
+                raise SpError("SP109", f"{option.name}={value!r}: {entry} {reasons[option.name]}.", fix)
 
     @staticmethod
     def of(options: AnyOptions) -> SPConfig:
@@ -204,15 +206,14 @@ class SPConfig:
         if isinstance(options, SPConfig):
             return options
         if not isinstance(options, Mapping | None):
-            raise SpError(
-                f"options={options!r}: expected a mapping from the names of options to values, or an SPConfig"
-            )
+            raise _wrong("options", options, "a mapping from the names of options to values, or an SPConfig")
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
             if name in OF_COMPILE:
-                raise SpError(f"unknown option {name!r}: it is an argument of torch.compile itself, {name}=...")
+                raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
             if name not in known:
-                raise SpError(f"unknown option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}")
+                hint = did_you_mean(name, known)
+                raise SpError("SP102", f"options: unknown option {name!r}{hint}, expected one of {', '.join(known)}.")
         return SPConfig(**(options or {}))
 
 
@@ -222,6 +223,12 @@ AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
 
 OF_COMPILE = "mode", "dynamic", "fullgraph", "backend", "disable"
 """What torch.compile takes beside `options`."""
+
+
+def _wrong(name: str, value: Any, expected: str, known: Sequence[str] = (), word: Any = None) -> SpError:
+    """Return the error of an option's value, with a hint at the known word that is close to it or to `word`."""
+    hint = did_you_mean(value if word is None else word, known)
+    return SpError("SP103", f"{name}: expected {expected}, got {value!r}{hint}.")
 
 
 def stronger_output(a: str, b: str) -> str:
@@ -265,9 +272,9 @@ class Ranks:
         real = device.type == "cuda" and dist.is_initialized() and known_process_group(self.group)
         if real and self.exchanges and carrier(process_group(self.group), device) == "gloo":
             raise SpError(
-                f"the {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
-                "such tensors kills the process. Give the group NCCL for them: "
-                'init_process_group("cpu:gloo,cuda:nccl"), or none at all for the default of the machine'
+                "SP117",
+                f"The {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
+                "such tensors ends the process.",
             )
 
 
@@ -283,7 +290,7 @@ def ranks_of(mesh: Mesh) -> Ranks:
     if isinstance(mesh, Ranks):
         return mesh
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:
-        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the process group")
+        raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the process group.")
     if isinstance(mesh, dist.ProcessGroup):
         return Ranks(dist.get_world_size(mesh), mesh.group_name)
     return _resolved(mesh)
@@ -322,17 +329,17 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
     if mesh is None:
         return _default_group(mesh_dim)
     if not isinstance(mesh, DeviceMesh):
-        raise SpError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
+        raise SpError("SP111", f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}.")
     ulysses = None
     if mesh_dim is None and (pair := _pair(mesh)) is not None:
         (outer, inner), names = pair, mesh.mesh_dim_names
         ulysses = mesh[inner].size()
         if names.index(outer) > names.index(inner):
-            raise SpError(f"mesh: its axes are {names}; {outer!r} comes before {inner!r}, whose ranks are neighbours")
+            raise SpError("SP115", f"mesh: expected axis {outer!r} before axis {inner!r}, got axes {names}.")
         mesh = flat_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
     mesh = _axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
-        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
+        raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
     group = mesh.get_group()
     return Ranks(dist.get_world_size(group), group.group_name, ulysses)
 
@@ -345,7 +352,7 @@ def _pair(mesh: DeviceMesh) -> tuple[str, str] | None:
 
 def _default_group(mesh_dim: str | None) -> Ranks:
     if mesh_dim is not None:
-        raise SpError(f"mesh_dim={mesh_dim!r} names an axis of a mesh, and no mesh is given: pass mesh=...")
+        raise SpError("SP116", f"mesh_dim: {mesh_dim!r} names an axis of a mesh, but mesh is None.")
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(1, "")
     return ranks_of(dist.group.WORLD)
@@ -356,11 +363,8 @@ def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
     names = mesh.mesh_dim_names
     if mesh.ndim > 1:
         if not names or (mesh_dim or "sp") not in names:
-            raise SpError(
-                f"mesh: it has {mesh.ndim} axes {names} and no axis {mesh_dim or 'sp'!r}; "
-                "pass mesh_dim='<name of the axis that splits the sequence>' or slice the mesh: mesh['sp']"
-            )
+            raise SpError("SP113", f"mesh: expected an axis {mesh_dim or 'sp'!r}, got {mesh.ndim} axes {names}.")
         return mesh[mesh_dim or "sp"]
     if mesh_dim is not None and mesh_dim not in (names or ()):
-        raise SpError(f"mesh: it has no axis {mesh_dim!r}, only {names}")
+        raise SpError("SP114", f"mesh: expected an axis {mesh_dim!r}, got {names}.")
     return mesh

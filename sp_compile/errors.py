@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Node
@@ -35,12 +35,14 @@ class SpError(ValueError):
         fix: What to do, where it depends on the case. The registry's fix of the code by default.
     """
 
-    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
-        if not cause:  # TODO: remove with the last call that passes a text alone
-            code, cause, fix = "SP999", code, ""
+    def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
         self.code, self.cause = code, cause
         self.fix = ERRORS[code].fix if fix is None else fix
-        super().__init__(" ".join(part for part in (f"{code}: {cause}", self.fix) if part))
+        super().__init__(("\n" if "\n" in cause else " ").join((f"{code}: {cause}", self.fix)))
+
+    def with_context(self, words: str) -> Self:
+        """Return the same error whose cause begins with `words`."""
+        return type(self)(self.code, f"{words}{self.cause}", self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, self.cause, self.fix)
@@ -54,10 +56,6 @@ class WriteError(CaptureError):
     """A write in place whose meaning depends on shared memory, or on autograd: only eager code is sure to be right."""
 
 
-class NoSequence(SpError):
-    """A whole model in which no sequence is found."""
-
-
 class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 
@@ -68,7 +66,7 @@ class RanksDiffer(SpError, ShortenTraceback):
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
     """
 
-    def __init__(self, code: str, cause: str = "", fix: str | None = None) -> None:
+    def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
         SpError.__init__(self, code, cause, fix)
         ShortenTraceback.__init__(self, str(self), first_useful_frame=None)
 
@@ -85,6 +83,11 @@ def at(node: Node) -> str:
     The innermost frame of the node's stack trace that lies neither in torch nor in this package.
     """
     return source_line(trace_of(node))
+
+
+def describe_node(node: Node) -> str:
+    """Return the node's name, its op and the user's source line."""
+    return f"{node.name} ({node.target}) at {at(node)}"
 
 
 def trace_of(node: Node) -> str:

@@ -16,7 +16,7 @@ from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Refusal, Settings
 from sp_compile.passes.localize.deal import Deal
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.lookups import Lookups
@@ -88,11 +88,20 @@ def strategies() -> tuple[type[Rewrite], ...]:
 
 def run_pipeline(
     gm: GraphModule, job: Settings, fragment: bool = False, follows: bool = False
-) -> tuple[GraphModule, Report]:
-    """Captured graph in the global view -> (graph of one rank, report).
+) -> tuple[GraphModule, Report] | Refusal:
+    """Lower a captured graph in the global view to the graph of one rank.
 
-    fragment, follows: why it need not contain a sequence, as `Job` has them.
-    Raises SpError when no sequence is found in a whole model, or when a pass refuses.
+    Args:
+        gm: The captured graph, which is changed.
+        job: The settings.
+        fragment: Whether the graph is a piece of a model, as `Job` has it.
+        follows: Whether an earlier program left results in shards.
+
+    Returns:
+        The graph and the report; a Refusal where other views of its inputs may be lowered.
+
+    Raises:
+        SpError: An option does not fit the graph.
     """
     state = replace(Job.begin(job), fragment=fragment, follows=follows)
     if job.ranks.n == 1:
@@ -100,6 +109,8 @@ def run_pipeline(
     pipeline = Pipeline(state)
     check_order(passes_in(Pipeline))
     pipeline.run(gm, state)
+    if state.refusal is not None:
+        return state.refusal
     assert state.planned is not None
     results = gm.graph.output_node().all_input_nodes
     pipeline.gm.meta[RESULTS] = results_of(gm, state.planned)
@@ -121,7 +132,7 @@ def _of_several(job: Settings) -> Iterator[Note]:
     """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
     for option, asked in (("attention", job.attention), ("layout", job.layout)):
         if asked != "auto":
-            yield Note(f"not {asked}", option, "the whole graph", "there is one rank, so nothing is split over ranks")
+            yield Note(NoteKind.DECLINED, asked, f"{option}={asked!r} has no effect on one rank")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:
@@ -132,30 +143,32 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
     options = SPConfig.of({"outputs": "gather", **config})
-    options.refuse("parallelize", **BEHIND)
+    options.refuse("parallelize", WHEN_COMPILED, **BEHIND)
     if sp is not None:
-        options.refuse(f"sp={sp}", mesh="says how many ranks there are: give one of them", mesh_dim="has no mesh")
+        options.refuse(f"sp={sp}", mesh="gives the number of ranks already", mesh_dim="has no mesh")
     job = Settings.of(options, options.ranks() if sp is None else Ranks(sp, GROUP))
     seq_dims, outputs = job.asked.seq_dims, job.asked.outputs
     if outputs not in ("gather", "local"):
-        what = "makes a graph, whose results are tensors as they are: 'gather', which is its default, or 'local'"
-        raise SpError(f"outputs={outputs!r}: parallelize {what}")
+        raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
     job = replace(job, seq_dims=None if isinstance(seq_dims, str) else seq_dims, outputs=outputs)
-    local, report = run_pipeline(gm, job)
+    found = run_pipeline(gm, job)
+    if isinstance(found, Refusal):
+        raise found.error()
+    local, report = found
     local.meta["sp_report"] = report
     return local
 
 
-_COMPILES = "returns a module that is not compiled yet: leave it out, and {} when you compile that"
+WHEN_COMPILED = "Leave the option out, or compile the model with torch.compile(model, backend='sp')."
+_COMPILES = "returns a module that is not compiled yet"
 BEHIND = {
-    "inputs": "has a program whose sequence length is set already: compile the model with backend='sp' for that",
-    "compiler": _COMPILES.format("name the compiler"),
-    "check_every": "makes a graph, whose calls nobody compares: leave it out",
-    "activation_memory_budget": _COMPILES.format("set torch._functorch.config.activation_memory_budget"),
-    "offload": _COMPILES.format("choose what waits on the host"),
-    "sequence_parallel_linear": "changes no layers over groups of the program's own, as only backend='sp' does: "
-    "leave it out",
-    "merge_reductions": "merges no reductions, as only backend='sp' does: leave it out, or compile the model with that",
+    "inputs": "takes a program whose sequence length is fixed",
+    "compiler": _COMPILES,
+    "check_every": "returns a graph, whose calls are not compared",
+    "activation_memory_budget": _COMPILES,
+    "offload": _COMPILES,
+    "sequence_parallel_linear": "changes no layers over groups of the program's own",
+    "merge_reductions": "merges no reductions",
 }
 """Options of what is done to a joint graph, and behind it."""

@@ -25,12 +25,13 @@ from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
 from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.job import Note, Settings
+from sp_compile.passes.job import Note, NoteKind, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.offload import Offload
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
+from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd.between import as_if_sharded, make_views
 from sp_compile.spmd.session import ALONE, Session
 
@@ -78,9 +79,9 @@ def explain(
     compiled.
     """
     if not isinstance(memory, bool):
-        raise SpError(f"memory={memory!r}: explain predicts it if that is True; a device has cost={{'memory': 80e9}}")
+        raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
     if optimizer is not None and not memory:
-        raise SpError("optimizer: explain says nothing of its state without memory=True")
+        raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
     refused = LOOK_OPTIONS if memory or passes else LOOK_OPTIONS | MEMORY_OPTIONS
     per_weight = state_per_weight(optimizer) if memory else 0.0
     depth = _many_alike(model) if memory else None
@@ -158,7 +159,7 @@ def _of_few(
             found = getattr(report, name)
             setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
         report.exchanges = [one for e in report.exchanges for one in e.of_all(repeats.times)]
-        report.notes.append(Note("alike", depth.name, f"layers {depth.name}", why))
+        report.notes.append(Note(NoteKind.EXTRAPOLATED, depth.name, why, where=f"layers {depth.name}"))
     return looks
 
 
@@ -221,28 +222,22 @@ def verify(model: Callable[..., Any], *args: Any, sp: int | None = None, **confi
     tensors = pytree.tree_leaves((args, config))
     tensors += model.parameters() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(x, Tensor) and x.is_meta for x in tensors):
-        raise SpError(
-            "verify: the model or an input is on the meta device, which has no numbers to compare: build a smaller one "
-            "on a CPU, or look with explain, which needs none"
-        )
+        raise SpError("SP715", "verify: the model or an input is on the meta device, which has no numbers to compare.")
     with working("verify"):
         (look,) = _each_graph("verify", COMPARISON_OPTIONS, model, args, [(sp, config)], compare=compare)
     report = look.report
     if not report.errors:
-        why = "the program splits no sequence, and its own exchanges are not simulated; explain shows those"
-        raise SpError(f"verify: nothing was compared: {why}")
+        raise SpError("SP716", "verify: the program splits no sequence, and its own exchanges are not simulated.")
     return report
 
 
-LOOK_OPTIONS = {"check_every": "has one process, with nobody to compare with: leave it out"}
-MEMORY_OPTIONS = dict.fromkeys(
-    ("activation_memory_budget", "offload"), "says nothing of what is kept for a backward: leave it out"
-)
+LOOK_OPTIONS = {"check_every": "has one process, so there is nothing to compare"}
+MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report what a backward keeps")
 COMPARISON_OPTIONS = {
-    **dict.fromkeys(BEHIND, "compiles nothing: leave it out"),
+    **dict.fromkeys(BEHIND, "compiles nothing"),
     **LOOK_OPTIONS,
     **MEMORY_OPTIONS,
-    **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares whole results and gradients: leave it out"),
+    **dict.fromkeys(("inputs", "outputs", "param_grads"), "compares complete results and gradients"),
 }
 """Options that `explain` and `verify` refuse, and why."""
 
@@ -275,7 +270,7 @@ def _each_graph(
         given = SPConfig.of(config)
         given.refuse(entry, **refused)
         if sp is not None and (type(sp) is not int or sp < 1):
-            raise SpError(f"sp={sp!r}: expected a number of ranks, 1 or more")
+            raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
         step = StepMemory(weights, per_weight) if per_weight is not None else None
         looks.append(Look(given, sp, Report(2 if sp is None else sp, step=step), [] if unrolled else None))
     seen: list[GraphModule] = []
@@ -285,7 +280,8 @@ def _each_graph(
         """Eager code reads a result of this name."""
         if not running and not is_compiling():
             for one in looks:
-                one.report.add([Note("whole", name, user_line(), f"{name} lies in shards, and {READ_BY_EAGER_CODE}")])
+                why = f"{name} lies in shards, and {READ_BY_EAGER_CODE}"
+                one.report.add([Note(NoteKind.UNSHARDED, name, why, name, user_line())])
 
     def lowered_for(gm: GraphModule, example_inputs: Sequence[Any], one: Look) -> tuple[Session, RankProgram]:
         session, total, settings = Session(gm, example_inputs, one.options, measures=False), one.report, one.settings
@@ -306,9 +302,9 @@ def _each_graph(
         total, settings = one.report, one.settings
         if lowered.exchanges and compare is None and not settings.has_place:
             why = NO_COLLECTIVE_PASSES.format(settings.compiler)
-            lowered.report.add([Note("not sequence_parallel_linear", "graph", "the whole graph", why)])
+            lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, why)])
         elif entry == "explain" and not lowered.exchanges and not walks:
-            one.given.refuse(entry, compiler="compiles nothing of a program without exchanges: leave it out")
+            one.given.refuse(entry, compiler="compiles nothing of a program without exchanges")
         if walks or (compare is None and lowered.exchanges and settings.has_place):
             if not lowered.whole:
                 lowered.return_edges()
@@ -372,16 +368,13 @@ def _each_graph(
     if len(problems) == len(looks):
         raise problems[0]
     if not seen:
-        raise SpError(
-            f"{entry}: torch.compile finds nothing to compile in the model: it calls no operator, or is under "
-            "torch.compiler.disable, TORCHDYNAMO_DISABLE or a stance that compiles nothing"
-        )
+        raise SpError("SP201", f"{entry}: torch.compile finds nothing to compile in the model.")
     return looks
 
 
 @contextmanager
 def _constants_on_meta(entry: str) -> Iterator[None]:
-    """Say in words that `torch.tensor` on the meta device makes what torch itself cannot trace."""
+    """Raise SpError where a program calls `torch.tensor` on the meta device, which torch cannot trace."""
     try:
         yield
     except TorchRuntimeError as error:
@@ -389,11 +382,8 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
         if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
             raise
         *_, line = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text) or [("an unknown file", "?")]
-        raise SpError(
-            f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {':'.join(line)} reads: make "
-            "that tensor with torch.zeros or torch.full; of transformers' models it is the cache: use_cache=False "
-            "in their config"
-        ) from error
+        what = f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {':'.join(line)} reads."
+        raise SpError("SP202", what) from error
 
 
 def sorted_out(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -421,7 +411,7 @@ def _look(session: Session, sp: int | None, simulate: bool) -> int:
     """Set the ranks of the sequence for a look without processes; their number."""
     ranks = session.ranks
     if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
-        raise SpError(f"sp={sp}: the mesh has {ranks.n} ranks for the sequence; give one of them")
+        raise SpError("SP712", f"sp: expected {ranks.n}, the ranks of the mesh that share the sequence, got {sp}.")
     if not session.has_mesh:
         session.ranks = Ranks(2 if sp is None else sp, GROUP)
     elif simulate:

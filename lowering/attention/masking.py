@@ -107,7 +107,7 @@ class CallMask:
         dropout = None
         if args.dropout_p > 0:
             if args.seed is None:
-                raise SpError("sp::attend: dropout_p > 0 needs a seed, an int64 tensor of shape ()")
+                raise SpError("SP431", f"sp::attend: dropout_p={args.dropout_p} needs a seed, got None.")
             rank = current().rank(group) if args.split_heads > 1 else 0
             heads = torch.arange(q.shape[1], device=q.device) + rank % args.split_heads * q.shape[1]
             batch = torch.arange(q.shape[0], device=q.device)

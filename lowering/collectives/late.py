@@ -21,10 +21,6 @@ from sp_compile.errors import SpError
 
 from .checksums import checksum, is_freed, part
 
-GONE = (
-    "{} is made when it is read, of the model's weights, and these have changed since (an optimizer's step?) or are "
-    "gone (FSDP has freed them): read it before that, or let the program make it: outputs='gather', tiles='never'"
-)
 FEW = 4096  # elements that are looked at: an optimizer's step changes some of so many, in half precision too
 
 
@@ -93,7 +89,11 @@ class LateRows:
         neither as a new version: then a few of the elements say it."""
         freed = any(x.numel() and is_freed(x) for x in self.given)
         if freed or versions(self.given).tolist() != self.versions or not all(map(_same, self.some, self.given)):
-            raise SpError(GONE.format(self.words))
+            raise SpError(
+                "SP321",
+                f"{self.words} is computed from the model's weights when it is read, and these have changed since "
+                "(an optimizer's step?) or FSDP has freed them.",
+            )
 
 
 def _some_of(xs: Sequence[Tensor]) -> list[Tensor]:

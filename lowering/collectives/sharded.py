@@ -44,18 +44,6 @@ from .views import HeldView, keeps_views, views_held
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
-TRANSFORMED = (
-    "a transform of torch.func (vmap, grad, vjp, jacrev, or is_grads_batched and jacobian(vectorize=True), which are a "
-    "vmap) goes through what was compiled with backend='sp'. torch does not take compiled programs apart, with any "
-    "backend: call the transform inside of what is compiled, ask for one gradient at a time (torch.autograd.grad in a "
-    "loop), or keep this part uncompiled"
-)
-
-OTHER_DATA = (
-    "x.data = {}, where x lies in shards and is {}: give it data of its own shape, dtype and device, or bind the name "
-    "to the new tensor (x = new)"
-)
-
 
 DEALT_PARTS = "order", "inverse", "chunks"
 
@@ -143,7 +131,7 @@ class Sharded(Tensor):
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
-            raise SpError(OTHER_DATA.format(_said(new), _said(self)))
+            raise SpError("SP322", f"x.data: expected {_said(self)}, as x is in shards, got {_said(new)}.")
         if isinstance(new, Sharded):
             self.held = new.held
             return
@@ -405,7 +393,11 @@ class _Leave(torch.autograd.Function):
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
     """Raise SpError inside of a transform of torch.func, or for a batch of gradients: a compiled program takes none."""
     if in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
-        raise SpError(TRANSFORMED)
+        raise SpError(
+            "SP323",
+            "a transform of torch.func (vmap, grad, vjp, jacrev, is_grads_batched, jacobian(vectorize=True)) is not "
+            "supported over a program that was compiled with backend='sp'.",
+        )
 
 
 def _rows_of(x: Tensor, layout: Layout) -> Tensor:

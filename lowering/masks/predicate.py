@@ -108,7 +108,7 @@ def _folded(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
 
 
 def _unknown(expr: Any) -> SpError:
-    return SpError(f"a mask predicate can not use {type(expr).__name__}: {expr}")
+    return SpError("SP442", f"mask predicate: {type(expr).__name__} is not supported: {expr}.")
 
 
 # Intervals.
@@ -275,12 +275,16 @@ def parse(text: str) -> Any:
     try:
         expr = read_text(text, _LANGUAGE)
     except ValueError as error:
-        raise SpError(f"not a mask predicate: {text[:SHOWN_CHARACTERS]!r} ({error})") from error
+        raise _malformed(text, error) from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
     if not _is_condition(expr) or any(map(_is_condition, compared)):
         why = "it compares conditions" if any(map(_is_condition, compared)) else "it is not a condition"
-        raise SpError(f"not a mask predicate: {text[:SHOWN_CHARACTERS]!r} ({why})")
+        raise _malformed(text, why)
     return expr
+
+
+def _malformed(text: str, why: object) -> SpError:
+    return SpError("SP441", f"mask predicate: {text[:SHOWN_CHARACTERS]!r} is malformed: {why}.")
 
 
 def _is_condition(expr: Any) -> bool:
@@ -322,7 +326,7 @@ def _of_both_sides(text: str) -> bool:
 def check_known(text: str, known: Collection[str]) -> None:
     """SpError when the predicate reads a symbol that has no value."""
     if missing := sorted(symbols(text) - set(known)):
-        raise SpError(f"mask predicate {text!r}: no vector or size is given for {', '.join(missing)}")
+        raise SpError("SP443", f"mask predicate: {text!r} reads {', '.join(missing)}, which has no value.")
 
 
 class Linear(NamedTuple):

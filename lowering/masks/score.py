@@ -60,7 +60,7 @@ def parse(text: str) -> Any:
     try:
         return read_text(text, _LANGUAGE)
     except ValueError as error:
-        raise SpError(f"not a text about scores: {text[:SHOWN_CHARACTERS]!r} ({error})") from error
+        raise SpError("SP444", f"score text: {text[:SHOWN_CHARACTERS]!r} is malformed: {error}.") from error
 
 
 @lru_cache(maxsize=1024)
@@ -120,7 +120,7 @@ def _derivative(text: str) -> Any:
     known = (sympy.Add, sympy.Mul, sympy.Pow, *FUNCTIONS.values())
     strange = [one for one in sympy.preorder_traversal(found) if one.args and not isinstance(one, known)]
     if strange:
-        raise SpError(f"a text about scores needs a derivative: {text!r} has {strange[0]}")
+        raise SpError("SP445", f"score text: the derivative of {text!r} has {strange[0]}, which cannot be computed.")
     return found
 
 
@@ -132,7 +132,7 @@ def check(text: str) -> None:
     try:
         program.parse(text)
     except ValueError as error:
-        raise SpError(f"not a text about scores: {error}") from error
+        raise SpError("SP444", f"score text: {error}.") from error
 
 
 def _value(
@@ -150,6 +150,6 @@ def _value(
         return _value(expr.base, values, like, functions) ** float(expr.exp)
     name = next((name for name, (kind, _) in _FUNCTIONS.items() if isinstance(expr, kind)), None)
     if name is None:
-        raise SpError(f"a text about scores can not use {type(expr).__name__}: {expr}")
+        raise SpError("SP446", f"score text: {type(expr).__name__} is not supported: {expr}.")
     function = functions.get(name, _FUNCTIONS[name][1])
     return function(_value(expr.args[0], values, like, functions))

@@ -1,7 +1,6 @@
 """One spelling for what models spell in several ways, before anything is analysed. Values and gradients are unchanged.
 
     explicit           ops that read only an operand's dtype or device say so
-    one_hot_rows       rows of an identity matrix     ->  comparisons with all classes
     picked_elements    x[arange(N), y]                ->  gather
     written_lists      tensors that a loop writes row by row  ->  lists of rows
     reroll             loops over time, unrolled      ->  scans, and one body for all steps
@@ -10,7 +9,6 @@
     flex_attention     torch's, with its mask_mod     ->  the same, or sp.masked_attention with a predicate
     flash_functions    of the flash_attn package      ->  the same, or sp.masked_attention with a predicate
     varlen_attention   torch's, of packed documents   ->  sp.masked_attention, a document of each token
-    stack_heads        one attention per head         ->  one attention of all heads
     masks              masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     group_heads        repeated key and value heads   ->  enable_gqa
     repeats            repeat_interleave              ->  unsqueeze, expand, reshape

@@ -34,7 +34,7 @@ from sp_compile.passes.base import (
     registered,
 )
 from sp_compile.passes.collectives.merge.chains import check_reductions
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd import gradients  # noqa: F401 (an op)
@@ -69,7 +69,7 @@ class ScatterLayers(Passes):
             local = one.gm if one.changes else gm
         assumed, backward = one.assumed if one is not None else [], [n.name for n in tangents_of(gm.graph)]
         tangents = {name: made.get(name) or "of this program" for name in assumed if name in backward}
-        refusal = Note(f"not {SequenceParallelLinear.name}", "graph", f"group {ranks.group}", why)
+        refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
         self.notes = [refusal] if one is None else one.notes
         job.notes += self.notes
         if one is None:
@@ -159,7 +159,7 @@ class OwnExchanges(Passes):
         if same:
             changes = super().apply(gm, job)
         else:
-            job.notes.append(Note(f"not {SequenceParallelLinear.name}", "graph", "the whole graph", OTHER_PROGRAMS))
+            job.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         backward = closure(tangents_of(gm.graph), lambda node: node.users)
         job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes

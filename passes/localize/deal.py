@@ -25,7 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of, size_hint
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, shape_of, tensors_of
 from sp_compile.graph.fakes import fake_mode_of
 from sp_compile.graph.record import mark, record
@@ -35,7 +35,7 @@ from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.deal import dealt, fake_orders
 from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Settings
 from sp_compile.sharding.attention import strategy_of
 from sp_compile.sharding.placement import Shard
 
@@ -80,10 +80,7 @@ class Deal(Pass):
         length = given[0].frame.size if given else found[0][1]
         for call, frames in calls:
             if not all(same(frame[1], length) for frame in frames.values()):
-                raise SpError(
-                    f"{call.node.name} at {at(call.node)} has rows of another sequence than the one that "
-                    "layout='balanced' deals to ranks; use layout='auto'"
-                )
+                raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
         attends = [call for call, frames in calls if "q_frame" in frames]
         self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
@@ -121,7 +118,7 @@ class Deal(Pass):
 
     def _given(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """The order of the rows that the graph is given, as inputs."""
-        self.notes.append(Note(DEALT.name, "layout", "the whole graph", "rows come dealt, and stay so"))
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, "the balanced order of the inputs is kept"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
             values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
@@ -162,7 +159,7 @@ class Deal(Pass):
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
-        self.notes.append(Note(DEALT.name, "layout", "the whole graph", why))
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, why))
 
     def _write(self, call: Call, frames: Frames) -> None:
         node = call.node
@@ -180,7 +177,7 @@ class Deal(Pass):
             for part in list(node.users):
                 self._after(part, call["gather_dim"], frames["gather_frame"])
         elif node.target not in (sp.mask.default, sp.window.default):
-            raise SpError(f"{node.name} ({node.target}) at {at(node)} has no balanced layout; use layout='auto'")
+            raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
         call = Call(node)
         plain = {name: list(call[name])[:4] for name in frames}
         node.args, node.kwargs = call.rebuild(call.operands, **plain)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile._compat import graph_module, keep_calling_convention
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, is_tensor, results_read
 from sp_compile.graph.edit import INHERITED_META, Editor, drop_dead
 from sp_compile.graph.mutation import is_written
@@ -47,10 +47,7 @@ class Localize(Pass):
         plan = job.planned = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
-            raise SpError(
-                f"{first.node.name} at {at(first.node)} still demands ({first.kind}): {first.why}; "
-                "run a pass that claims it first, such as passes.gather.Gather"
-            )
+            raise SpError("SP913", f"{describe_node(first.node)} has a demand left ({first.kind}): {first.why}.")
         self.gm = _Localizer(gm, plan, job).run()
         return len(plan.wants)
 

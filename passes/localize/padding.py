@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import namespace_of
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.random import is_random
 from sp_compile.graph.record import record
@@ -33,15 +33,6 @@ from sp_compile.sharding.rule import lookup, transfer_of
 from sp_compile.sharding.rules.norms import CLASS_LOSSES
 from sp_compile.sharding.rules.pointwise import is_smooth, only_moves
 from sp_compile.sharding.windows import SHARD_WINDOWS
-
-UNDECLARED = (
-    "{name} ({op}) at {at} gives shards and does not declare what padded rows of them hold; register it with padded="
-    "'nearest', 'finite' or 'as given' (lowering/library.py)"
-)
-NOTICED = (
-    "{name} ({op}) at {at} reads padded rows of {operand} that are not duplicates of a valid row, and is not smooth: "
-    "sp::window has to restore them first"
-)
 
 
 def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
@@ -119,6 +110,10 @@ def _notices(user: Node, operand: int, plan: Plan, passes: Callable[[Node], bool
     return not passes(user)
 
 
+def _reads_padding(reader: str, operand: Node) -> SpError:
+    return SpError("SP924", f"{reader} reads padded rows of {operand.name} that do not repeat a valid row.")
+
+
 class PaddingProof:
     """Follows loose padded rows through a local graph, in its order."""
 
@@ -133,7 +128,7 @@ class PaddingProof:
             for x in node.all_input_nodes:
                 origin = record(x).origin
                 if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
-                    raise SpError(NOTICED.format(name="the output", op="output", at=at(x), operand=x.name))
+                    raise _reads_padding("the output", x)
             return
         if node.op != "call_function":
             return
@@ -147,13 +142,13 @@ class PaddingProof:
         sharded = any(isinstance(p, Shard) for p in results)
         declared = PADDED.get(node.target)
         if sharded and namespace_of(node.target) == "sp" and declared is None:
-            raise SpError(UNDECLARED.format(name=node.name, op=node.target, at=at(node)))
+            raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare what padded rows hold.")
         if source is None or source not in self.plan.wants or declared == "nearest":
             return
         read = list(self._loose_operands(node, source))
         for i, operand, is_cut in read:
             if _notices(source, i, self.plan, only_moves if is_cut else is_smooth):
-                raise SpError(NOTICED.format(name=node.name, op=node.target, at=at(node), operand=operand.name))
+                raise _reads_padding(describe_node(node), operand)
         goes_on = read and not drops_padding(source)
         if goes_on or _is_loose(source, self.plan, self.n):
             self.loose.add(node)

@@ -23,7 +23,7 @@ from sp_compile._compat import (
     follows,
     namespace_of,
 )
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import is_tensor, tensors_of
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, same, sizes
@@ -73,7 +73,7 @@ def _check_target(node: Node) -> None:
     target = node.target
     known = isinstance(target, (OpOverload, HigherOrderOperator))
     if not known and getattr(target, "__module__", "") not in PYTHON:
-        raise SpError(f"{node.name} at {at(node)} calls {target}, which is neither an op overload nor an operator")
+        raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
 
 
 def _check_waited(node: Node) -> None:
@@ -82,7 +82,7 @@ def _check_waited(node: Node) -> None:
         return
     for source in node.all_input_nodes:
         if is_under_way(source):
-            raise SpError(f"{node.name} ({node.target}) at {at(node)} reads {source.name} before it is waited for")
+            raise SpError("SP922", f"{describe_node(node)} reads {source.name} before its exchange has ended.")
 
 
 def _check_sorted(node: Node, known: set[Node]) -> None:
@@ -91,10 +91,8 @@ def _check_sorted(node: Node, known: set[Node]) -> None:
         if node.target is not sp.from_sorted.default:
             known.add(node)
         if namespace_of(node.target) == sp.name and node.target not in OF_SORTED:
-            raise SpError(
-                f"{node.name} ({node.target}) at {at(node)} would take rows by their place in the sequence that each "
-                "rank has sorted by a key for itself: put them back first (y[inverse], index_add)"
-            )
+            cause = f"{describe_node(node)} reads by position rows that each rank has sorted by a key."
+            raise SpError("SP309", cause)
 
 
 def _infer(node: Node, plan: Plan) -> None:
@@ -110,9 +108,7 @@ def _infer(node: Node, plan: Plan) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
     except Exception as e:
         shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if is_tensor(a)]
-        raise SpError(
-            f"{node.name} ({node.target}) at {at(node)} does not run on local operands of shapes {shapes}: {e}"
-        ) from e
+        raise SpError("SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {e}.") from e
 
 
 def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
@@ -123,8 +119,9 @@ def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
         expected, found = local_shape(placement, there, n), sizes(here.shape)
         if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
             raise SpError(
-                f"{node.name} ({node.target}) at {at(source)}: global shape {list(sizes(there.shape))} placed "
-                f"{placement} over {n} ranks must be {list(expected)} locally, but is {list(found)}"
+                "SP926",
+                f"{describe_node(node)}: expected the local shape {list(expected)} of the global shape "
+                f"{list(sizes(there.shape))}, placed {placement} over {n} ranks, got {list(found)}.",
             )
 
 

@@ -19,8 +19,10 @@ import torch
 from torch.fx import Node
 
 from sp_compile._compat import OpOverload
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call, is_tensor
 from sp_compile.graph.record import mark
+from sp_compile.passes.job import NoteKind
 from sp_compile.passes.propagate import SUMMAND
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.placement import Demand, Shard
@@ -39,7 +41,7 @@ class Gather(Rewrite):
         if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._reason(d) for d in demands)
-        raise self.error(node, f"{reasons}. fallback='error' forbids gathering it; use fallback='gather' or add a rule")
+        raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for demand in demands:
@@ -61,7 +63,7 @@ class Gather(Rewrite):
 
     def _gather(self, node: Node, demand: Demand) -> None:
         source = operand_of(node, demand.operand)
-        have, why = self.plan.of(source), self._reason(demand)
+        have = self.plan.of(source)
         mark(node, whole=True)  # propagation is not to begin a sequence here, of what is gathered or was whole
         if not isinstance(have, Shard):
             if have == SUMMAND:
@@ -75,7 +77,8 @@ class Gather(Rewrite):
                 whole = self.emit(op, args, source.meta["val"], node)
         replace_operand(node, demand.operand, whole)
         if node.op != "output":
-            self.note(node, why)
+            text = f"{demand.why} (global shape {list(source.meta['val'].shape)})"
+            self.note(node, text, kind=NoteKind.GATHERED)
 
 
 def operand_of(node: Node, index: int) -> Node:

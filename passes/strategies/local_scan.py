@@ -38,7 +38,7 @@ class SlowScans(Pass):
         for node in slow:
             fresh = to_sp_scan(self, node)
             why = f"{TORCH_SCANS[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
-            self.note(fresh, why, done="scan")
+            self.note(fresh, why, "scan")
         return len(slow)
 
 

@@ -6,22 +6,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import argument_name, size_hint
-from sp_compile.errors import NoSequence, SpError, at
+from sp_compile.errors import SpError, at, describe_node
 from sp_compile.graph.call import is_tensor
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind, Refusal, RefusalKind
 from sp_compile.passes.results import GATHER, options_of_results, why_whole
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
 from sp_compile.spmd.inputs import mark_across
 
-ALL = "the whole graph"
 BETWEEN_BREAKS = "a piece between graph breaks that has no sequence; every rank runs it whole"
-BEHIND_EAGER_CODE = (
+LOST_IN_EAGER_CODE = (
     "it has no sequence of its own, and what it is given is whole, as is all that eager code makes of a value in "
-    "shards; every rank runs it whole. Compute that in what is compiled, or name the sequence"
+    "shards; every rank runs it whole. Compute that in what is compiled."
 )
 
 
@@ -46,7 +45,10 @@ class MarkExchanges(Pass):
 
 
 class Sequences(Pass):
-    """Finds the sequences of the inputs. Raises SpError if a whole model has none, or fallback='error' needs one."""
+    """Finds the sequences of the inputs.
+
+    A complete model without one is the job's refusal. Raises SpError if fallback='error' needs a sequence on shards.
+    """
 
     requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
     provides = frozenset({"sequences"})
@@ -70,28 +72,25 @@ class Sequences(Pass):
 
     def _none(self, gm: GraphModule, inputs: list[Node], job: Job) -> None:
         names = [argument_name(node) for node in inputs if is_tensor(node)]
-        name_it = f"options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}"
+        name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.follows or job.fallback == "error"):
-            raise NoSequence(
-                "no sequence found: the model has no attention or scan whose dim could be followed to an input"
-                f"{_what_there_is(gm)}. Name it: {name_it}"
-            )
-        where = next((at(node) for node in gm.graph.nodes if node.op == "call_function"), ALL)
-        why = BETWEEN_BREAKS if job.fragment else f"{BEHIND_EAGER_CODE}: {name_it}"
-        self.notes.append(Note("replicated", "graph", where, why))
+            text = f"the model has no attention or scan whose dim could be followed to an input{_what_there_is(gm)}"
+            job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
+            return
+        kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {name_it}"
+        if job.fragment:
+            kind, text = NoteKind.REPLICATED, BETWEEN_BREAKS
+        lines = [at(node) for node in gm.graph.nodes if node.op == "call_function"]
+        self.notes.append(Note(kind, self.name, text, where=lines[0] if lines else "the graph"))
 
     def _nothing_sharded(self, inputs: list[Node], job: Job) -> None:
-        why = (
-            "nothing computed along the sequence can begin on shards of it, which is in no dim of its own; every rank "
-            "runs the whole"
-        )
+        why = "every rank runs the whole, as no op along the sequence, which has no dim of its own, can begin on shards"
         if job.seq_dims:
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
-            why += f". seq_dims={named}: do these name one sequence?"
+            why += f". seq_dims={named} may name several sequences"
         if job.fallback == "error":
-            ends = "" if job.seq_dims else "."
-            raise SpError(f"{why}{ends} fallback='error' forbids that; name the sequence with seq_dims")
-        self.notes.append(Note("replicated", "graph", ALL, why))
+            raise SpError("SP304", f"fallback='error': {why}.")
+        self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
 def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
@@ -99,15 +98,16 @@ def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
     for node, dims in found.items():
         if dims and node.name not in job.inputs:
             raise SpError(
-                f"inputs='local': dim {dims[0]} of {argument_name(node)} is the sequence, which the steps of the "
-                "program for the rows of one rank show only together (a loop over them, a scan in rounds or as a tree, "
-                "torch.scan), and of the whole there are other steps; pass whole inputs"
+                "SP306",
+                f"inputs='local': dim {dims[0]} of {argument_name(node)!r} is a sequence whose length sets the number "
+                "of steps of the program (a loop, a scan in rounds or as a tree, torch.scan).",
             )
     if not job.inputs:
         names = [argument_name(node) for node in found if is_tensor(node)]
         raise SpError(
-            "inputs='local': the sequence could not be followed to an input, where it is a part of a dim or has "
-            f"another length (before a concatenation, a pad, patches); name it: seq_dims, with an input out of {names}"
+            "SP307",
+            f"inputs='local': the sequence could not be followed to one of the inputs {names}, where it is a part of "
+            "a dim or has another length (before a concatenation, a pad, patches).",
         )
 
 
@@ -136,7 +136,7 @@ class LocalOutputs(Pass):
         for node, words in options_of_results(gm.graph.output_node(), job.outputs).items():
             why = _why_gathered(node, plan, words)
             if why not in ("", GATHER):
-                self.note(node.all_input_nodes[0], why, done="whole")  # what was made where the user says it
+                self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
         return 0
 
@@ -168,9 +168,9 @@ def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
             raise SpError(
-                f"outputs='local': {node.name} at {at(node)} has {have.frame.length} of {have.frame.size} positions "
-                f"on {n} ranks, so some rank's shard holds padding; use a length that the ranks divide, "
-                "or outputs='gather'"
+                "SP308",
+                f"outputs='local': {describe_node(node)} has {have.frame.length} of {have.frame.size} positions "
+                f"on {n} ranks, so the shard of some rank holds padding.",
             )
 
 

@@ -25,7 +25,7 @@ from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.sizes import Sizes
 from sp_compile.passes.base import Pass, Passes
-from sp_compile.passes.job import Job, Note
+from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.memory_order import KeepOrder
 from sp_compile.passes.localize.prove import Prove
@@ -147,9 +147,9 @@ class SequenceParallelLinear(Passes):
             self.layers, self.notes = [*work.layers.values()], work.notes
         except SpError as error:  # what cannot be scattered stays as it is
             work.planned = None
-            layers, why = work.layers.values(), str(error)
+            layers, why = work.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
-            self.notes = [Note(f"not {self.name}", "graph", f"group {job.ranks.group}", str(error))]
+            self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
         job.notes += self.notes
         if work.planned is None:
             self.gm = gm
@@ -161,4 +161,4 @@ class SequenceParallelLinear(Passes):
         group = ranks.group
         if dist.is_initialized() and known_process_group(group) and process_group(group).size() != ranks.n:
             found = process_group(group).size()
-            raise SpError(f"{self.name}: group {group!r} has {found} ranks, and not {ranks.n}: {ranks}")
+            raise SpError("SP907", f"ranks: expected {found} ranks, the size of group {group!r}, got {ranks.n}.")

@@ -28,7 +28,7 @@ from sp_compile.lowering.library import COMPOSITES
 from sp_compile.lowering.tiles.ops import tile_length
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note, RegionInTiles
+from sp_compile.passes.job import Job, Note, NoteKind, RegionInTiles
 from sp_compile.sharding.rule import lookup
 
 from .amount import PIECE, amounts, inside, makes_a_number, node_bytes
@@ -66,7 +66,7 @@ class Tiles(Pass):
         _make_now(gm)
         if isinstance(job.tiles, int) and not self.notes:
             why = "no product of a rank's rows with a weight makes them twice as wide"
-            self.notes.append(Note("not tiles", "graph", "the whole graph", why))
+            self.notes.append(Note(NoteKind.DECLINED, self.name, why))
         return 0
 
     def _may(self, view: TokenView, region: Region) -> bool:
@@ -92,21 +92,24 @@ class Tiles(Pass):
         late, ends = _late(view, region), at(view.source[region.nodes[-1]])
         made_by_tiles = self._emit(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inside(region)
-        way = "its gradients are made in the same loop" if program.at_once else "the backward computes it again"
+        recomputed = bool(program.gradients) and not program.at_once
+        way = "the backward computes it again" if recomputed else "its gradients are computed in the same loop"
         back = f"; {way}" if program.gradients else ""
-        again = "; the results that others read are made once more for them" if region.also else ""
-        if back and not program.at_once and any(has_policy(view.source[one]) for one in region.nodes):
-            again += "; its checkpoint's policy saves nothing of a tile"
+        again = "; the results that others read are computed once more for them" if region.also else ""
         self.note(
             node,
             f"{tiles} tiles of {length} of {total} rows: an inside of {_words(whole)} becomes "
             f"{_words(whole * length // total)}{back}{again}",
         )
+        if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
+            self.refused(node, "its checkpoint's policy saves nothing of a tile", "checkpoint_policy")
         if region.also:
             for one in region.nodes:
                 mark(view.source[one], again=True)
         of_tile = whole * length // total
-        made = RegionInTiles(node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends)
+        made = RegionInTiles(
+            node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends, recomputed, bool(region.also)
+        )
         job.tiled.append(made)
         view.source.update(made_by_tiles)  # what the next regions read
         return True

@@ -148,7 +148,7 @@ def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
-        raise SpError("capture runs inside a torch.compile backend; use capture_export for an exported program")
+        raise SpError("SP203", "capture is supported inside a backend of torch.compile only.")
     mode = context.fake_mode
 
     def fake(x: Any) -> Any:
@@ -213,7 +213,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     gm = inline_regions(source)
     for node in gm.graph.find_nodes(op="call_module"):
         if node.target != "_guards_fn":
-            raise SpError(f"{node.name}: a call of the module {node.target}; export the model with torch.export first")
+            raise SpError("SP204", f"capture_export: {node.name} is a call of the module {node.target}.")
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
     require_ops(gm, "capture_export")
@@ -228,7 +228,7 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
 def _only_mode(gm: GraphModule) -> FakeTensorMode | None:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
-        raise SpError("capture_export: every value has a fake mode of its own; use make_fx(..., tracing_mode='fake')")
+        raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
     return detect_fake_mode(values)
 
 
@@ -267,8 +267,7 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
         if changed is not None and len(names) > 1:
             other = next(n for n in names if n is not changed)
             raise WriteError(
-                f"the input {changed.name} is changed in place and shares memory with the input {other.name}; "
-                "pass a clone of one of them"
+                "SP221", f"The input {changed.name} is changed in place and shares memory with the input {other.name}."
             )
 
 
@@ -283,10 +282,8 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         if isinstance(value, FakeTensor) or is_functorch_tensor(value):
-            raise CaptureError(
-                f"{node.name}: a value inside torch.func escaped from its region, read at "
-                f"{', '.join(at(user) for user in node.users)}; keep the torch.func call out of the compiled region"
-            )
+            readers = ", ".join(at(user) for user in node.users)
+            raise CaptureError("SP215", f"{node.name}: a value of torch.func is read outside its region, at {readers}.")
         if node.target not in known:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,22 +14,22 @@ from sp_compile.graph.call import is_tensor
 from sp_compile.graph.mutation import functional_form, is_mutation
 
 aten = torch.ops.aten
+STRICT_EXPORT = "Export the program with strict=True, where collectives are functional."
 
 
 def require_ops(gm: GraphModule, name: str) -> None:
     """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
-    _refuse(gm, name, _is_no_op, "torch.export or make_fx; a graph of Dynamo is captured in a backend of torch.compile")
+    for node in gm.graph.nodes:
+        if call := _is_no_op(node):
+            raise SpError("SP204", f"{name}: {node.name} is {call}.")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
     """Raises SpError where an op changes a value, other than an input at the end of the program."""
-    _refuse(gm, name, _changes, "sp_compile.capture_export(program)")
-
-
-def _refuse(gm: GraphModule, name: str, fault: Callable[[Node], str], give: str) -> None:
     for node in gm.graph.nodes:
-        if why := fault(node):
-            raise SpError(f"{name}: {node.name}: {why}; give it a graph of {give}")
+        if _changes(node):
+            fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
+            raise SpError("SP206", f"{name}: {node.name}: {node.target} works in place.", fix)
 
 
 def _is_no_op(node: Node) -> str:
@@ -46,11 +45,14 @@ def _is_no_op(node: Node) -> str:
     return ""
 
 
-def _changes(node: Node) -> str:
-    """Why the node may change a value that is read elsewhere; an input is written back at the end of the program."""
+def _changes(node: Node) -> bool:
+    """Return whether the node may change a value that is read elsewhere.
+
+    An input is written back at the end of the program.
+    """
     target: Any = node.target
     if namespace_of(target) == "c10d":
-        return f"{target} works in place: export the program with strict=True, where collectives are functional"
+        return True
     written_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
     in_place = is_mutation(node) and functional_form(target) is not None and not written_back
-    return f"{target} works in place" if in_place or str(target) == "triton_kernel_wrapper_mutation" else ""
+    return in_place or str(target) == "triton_kernel_wrapper_mutation"

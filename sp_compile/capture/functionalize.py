@@ -34,6 +34,7 @@ from . import view_inverses
 from .aliases import Aliases
 
 aten = torch.ops.aten
+RENORM_BEFORE = "Leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model."
 WRONG_OF_COMPLEX = {aten.silu_.default: "x * x.sigmoid()"}
 
 
@@ -122,7 +123,7 @@ class _Functionalizer:
 
     def take_view(self, node: Node) -> Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise WriteError(f"{node.name}: {at(node)} is read after memory that it shares has changed; clone it")
+            raise WriteError("SP222", f"{node.name}: {at(node)} is read after memory that it shares has changed.")
         args, kwargs = self.now_in(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
@@ -142,10 +143,7 @@ class _Functionalizer:
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
-            raise WriteError(
-                f"{node.name}: {node.target} at {at(node)} changes the shape of an input; "
-                "use the variant without underscore"
-            )
+            raise WriteError("SP223", f"{node.name}: {node.target} at {at(node)} changes the shape of an input.")
         node.target = op
         node.args, node.kwargs = self.now_in(node)
         self.adopt(node)
@@ -177,17 +175,15 @@ class _Functionalizer:
         other = self.aliases.sharer(root)
         if other is not None:
             raise WriteError(
-                f"{node.name}: {at(node)} changes {root.name}, which shares memory with {other.name}; "
-                "pass a clone of one of them"
+                "SP221", f"{node.name}: {at(node)} changes {root.name}, which shares memory with {other.name}."
             )
         unrecorded = not self.aliases.grad or self.aliases.cut(target)
         if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
-            instead = "make a new tensor instead, for example x = x.clone()"
-            if node.target is aten.embedding_renorm_.default:
-                instead = "leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model"
             raise WriteError(
-                f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, while its "
-                f"gradient is wanted; {instead}"
+                "SP224",
+                f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, and its "
+                "gradient is needed.",
+                RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
             )
 
         if (
@@ -196,8 +192,10 @@ class _Functionalizer:
             and self.aliases.any_differentiable(node)
         ):
             raise SpError(
-                f"{node.name}: {node.target} at {at(node)} works on complex numbers, of which torch computes a wrong "
-                f"gradient in place, and none elsewhere; write {WRONG_OF_COMPLEX[node.target]}"
+                "SP227",
+                f"{node.name}: {node.target} at {at(node)} works in place on complex numbers, of which torch "
+                "computes a wrong gradient.",
+                f"Write {WRONG_OF_COMPLEX[node.target]} instead.",
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
@@ -256,10 +254,7 @@ class _Functionalizer:
         else:
             whole = view_inverses.invert(self.application(view), new, emit)
         if whole is None:
-            raise WriteError(
-                f"{node.name}: {at(node)} changes a view made by {view.target} at {at(view)}; "
-                "clone the view before changing it"
-            )
+            raise WriteError("SP225", f"{node.name}: {at(node)} changes a view made by {view.target} at {at(view)}.")
         return whole
 
     def application(self, view: Node) -> view_inverses.View:

@@ -98,8 +98,9 @@ def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None
         rows = [size_hint(x.meta["val"].shape[d]) for x, d in ((other, at_other), (node, dim))]
         if rows[0] != rows[1]:
             raise SpError(
-                f"inputs='local': dim {at_other} of {argument_name(other)} has {rows[0]} rows and dim {dim} of "
-                f"{argument_name(node)} {rows[1]}, of one sequence; name the inputs that come in shards: seq_dims"
+                "SP234",
+                f"inputs='local': expected as many rows in dim {at_other} of {argument_name(other)} as in dim {dim} of "
+                f"{argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
             )
 
 
@@ -110,8 +111,9 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
             extent = size(node.meta["val"].shape[dims[node.name]])
             if isinstance(extent, int):
                 raise SpError(
+                    "SP232",
                     f"inputs='local': dim {dims[node.name]} of {argument_name(node)} is compiled as the constant "
-                    f"{extent}, which the graph may hold as a number: its length is 1, or the program asks for it"
+                    f"{extent}: its length is 1, or the program reads it as a number.",
                 )
             symbols.add(extent)
     for node in nodes:
@@ -119,9 +121,9 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
         for d, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if dims.get(node.name) != d and size(extent) in symbols:
                 raise SpError(
-                    f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, "
-                    f"{extent}, so either may be the sequence; pass inputs of another size, or "
-                    "name the sequence in seq_dims"
+                    "SP233",
+                    f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, {extent}, "
+                    "so either may be the sequence.",
                 )
     return symbols
 
@@ -133,8 +135,9 @@ def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int
         if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
-                f"inputs='local': a branch or a shape of the program depends on its length: {of_it} is so of the "
-                "rows of one rank and not of the whole sequence; pass whole inputs"
+                "SP235",
+                f"inputs='local': a branch or a shape of the program depends on its length: {of_it} holds for the rows "
+                "of one rank, but not for the sequence.",
             )
 
 
@@ -187,10 +190,7 @@ def global_view(
     """
     fragment = is_fragment(gm)
     if fragment and "local" in (asked.inputs, asked.outputs):
-        raise SpError(
-            "inputs='local' and outputs='local' need a model without graph breaks, where a plain tensor is taken for a "
-            "whole one. outputs='lazy' keeps what crosses a break in shards"
-        )
+        raise SpError("SP231", "inputs='local' and outputs='local' are not supported with graph breaks.")
     _mark_inputs(gm, example_inputs)
     seq_dims = None if isinstance(asked.seq_dims, str) else _placeholder_names(gm, asked.seq_dims, fragment)
     inputs: dict[str, Placement] = {}
@@ -338,7 +338,7 @@ def _of_results(
         found = [i for i, (name, one) in enumerate(zip(names, made)) if key == name != one]
         found = found or [i for i, one in enumerate(made) if key in (i, one, re.sub(r"_\d+$", "", one))]
         if not found and not fragment:
-            raise SpError(f"outputs: no result is called {key!r}; the graph's results are {names}")
+            raise SpError("SP237", f"outputs: expected a result of {names}, got {key!r}.")
         for i in found:
             asked[i] = word
     return asked
@@ -367,9 +367,6 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
             continue
         if len(found) != 1:
             known = [argument_name(n) for n in tensors]
-            raise SpError(
-                f"seq_dims: no input is called {key!r}; the graph's tensor inputs are {known}; of one that is "
-                "given twice the first name counts"
-            )
+            raise SpError("SP236", f"seq_dims: expected a tensor input of {known}, got {key!r}.")
         out[found[0].name] = dim
     return out or None

@@ -119,14 +119,15 @@ class _Copy:
         index = _BODY_AT[node.target]
         ref = node.args[index]
         if not isinstance(ref, Node) or ref.op != "get_attr":
-            raise CaptureError(f"{node.name}: the body of {node.target} is not a sub-graph ({at(node)})")
+            raise CaptureError("SP216", f"{node.name}: the body of {node.target} at {at(node)} is not a sub-graph.")
         body = gm.get_submodule(ref.target)
         operands = bound(node.args[index + (2 if node.target is invoke_subgraph else 1) :])
         holes = body.graph.find_nodes(op="placeholder")
         if len(holes) != len(operands):
             raise CaptureError(
-                f"{node.name}: {node.target} passes {len(operands)} values to a body of {len(holes)} inputs "
-                f"({at(node)}); pass keyword arguments of the region by position"
+                "SP217",
+                f"{node.name}: {node.target} at {at(node)} passes {len(operands)} values to a body of {len(holes)} "
+                "inputs.",
             )
         if node.target in _CHECKPOINTS and self.grad[-1]:  # else nothing is kept; torch refuses draws in an inference's
             tags = tags or _recompute_tags(node, body)

@@ -79,10 +79,9 @@ class _Lower(Interpreter):
             raise
         except Exception as error:
             raise CaptureError(
+                "SP211",
                 f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {at(n)}: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. "
-                "Keep this call out of the compiled region (torch.compiler.disable), or write it with tensor ops "
-                "whose shapes do not depend on data"
+                f"{type(error).__name__}: {str(error).rstrip('.')}.",
             ) from error
 
     def run_without_grad(self, n: Node) -> Any:
@@ -176,7 +175,8 @@ class _Lower(Interpreter):
         lost = next((n for n in plain.graph.nodes if n.op == "call_function" and not has_derivative(n.target)), None)
         if lost is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values()):
             raise CaptureError(
-                f"{lost.target} at {at(first)} has no derivative below a transform of torch.func (vmap, grad, vjp, jvp)"
+                "SP214",
+                f"{lost.target} at {at(first)} has no derivative inside a transform of torch.func (vmap, grad, jvp).",
             )
         keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
         for n in plain.graph.nodes:
@@ -223,8 +223,9 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     late = [node for node in free if source < node]
     if late:
         raise CaptureError(
-            f"the hook registered at {at(hook)} reads {late[0].name}, which is computed after the tensor whose "
-            "gradient it changes has been used: register it right behind the tensor, before its first use"
+            "SP218",
+            f"The hook registered at {at(hook)} reads {late[0].name}, which is computed after the first use of the "
+            "tensor whose gradient the hook changes.",
         )
     inputs = list(source.graph.find_nodes(op="placeholder"))
     (source if source.op != "placeholder" else inputs[-1]).append(hook)

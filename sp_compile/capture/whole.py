@@ -36,14 +36,14 @@ def lowering() -> Iterator[None]:
     except Exception as error:
         if falls_back(error):
             raise
-        raise CaptureError(f"{type(error).__name__}: {error}") from error
+        raise CaptureError("SP213", f"{type(error).__name__}: {str(error).rstrip('.')}.") from error
 
 
 def why_unsplit(error: Exception) -> str:
     """Why a program runs as it was written after this error; "" if the error stays one."""
     if isinstance(error, CaptureError):
         return str(error)
-    return f"{NOT_TRACED} ({type(error).__name__}: {error})" if falls_back(error) else ""
+    return f"{NOT_TRACED} ({type(error).__name__}: {error})." if falls_back(error) else ""
 
 
 def warn_of_unsplit(subject: str, why: str) -> None:

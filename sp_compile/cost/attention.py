@@ -242,7 +242,9 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:
-            raise SpError(f"attention strategy {self.name!r}: sends= has to say what a rank sends in {self.op}")
+            raise SpError(
+                "SP981", f"sends: expected the bytes that a rank sends in {self.op}, got None in {self.name!r}."
+            )
 
     @property
     def op(self) -> Any:
@@ -283,7 +285,7 @@ def fastest(found: Iterable[Candidate]) -> Candidate:
     found = list(found)
     legal = [c for c in found if c.legal is None]
     if not legal:
-        raise SpError("attention: " + "; ".join(f"{c.kind}: {c.legal}" for c in found))
+        raise SpError("SP701", f"attention: {'; '.join(f'{c.kind}: {c.legal}' for c in found)}.")
     return min(legal, key=lambda c: (c.seconds, *_preference(c)))
 
 

@@ -39,7 +39,7 @@ GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
 class Exchange:
     """One collective of the local graph. Bytes are those that one rank sends, each way. layer: by its path.
 
-    shares: what a bucket of gradients sends for each layer whose they are.
+    shares: what a bucket of gradients sends for each layer whose they are. of_attention: whether it is an attention.
     """
 
     op: str
@@ -50,6 +50,7 @@ class Exchange:
     backward: Size
     layer: str = ""
     shares: tuple[tuple[str, Size], ...] = ()
+    of_attention: bool = False
 
     def of_all(self, times: Mapping[str, int]) -> list[Exchange]:
         """The exchanges that this one stands for where each layer is so many. Of a bucket of several, their bytes."""
@@ -122,7 +123,8 @@ def _exchange(call: Call, operands: list[Node], there: Size, back: Size) -> Exch
     name = node.target.__name__.split(".")[0]
     shares = _shares(node, back, values) if node.target is sp.reduce_grad.default else ()
     layer = shares[0][0] if len(shares) == 1 else layer_of(node)
-    return Exchange(name, node.name, _where(node), shown, there, back, layer, shares)
+    attends = strategy_of(node.target) is not None
+    return Exchange(name, node.name, _where(node), shown, there, back, layer, shares, attends)
 
 
 def _shares(node: Node, back: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:

@@ -68,7 +68,7 @@ class Machine:
         for f in fields(self):
             value, expected = getattr(self, f.name), _expected(f.name, getattr(self, f.name))
             if expected:
-                raise SpError(f"machine: {f.name}={value!r}: expected {expected}")
+                raise SpError("SP702", f"cost: {f.name}: expected {expected}, got {value!r}.")
 
     @staticmethod
     def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
@@ -84,7 +84,7 @@ class Machine:
         for name in override or {}:
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise SpError(f"machine: unknown constant {name!r}{hint}; known: {', '.join(known)}")
+                raise SpError("SP703", f"cost: unknown constant {name!r}{hint}, expected one of {', '.join(known)}.")
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def efficiency(self, kernel: str) -> float:

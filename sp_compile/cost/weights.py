@@ -95,10 +95,7 @@ def state_per_weight(optimizer: Any = None) -> float:
         state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
         given = f"{' '.join(repr(optimizer).split()):.80}"
-        raise SpError(
-            f"optimizer={given}: one like it makes no step on a small matrix ({error}): give its class or a function "
-            "that makes it of parameters, or leave it out for AdamW"
-        ) from error
+        raise SpError("SP704", f"optimizer: {given} makes no step on a small matrix ({error}).") from error
     return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
 
 

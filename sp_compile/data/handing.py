@@ -23,25 +23,25 @@ Parcel = tuple[bytes, list[torch.Tensor]]
 def spread(
     axes: Sequence[Ranks],
     mine: Message,
-    judge: Callable[[Sequence[Message]], str],
+    judge: Callable[[Sequence[Message]], SpError | None],
     merge: Callable[[Sequence[Message]], Mapping[str, str]] | None = None,
 ) -> Mapping[str, str]:
     """Say `mine` along one axis after the other, so that what it comes to is the same on all ranks of the mesh.
 
-    judge: why those who said this cannot go on; "" if they can. merge: what follows from what they said, for the next
-    axis; None: nothing, they have to say the same. Returns the fields in the end. Raises SpError on all ranks.
+    judge: the error of ranks that sent these messages; None without one. merge: what follows from what they said, for
+    the next axis; None: nothing, they have to say the same. Returns the fields in the end. Raises SpError on all ranks.
     """
     for ranks in axes:
         everyone = exchanged(ranks, mine) if ranks.exchanges else None
         if everyone is None:
             continue
         problem = judge(everyone)
-        if problem:
+        if problem is not None:
             mine = replace(mine, error=problem)
         elif merge is not None:
             mine = replace(mine, fields=merge(everyone))
-    if mine.error:
-        raise SpError(mine.error)
+    if mine.error is not None:
+        raise mine.error
     return mine.fields
 
 

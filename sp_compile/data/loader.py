@@ -26,13 +26,6 @@ from .sampler import share_of
 READS = ("all", "first")
 END = object()
 LENGTH = "batches of a replica"
-UNLIKE = "the ranks of this group read different data"
-ALIKE = "every rank makes the same loader over the same dataset, and sets the same epoch"
-SHARDS_ALREADY = (
-    "SequenceLoader: the loader's sampler is a DistributedSampler over {} ranks, so ranks that share a sequence would "
-    "get different batches: make the loader as for one device (shuffle=True), or give it a SequenceSampler of this mesh"
-)
-NOT_HERE = "SequenceLoader: this rank has no loader, and reads='all' has every rank read: pass one, or reads='first'"
 
 
 class SequenceLoader:
@@ -69,8 +62,9 @@ class SequenceLoader:
         drop_last: bool = False,
     ) -> None:
         if reads not in READS:
-            raise SpError(f"reads={reads!r}: expected one of {', '.join(map(repr, READS))}")
+            raise SpError("SP103", f"reads: expected one of {', '.join(map(repr, READS))}, got {reads!r}.")
         self.replica = replica = replica_of(mesh, mesh_dim, data_dims)
+        self.reads = reads
         self.hands_on = reads == "first" and bool(replica.sequence)
         self.reader = not self.hands_on or replica.first
         self.seed, self.drop_last = seed, drop_last
@@ -80,17 +74,19 @@ class SequenceLoader:
         self._at = {"epoch": 0}
         self._batches = self._behind = 0
         self._known: int | None = None
-        self._problem = SpError(NOT_HERE) if self.reader and loader is None else None
-        if self.reader and self._problem is None:
+        self._problem: SpError | None = None
+        if self.reader:
             try:
                 self.loader, self.indexed = self._dealt_out(loader)
-            except SpError as problem:  # said with the others, who would wait
+            except SpError as problem:  # raised together with the other ranks, which would wait
                 self._problem = problem
         self._compare("makes", {})
         self._asks = bool(replica.axes) and (self.hands_on or not self.indexed)
 
     def _dealt_out(self, loader: Any) -> tuple[Any, bool]:
         """The loader of this replica; whether it yields only its batches."""
+        if loader is None:
+            raise SpError("SP801", f"loader: expected a loader on this rank with reads={self.reads!r}, got None.")
         at_random = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if not at_random:
             return loader, False
@@ -98,7 +94,11 @@ class SequenceLoader:
         place = (self.replica.n, self.replica.rank)
         if isinstance(sampler, DistributedSampler):
             if (sampler.num_replicas, sampler.rank) != place:
-                raise SpError(SHARDS_ALREADY.format(sampler.num_replicas))
+                raise SpError(
+                    "SP802",
+                    f"loader: its sampler is a DistributedSampler over {sampler.num_replicas} ranks, so ranks that "
+                    "share a sequence would get different batches.",
+                )
             place = (1, 0)
         batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         mine = ShardedBatches(batches, place[1], place[0], self.drop_last, self.seed, self._at)
@@ -142,8 +142,9 @@ class SequenceLoader:
         if hasattr(self.loader, "load_state_dict") and "loader" in state:
             if state["replicas"] != self.replica.n:
                 raise SpError(
-                    f"the loader's own state is of one of {state['replicas']} data-parallel replicas, and there are "
-                    f"{self.replica.n}: resume on as many, or with a DataLoader, which has no state of its own"
+                    "SP803",
+                    f"state: expected the loader's own state of one of {self.replica.n} data-parallel replicas, got "
+                    f"that of one of {state['replicas']}.",
                 )
             self.loader.load_state_dict(state["loader"])
 
@@ -188,12 +189,11 @@ class SequenceLoader:
                     parcel = packed(batch)
             except Exception as error:
                 failure = error
-            problem = _failure_of(failure) if failure else ""
+            problem = _failure_of(failure) if failure else None
             has = {"batch": "none" if parcel is END else "one"}
             try:
-                said = spread(
-                    self.replica.axes, Message("reads", "a batch", number, has, error=problem), _fails, _least
-                )
+                mine = Message("reads", "a batch", number, has, error=problem)
+                said = spread(self.replica.axes, mine, _failure, _least)
             except SpError as told:
                 raise told from failure
             if said["batch"] == "none":
@@ -206,10 +206,10 @@ class SequenceLoader:
         facts = {"seed": str(self.seed), "drop_last": str(self.drop_last), **fields}
         if self.reader and problem is None:
             facts[LENGTH] = str(self._length())
-        mine = Message(doing, "a SequenceLoader", 0, facts, error=_failure_of(problem) if problem else "")
-        said = spread(self.replica.axes, mine, _unlike, _all_fields)
-        if problem is not None:  # with nobody to tell
+        if problem is not None and not self.replica.axes:
             raise problem
+        mine = Message(doing, "a SequenceLoader", 0, facts, error=_failure_of(problem) if problem else None)
+        said = spread(self.replica.axes, mine, _unlike, _all_fields)
         self._known = int(said[LENGTH]) if said.get(LENGTH, "None") != "None" else None
 
 
@@ -233,21 +233,31 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}"[:500]
 
 
-def _failure_of(error: Exception) -> str:
+def _failure_of(error: Exception) -> SpError:
+    """Return the error that the ranks report together."""
+    found = error if isinstance(error, SpError) else SpError("SP806", f"{type(error).__name__}: {error}."[:500])
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return f"rank {rank} could not read: {_words(error)}"
+    return found.with_context(f"rank {rank} could not read: ")
 
 
-def _fails(everyone: Sequence[Message]) -> str:
-    return "\n".join(dict.fromkeys(one.error for one in everyone if one.error)) or different_work(everyone)
+def _failure(everyone: Sequence[Message]) -> SpError | None:
+    """Return the first error of these ranks, with those of the others; None without one."""
+    failed = {str(one.error): one.error for one in everyone if one.error is not None}
+    if not failed:
+        return different_work(everyone)
+    (first, *_), (_, *others) = failed.values(), failed
+    return SpError(first.code, "\n".join([first.cause, *others]), first.fix)
 
 
 def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
     return {name: value for one in everyone for name, value in one.fields.items()}
 
 
-def _unlike(everyone: Sequence[Message]) -> str:
-    return _fails(everyone) or unlike_fields(everyone, UNLIKE, ALIKE)
+def _unlike(everyone: Sequence[Message]) -> SpError | None:
+    if failed := _failure(everyone):
+        return failed
+    different = unlike_fields(everyone, "the ranks of this group read different data")
+    return SpError("SP807", different) if different else None
 
 
 def _least(everyone: Sequence[Message]) -> dict[str, str]:

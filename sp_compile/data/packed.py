@@ -40,9 +40,9 @@ def packed(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
         if type(value) in (list, tuple):
             return {"of": type(value).__name__, "is": [text(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise SpError(
-            f"{where} is a {type(value).__name__}, which one rank cannot hand to others: a batch is made of tensors, "
-            "numpy arrays, dicts, lists, tuples, str, int, float, bool and None. Convert it in collate_fn, or let "
-            "every rank read: reads='all'"
+            "SP805",
+            f"{where}: expected tensors, numpy arrays, dicts, lists, tuples, str, int, float, bool or None, got "
+            f"{type(value).__name__}.",
         )
 
     return json.dumps(text(batch, "batch")).encode(), tensors

@@ -47,7 +47,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _of_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
-            raise SpError(f"data_dims={data_dims!r} names axes of a mesh of several axes, and none is given")
+            raise SpError("SP811", f"data_dims: {data_dims!r} names axes, but mesh does not have several axes.")
         ranks = resolve(mesh, mesh_dim) if isinstance(mesh, DeviceMesh) else ranks_of(mesh)
     return _of_group(ranks)
 
@@ -55,19 +55,19 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
 def _of_axes(mesh: DeviceMesh, mesh_dim: str | None, data_dims: str | Sequence[str] | None) -> Replica:
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names:
-        raise SpError(f"mesh: its {mesh.ndim} axes have no names: pass mesh_dim_names=('dp', 'sp') to init_device_mesh")
+        raise SpError("SP812", f"mesh: expected names of the {mesh.ndim} axes, got None.")
     if coordinate is None:
-        raise SpError(f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}")
+        raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
     given = [data_dims] if isinstance(data_dims, str) else data_dims
     for name in [*(given or ()), *([mesh_dim] if mesh_dim is not None else ())]:
         if name not in names:
-            raise SpError(f"mesh: it has no axis {name!r}, only {names}")
+            raise SpError("SP114", f"mesh: expected an axis {name!r}, got {names}.")
     if given is not None and mesh_dim in given:
-        raise SpError(f"data_dims: {mesh_dim!r} is the axis of the sequence, whose ranks take the same batches")
+        raise SpError("SP813", f"data_dims: {mesh_dim!r} is the axis of the sequence.")
     alike = SAME_BATCH.union({mesh_dim}, *(strategy.axes for strategy in STRATEGIES.values()))
     different = set(given) if given is not None else set(names) - alike
     if len(different) == len(names):
-        raise SpError(f"mesh: none of its axes {names} is one of the sequence: name it by mesh_dim")
+        raise SpError("SP814", f"mesh: expected an axis of the sequence, got {names}.")
     rank, n = 0, 1
     axes = [Ranks(mesh.size(i), mesh.get_group(i).group_name) for i in range(mesh.ndim)]
     for name, at, ranks in zip(names, coordinate, axes, strict=True):
@@ -92,7 +92,7 @@ def _of_group(ranks: Ranks) -> Replica:
     groups = sorted({tuple(one) for one in everyone}, key=min)
     if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
         raise SpError(
-            f"mesh: the groups {groups} are not the {world.n} ranks of the default process group in equal pieces, so "
-            "it is open who takes which batch: pass a DeviceMesh of all of them, as ('dp', 'sp')"
+            "SP815",
+            f"mesh: expected groups of equal size over the {world.n} ranks of the default process group, got {groups}.",
         )
     return Replica(groups.index(tuple(members)), len(groups), first, (ranks,), (ranks, world))

@@ -63,7 +63,8 @@ def share_of(taken: int, replicas: int, now: int, at_once: int = 1) -> int:
     """How often each of `now` replicas takes so many samples at once until they have those that each of others took."""
     if taken * replicas % (now * at_once):
         raise SpError(
-            f"the state is of {replicas} data-parallel replicas that have taken {taken} samples each, which {now} that "
-            f"take {at_once} at once cannot have taken: save at a multiple, or resume on as many"
+            "SP804",
+            f"state: {replicas} data-parallel replicas have taken {taken} samples each, which {now} replicas that take "
+            f"{at_once} at once cannot have taken.",
         )
     return taken * replicas // (now * at_once)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.config import Mesh, Ranks, ranks_of
+from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
@@ -138,7 +139,7 @@ class AttentionCall(RankCall):
             return n // (self.width or 1)
         return 1 + hops_of_window(given.window, rows, n)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[SpError]:
         for name in self.others:
             yield unknown("option", name, OPTION_NAMES)
         yield from self._wrong_operands()
@@ -148,79 +149,91 @@ class AttentionCall(RankCall):
         yield from self._wrong_dropout()
         yield from self._wrong_sinks()
 
-    def _wrong_operands(self) -> Iterator[str]:
+    def _wrong_operands(self) -> Iterator[SpError]:
         q, k, v, shapes = self.q, self.k, self.v, self._shapes()
         fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]
         if not fits or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
-            yield f"expected q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E), got {shapes}"
+            wanted = "q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E)"
+            yield SpError("SP504", f"q, k, v: expected {wanted}, got {shapes}.")
         if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-            yield f"q, k, v are of one floating-point dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            got = f"{q.dtype}, {k.dtype}, {v.dtype}"
+            yield SpError("SP505", f"q, k, v: expected one floating-point dtype, got {got}.")
         if not (q.device == k.device == v.device):
-            yield f"q, k, v are on one device, got {q.device}, {k.device}, {v.device}"
+            yield SpError("SP506", f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}.")
 
-    def _wrong_layout(self) -> Iterator[str]:
+    def _wrong_layout(self) -> Iterator[SpError]:
         given, n = self.options, self.ranks.n
         yield from wrong_choice("layout", given.layout, HELD)
         chunks = LAYOUTS[given.layout].chunks
         if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
-            yield f"{given.layout} shards are two equal chunks, but their lengths are odd ({self._shapes()})"
+            yield SpError("SP454", f"layout: expected even lengths for {given.layout!r}, got {self._shapes()}.")
         for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
             rows = x.shape[2] * n
             if whole is not None and not 0 < whole <= rows:
-                yield f"{name}={whole}: expected 1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
+                limits = f"1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
+                yield SpError("SP507", f"{name}: expected {limits}, got {whole}.")
 
-    def _wrong_heads(self) -> Iterator[str]:
+    def _wrong_heads(self) -> Iterator[SpError]:
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
         if kv_heads == 0 or heads % kv_heads:
-            yield f"the {kv_heads} key heads do not divide the {heads} query heads ({self._shapes()})"
+            divisor = f"a divisor of the {heads} query heads"
+            yield SpError("SP451", f"k: expected {divisor} as key heads, got {kv_heads} ({self._shapes()}).")
         yield from wrong_choice("kv_grads", self.kv_grads, tuple(WAYS_HOME))
         if width is None:
-            yield "hybrid_attention: pass ulysses=..., or a mesh with axes ('ring', 'ulysses')"
+            yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
         elif width < 1 or n % width or heads % width:
-            yield (
-                f"{self.way.name}: {width} ranks that share heads must divide the {n} ranks and the {heads} "
-                "query heads; use ring_attention, gathered_attention, or another hybrid"
+            yield SpError(
+                "SP453",
+                f"{self.way.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that share "
+                f"heads, got {width}.",
             )
 
-    def _wrong_masks(self) -> Iterator[str]:
+    def _wrong_masks(self) -> Iterator[SpError]:
         given, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
         if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
-            yield f"window={given.window}: expected at least 1 (an int), which is each query's own position"
+            what = "an int of at least 1, each query's own position"
+            yield SpError("SP507", f"window: expected {what}, got {given.window}.")
         x = given.documents
         if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
-            yield (
-                f"documents are whole on every rank, (B|1, S) with S = {whole[0]} queries and {whole[1]} "
-                f"keys, got {list(x.shape)}"
+            yield SpError(
+                "SP504",
+                f"documents: expected (B|1, S) with S = {whole[0]} queries and {whole[1]} keys of all ranks, got "
+                f"{list(x.shape)}.",
             )
         if x is not None and (x.is_floating_point() or x.is_complex()):
-            yield f"documents are integers, got {x.dtype}"
+            yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
         full, x = (*self.q.shape[:2], *whole), given.attn_mask
         if x is None:
             return
         if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
-            yield f"attn_mask is whole on every rank, it broadcasts to {list(full)}, got {list(x.shape)}"
+            wanted = f"a shape that broadcasts to {list(full)}, with the rows of all ranks"
+            yield SpError("SP504", f"attn_mask: expected {wanted}, got {list(x.shape)}.")
         if x.dtype != torch.bool and not x.is_floating_point():
-            yield f"attn_mask is bool (True: may attend) or floating-point (added), got {x.dtype}"
+            wanted = "bool (True: may attend) or floating-point (added)"
+            yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
         merged = self.way.merges or bool(given.lookups()[-1])
         if given.check and merged and x.is_floating_point() and not x.is_meta and _holds_fills(x):
-            yield (
-                "attn_mask holds large finite numbers, whose log-sum-exps cannot be merged over blocks of "
-                "keys; use -inf, or a bool mask"
+            yield SpError(
+                "SP455",
+                "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
+                "blocks of keys.",
             )
 
-    def _wrong_dropout(self) -> Iterator[str]:
+    def _wrong_dropout(self) -> Iterator[SpError]:
         p, seed = self.options.dropout_p, self.options.seed
         if not 0 <= p < 1:
-            yield f"dropout_p={p}: expected 0 <= dropout_p < 1"
+            yield SpError("SP507", f"dropout_p: expected 0 <= dropout_p < 1, got {p}.")
         if isinstance(seed, Tensor) and (seed.dtype != torch.int64 or seed.ndim):
-            yield f"seed is an int or an int64 tensor of shape (), got {seed.dtype} {list(seed.shape)}"
+            got = f"{seed.dtype} {list(seed.shape)}"
+            yield SpError("SP502", f"seed: expected an int or an int64 tensor of shape (), got {got}.")
 
-    def _wrong_sinks(self) -> Iterator[str]:
+    def _wrong_sinks(self) -> Iterator[SpError]:
         x, heads = self.options.sinks, self.q.shape[1]
         if x is not None and (x.shape != (heads,) or not x.is_floating_point() or x.device != self.q.device):
-            yield (
-                f"sinks are floating-point numbers, one for each of the {heads} query heads, on q's device "
-                f"({self.q.device}), got {x.dtype} {list(x.shape)} on {x.device}"
+            yield SpError(
+                "SP504",
+                f"sinks: expected one floating-point number for each of the {heads} query heads, on {self.q.device}, "
+                f"got {x.dtype} {list(x.shape)} on {x.device}.",
             )
 
     def _shapes(self) -> str:

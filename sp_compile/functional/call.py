@@ -24,18 +24,19 @@ HELD = tuple(name for name, order in LAYOUTS.items() if not order.dealt)
 """The layouts of shards that are held by hand: somebody has cut them, before the call."""
 
 
-def require(name: str, problem: str | None, describe: Callable[[], str], ranks: Ranks | None, same: str = "") -> None:
+def require(
+    name: str, problem: SpError | None, describe: Callable[[], str], ranks: Ranks | None, same: str = ""
+) -> None:
     """Raise SpError if there is a problem: on all `ranks` if on any, and there as well if their calls differ.
 
     describe: what must be the same on every rank, or exchanges would not meet; same: that in words. ranks: None of a
     call whose ranks are not compared.
     """
-    problem = "" if problem is None else f"{name}: {problem}"
+    error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
-        call = {} if problem else {"": describe()}
-        agree(ranks, Message(CALLS, name, fields=call, error=problem), f"{name}: the ranks' calls differ", same)
-    if problem:
-        raise SpError(problem)
+        agree(ranks, Message(CALLS, name, fields={} if error else {"": describe()}, error=error), same)
+    if error:
+        raise error
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class RankCall(ABC):
     """What must be the same on all ranks, in words."""
 
     @abstractmethod
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the call. Those behind a problem may take for granted that there is none before them."""
+    def problems(self) -> Iterator[SpError]:
+        """Yield what is wrong with the call; each check may assume that those before it found nothing."""
 
     @abstractmethod
     def description(self) -> str:
@@ -103,45 +104,45 @@ def needs_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def wrong_tensors(**given: object) -> Iterator[str]:
-    """Is each a strided tensor?"""
+def wrong_tensors(**given: object) -> Iterator[SpError]:
+    """Yield an error for each that is not a strided tensor."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            yield f"{name} is a tensor, got {type(x).__name__}"
+            yield SpError("SP502", f"{name}: expected a tensor, got {type(x).__name__}.")
         elif x.layout is not torch.strided:
-            yield f"{name} is a strided tensor, got {x.layout}"
+            yield SpError("SP502", f"{name}: expected a strided tensor, got {x.layout}.")
 
 
-def wrong_dtypes(**given: object) -> Iterator[str]:
-    """Is each a dtype, or None?"""
+def wrong_dtypes(**given: object) -> Iterator[SpError]:
+    """Yield an error for each that is neither a dtype nor None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, torch.dtype):
-            yield f"{name}={value!r}: expected a torch.dtype"
+            yield SpError("SP502", f"{name}: expected a torch.dtype, got {value!r}.")
 
 
-def wrong_flags(**given: object) -> Iterator[str]:
-    """Is each a bool?"""
+def wrong_flags(**given: object) -> Iterator[SpError]:
+    """Yield an error for each that is not a bool."""
     for name, value in given.items():
         if not isinstance(value, bool):
-            yield f"{name}={value!r}: expected True or False"
+            yield SpError("SP502", f"{name}: expected True or False, got {value!r}.")
 
 
-def wrong_choice(name: str, value: object, known: Sequence[str]) -> Iterator[str]:
-    """Is the value one of these?"""
+def wrong_choice(name: str, value: object, known: Sequence[str]) -> Iterator[SpError]:
+    """Yield an error if the value is not one of these."""
     if value not in known:
-        yield f"{name}={value!r}: expected {' or '.join(map(repr, known))}"
+        yield SpError("SP507", f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}.")
 
 
-def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
-    """Is dim one of the shape's?"""
+def wrong_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpError]:
+    """Yield an error if the argument `name` is not a dim of the shape."""
     ndim = max(len(shape), 1)
-    if not isinstance(dim, int):
-        yield f"dim is an int, got {type(dim).__name__}"
-    if not -ndim <= dim < ndim:
-        yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        yield SpError("SP502", f"{name}: expected an int, got {dim!r}.")
+    elif not -ndim <= dim < ndim:
+        yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
 
 
-def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> str:
-    """The problem with a word that is none of these."""
+def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> SpError:
+    """Return the error of a word that is none of these."""
     guess = did_you_mean(word, known) if meant is None else f" (did you mean {meant!r}?)"
-    return f"unknown {kind} {word!r}{guess}; known: {', '.join(known)}"
+    return SpError("SP501", f"Unknown {kind} {word!r}{guess}, expected one of {', '.join(known)}.")

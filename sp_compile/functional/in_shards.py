@@ -31,7 +31,7 @@ def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
     if isinstance(x, DTensor):
         return _of_dtensor(x, dim)
     if dim is None or not -x.ndim <= dim < x.ndim:
-        raise SpError(f"in_shards: dim={dim}: which dim of {list(x.shape)} are the rows of?")
+        raise SpError("SP546", f"dim: expected a dim of the rows of shape {list(x.shape)}, got {dim}.")
     ranks = ranks_of(mesh)
     return _made(x, dim % x.ndim, ranks, ranks.n * x.shape[dim])
 
@@ -45,8 +45,9 @@ def _of_dtensor(x: DTensor, dim: int | None) -> Tensor:
     ):
         wanted = f"Shard({dim})" if dim is not None else "Shard(dim)"
         raise SpError(
-            f"in_shards: the DTensor has {x.placements} on a mesh of {x.device_mesh.ndim} axes; expected {wanted} on a "
-            "mesh of one axis: redistribute it"
+            "SP547",
+            f"x: expected a DTensor with {wanted} on a mesh of one axis, got {x.placements} on a mesh of "
+            f"{x.device_mesh.ndim} axes.",
         )
     ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
     rows = x.to_local()

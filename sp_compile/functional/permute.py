@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from sp_compile import _compat
 from sp_compile._compat import FakeTensor
 from sp_compile.config import Mesh, Ranks, ranks_of
+from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, PermuteProblem, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.spmd.agree import answers
 from sp_compile.spmd.control.message import CALLS
 
-from .call import RankCall, needs_gradient, operator_or_body, require, wrong_tensors
+from .call import RankCall, needs_gradient, operator_or_body, require, wrong_dim, wrong_tensors
 
 sp = torch.ops.sp
 
@@ -99,42 +100,37 @@ class PermuteCall(RankCall):
         ndim, ranks = self.x.ndim, self.ranks
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[SpError]:
         yield from wrong_tensors(x=self.x)
         yield from self._wrong_dims()
         if isinstance(self.x, DTensor):
-            yield "x is a DTensor, whose shards DTensor moves: x.redistribute(...), or pass x.to_local()"
+            yield SpError("SP541", "x: expected a plain tensor, got a DTensor.")
         yield from self._wrong_sizes()
         yield from self._wrong_out()
 
-    def _wrong_dims(self) -> Iterator[str]:
+    def _wrong_dims(self) -> Iterator[SpError]:
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
-            dim = getattr(self, name)
-            if not isinstance(dim, int) or isinstance(dim, bool):
-                yield f"{name} is an int, got {dim!r}"
-            elif not -ndim <= dim < ndim:
-                yield f"{name}={dim} is out of range for x of shape {shape}: expected {-ndim} to {ndim - 1}"
+            yield from wrong_dim(shape, getattr(self, name), name)
         dims = [self.scatter_dim, self.gather_dim]
         if ndim and all(isinstance(dim, int) for dim in dims) and len({dim % ndim for dim in dims}) == 1:
-            yield (
-                f"scatter_dim and gather_dim are both dim {dims[0] % ndim} of x, of shape {shape}; pass two dims, or "
-                "exchange the blocks of one dim by torch.distributed.all_to_all_single"
-            )
+            yield SpError("SP542", f"scatter_dim, gather_dim: both are dim {dims[0] % ndim} of x of shape {shape}.")
 
-    def _wrong_sizes(self) -> Iterator[str]:
+    def _wrong_sizes(self) -> Iterator[SpError]:
         n, shape = self.ranks.n, list(self.x.shape)
         size = shape[self.scatter_dim]
         if size % n:
             whole = [*shape]
             whole[self.gather_dim] *= n
             more = -(-size // n) * n
-            yield (
-                f"{n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)}; x has shape {shape} on "
-                f"each rank, {whole} in all. Pad that dim to {more}, or use a number of ranks that divides it"
+            yield SpError(
+                "SP543",
+                f"scatter_dim: {n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)} of x, of "
+                f"shape {shape} on each rank and {whole} in all.",
+                f"Pad that dim to {more}, or use a number of ranks that divides it.",
             )
 
-    def _wrong_out(self) -> Iterator[str]:
+    def _wrong_out(self) -> Iterator[SpError]:
         out, x = self.out, self.x
         if out is None:
             return
@@ -143,11 +139,12 @@ class PermuteCall(RankCall):
             return
         shape = self._problem().shape
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
-            yield (f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {shape} {x.dtype} on {x.device}")
+            got = f"{list(out.shape)} {out.dtype} on {out.device}"
+            yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.")
         if _may_overlap(out):
-            yield f"out {shape} has strides {list(out.stride())}, by which elements may lie in one place"
+            yield SpError("SP544", f"out: elements of shape {shape} overlap by strides {list(out.stride())}.")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-            yield "out= is not differentiable; leave it out, detach x and out, or call under torch.no_grad()"
+            yield SpError("SP545", "out: a gradient is not supported with out=.")
 
 
 def _may_overlap(x: Tensor) -> bool:
@@ -171,7 +168,8 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     """
     ranks = ranks_of(group)
     device = _device(device)
-    problem = None if isinstance(size, int) and size > 0 else f"size={size!r}: expected a positive number of bytes"
+    fits = isinstance(size, int) and size > 0
+    problem = None if fits else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
     compared = ranks if ranks.n > 1 else None
     require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
     buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None

@@ -31,10 +31,7 @@ from .call import (
 from .scan_shards import Shards, may_overflow, never_overflows, ungrouped, wrapped
 
 sp = torch.ops.sp
-UNGROUPED_IDS = (
-    "segment_ids are not grouped: an id comes again after another one. Sort x by them or, if every run of equal ids is "
-    "a segment of its own, pass runs=True"
-)
+UNGROUPED_IDS = "segment_ids: an id occurs again after another id."
 _SYNONYMS = {
     **dict.fromkeys(("add", "plus", "cumsum"), "sum"),
     **dict.fromkeys(("mul", "product", "cumprod"), "prod"),
@@ -120,7 +117,7 @@ class ScanCall(ShardCall):
             return
         if shards.ungrouped(ids, self._dim_of(ids)):
             # All ranks see the same ids, so all of them raise.
-            raise SpError(f"{self.name}: {UNGROUPED_IDS}")
+            raise SpError("SP527", f"{self.name}: {UNGROUPED_IDS}")
 
     def description(self) -> str:
         x, ids = self.x, self.segments
@@ -169,67 +166,67 @@ class ScanCall(ShardCall):
             problem = self._overflow(exact, places[0], dtype) if places else None
             require(self.name, problem, lambda: "no problem", self.compared)
 
-    def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> str:
+    def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> SpError:
         value, where = f"{exact[tuple(index)].item():.6g}", f"at index {tuple(index)}"
         wider = "torch.int64" if dtype is not torch.int64 else "torch.float64, which rounds,"
-        hint = f"pass dtype={wider} or check=False to let it wrap round"
-        return f"the {self.op} is about {value} {where}, which {dtype} cannot hold; {hint}"
+        fix = f"Pass dtype={wider} or check=False to let it wrap around."
+        return SpError("SP528", f"x: the {self.op} is about {value} {where}, which {dtype} cannot hold.", fix)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
             yield unknown("op", self.op, MONOIDS, _SYNONYMS.get(self.op))
         yield from wrong_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].selects:
-            yield f"indices=True is for max and min, a {self.op} is at no index"
+            yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
         if self.shards is not None:
             yield from self.shards.problems(self.x.shape, self.dim)
 
-    def _wrong_kinds(self) -> Iterator[str]:
-        """What the other checks would stumble over."""
+    def _wrong_kinds(self) -> Iterator[SpError]:
+        """Yield what would make the other checks fail."""
         yield from wrong_tensors(x=self.x)
         if self.segments is not None or self.name == "segmented_scan":
             yield from wrong_tensors(segment_ids=self.segments)
         yield from wrong_dtypes(dtype=self.dtype, accumulate_dtype=self.accumulate)
         yield from wrong_flags(exclusive=self.exclusive, reverse=self.reverse, runs=self.runs)
         if not isinstance(self.op, str):
-            yield f"op={self.op!r}: expected one of {', '.join(MONOIDS)}"
+            yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
-    def _wrong_dtypes(self) -> Iterator[str]:
+    def _wrong_dtypes(self) -> Iterator[SpError]:
         given, result = self.x.dtype, self.result
         for dtype in (given, result):
             if not scannable(dtype) and not dtype.is_complex:
-                yield f"{dtype} is not supported; cast x, or pass dtype="
+                yield SpError("SP522", f"x, dtype: {dtype} is not supported.")
         if given.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
-            yield f"x needs a gradient, which a result in {result} does not have; detach x, or pass another dtype"
+            yield SpError("SP523", f"dtype: x needs a gradient, which a result in {result} does not have.")
         if given.is_complex or result.is_complex:
-            yield f"complex numbers are not supported, got {given if given.is_complex else result}"
+            yield SpError("SP524", f"x, dtype: {given if given.is_complex else result} is not supported.")
         if MONOIDS[self.op].floating and not result.is_floating_point:
-            yield f"{self.op} is for floating-point numbers, got {result}; pass dtype=torch.float32"
+            yield SpError("SP522", f"op={self.op!r} is not supported with {result}.", "Pass dtype=torch.float32.")
         if result is torch.bool and self.op in ("sum", "prod"):
-            yield f"dtype=torch.bool cannot hold a {self.op}; for any and all pass op='max' and op='min'"
+            yield SpError("SP525", f"dtype=torch.bool is not supported with op={self.op!r}.")
         wanted = self.accumulate
         if wanted is not None and (wanted.is_floating_point != result.is_floating_point or wanted is torch.bool):
             usual = accumulate_dtype(self.op, result, self.x.device)
-            yield f"accumulate_dtype={wanted} does not go with a result in {result}; usual: {usual}"
+            yield SpError("SP526", f"accumulate_dtype: expected {usual} for a result in {result}, got {wanted}.")
 
-    def _wrong_segments(self) -> Iterator[str]:
+    def _wrong_segments(self) -> Iterator[SpError]:
         ids, x = self.segments, self.x
         if ids is None:
             return
         if ids.dtype.is_floating_point or ids.dtype is torch.bool or not scannable(ids.dtype):
-            hint = "; flags of where segments begin become ids by .cumsum(dim)" * (ids.dtype is torch.bool)
-            yield f"segment_ids are integers, got {ids.dtype}{hint}"
+            fix = "Make ids of the flags of first positions with .cumsum(dim)." if ids.dtype is torch.bool else None
+            yield SpError("SP505", f"segment_ids: expected integers, got {ids.dtype}.", fix)
         if ids.device != x.device:
-            yield f"segment_ids and x are on one device, got {ids.device} and {x.device}"
+            yield SpError("SP506", f"segment_ids: expected the device of x, {x.device}, got {ids.device}.")
         yield from self._wrong_shape_of(ids)
         here = self.check and not self.runs and ids.ndim > 0 and self.compared is None
         if here and observable(ids) and ungrouped(ids, self._dim_of(ids)):
-            yield UNGROUPED_IDS
+            yield SpError("SP527", UNGROUPED_IDS)
 
-    def _wrong_shape_of(self, ids: Tensor) -> Iterator[str]:
+    def _wrong_shape_of(self, ids: Tensor) -> Iterator[SpError]:
         x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)
         if ids.ndim <= 1:
             fits = ids.numel() == self.length and ids.ndim <= x.ndim
@@ -238,10 +235,12 @@ class ScanCall(ShardCall):
             fits = fits and shape[self.dim] == self.length
         if not fits:
             leading = list(ids.shape) == list(x.shape[: ids.ndim]) and self.dim % x.ndim < ids.ndim < x.ndim
-            hint = f"; view them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}" if leading else ""
-            yield (
-                f"segment_ids hold one id for each of the {self.length} positions of dim {self.dim}: expected shape "
-                f"[{self.length}], or one that broadcasts to x {list(x.shape)}, got {list(ids.shape)}{hint}"
+            fix = f"View them as {[*ids.shape, *[1] * (x.ndim - ids.ndim)]}." if leading else None
+            yield SpError(
+                "SP504",
+                f"segment_ids: expected shape [{self.length}], one id for each position of dim {self.dim}, or a "
+                f"shape that broadcasts to x {list(x.shape)}, got {list(ids.shape)}.",
+                fix,
             )
 
     def _dim_of(self, ids: Tensor) -> int:
@@ -288,18 +287,20 @@ class LinearCall(ShardCall):
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
         if not all(x.is_floating_point() for x in (a, b, *others)):
-            yield f"a, b and initial are floating-point, got {', '.join(str(x.dtype) for x in (a, b, *others))}"
+            got = ", ".join(str(x.dtype) for x in (a, b, *others))
+            yield SpError("SP505", f"a, b, initial: expected floating-point dtypes, got {got}.")
         if any(x.device != b.device for x in (a, *others)):
-            yield f"a, b and initial are on one device, got {', '.join(str(x.device) for x in (a, b, *others))}"
+            got = ", ".join(str(x.device) for x in (a, b, *others))
+            yield SpError("SP506", f"a, b, initial: expected one device, got {got}.")
         if any(x != y and 1 not in (x, y) for x, y in zip(reversed(a.shape), reversed(b.shape))):
-            yield f"the shapes of a and b do not broadcast: {list(a.shape)} and {list(b.shape)}"
+            got = f"{list(a.shape)} and {list(b.shape)}"
+            yield SpError("SP504", f"a, b: expected shapes that broadcast, got {got}.")
         if self.accumulate is not None and not self.accumulate.is_floating_point:
-            yield f"accumulate_dtype={self.accumulate} is not floating-point"
-
+            yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
         shape = torch.broadcast_shapes(self.a.shape, self.b.shape)
         yield from wrong_dim(shape, self.dim)
         if self.initial is not None:
@@ -307,15 +308,16 @@ class LinearCall(ShardCall):
         if self.shards is not None:
             yield from self.shards.problems(shape, self.dim)
 
-    def _wrong_kinds(self) -> Iterator[str]:
-        """What the other checks would stumble over."""
+    def _wrong_kinds(self) -> Iterator[SpError]:
+        """Yield what would make the other checks fail."""
         yield from wrong_tensors(a=self.a, b=self.b)
         if self.initial is not None:
             yield from wrong_tensors(initial=self.initial)
         yield from wrong_dtypes(accumulate_dtype=self.accumulate)
         yield from wrong_flags(reverse=self.reverse)
 
-    def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[str]:
+    def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[SpError]:
         given = list(initial.shape)
         if len(given) > len(wanted) or any(x not in (1, y) for x, y in zip(given[::-1], wanted[::-1])):
-            yield f"initial is of h's shape without dim {self.dim}, {wanted}, or broadcasts to it, got {given}"
+            shape = f"{list(wanted)}, the shape of h without dim {self.dim}"
+            yield SpError("SP504", f"initial: expected {shape}, or a shape that broadcasts to it, got {given}.")

@@ -93,22 +93,23 @@ class Shards:
         """Chunks that a rank holds."""
         return LAYOUTS[self.layout].chunks
 
-    def problems(self, shape: Sequence[int], dim: int) -> Iterator[str]:
-        """What is wrong with shards of this shape along dim."""
+    def problems(self, shape: Sequence[int], dim: int) -> Iterator[SpError]:
+        """Yield what is wrong with shards of this shape along dim."""
         if not shape:
-            yield "a tensor of no dims has none that ranks could share"
+            yield SpError("SP512", "x: expected at least one dim with group=, got none.")
         rows = shape[dim]
         whole = rows * self.ranks.n
         yield from wrong_choice("layout", self.layout, HELD)
         yield from wrong_choice("exchange", self.exchange, EXCHANGES)
         if rows % self.folds:
-            yield f"{self.layout} shards are two equal chunks, but this one has {rows} rows"
+            yield SpError("SP454", f"layout: expected an even number of rows for {self.layout!r}, got {rows}.")
         if self.folds > 1 and self.exchange == "steps":
-            yield "exchange='steps' is for layout='contiguous'; pass 'gather' or 'auto'"
+            yield SpError("SP513", f"exchange='steps' is not supported with layout={self.layout!r}.")
         if self.length is not None and not isinstance(self.length, (int, torch.SymInt)):
-            yield f"length is an int, got {type(self.length).__name__}"
+            yield SpError("SP502", f"length: expected an int, got {type(self.length).__name__}.")
         if self.length is not None and not 0 <= self.length <= whole:
-            yield f"length={self.length}: expected 0 to {whole}, the rows of all {self.ranks.n} ranks"
+            rows_of_all = f"the rows of all {self.ranks.n} ranks"
+            yield SpError("SP507", f"length: expected 0 to {whole}, {rows_of_all}, got {self.length}.")
 
     def arguments(self, rows: int, nbytes: int, device: torch.device) -> tuple[Any, ...]:
         """frame, exchange, n and group of the sp operators. nbytes: what a rank has to tell of its shard, a chunk."""
@@ -152,7 +153,7 @@ def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Sh
     if group is not None:
         return Shards(ranks_of(group), layout, length, exchange)
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
-        raise SpError("scan: layout, length and exchange describe shards; pass group= as well")
+        raise SpError("SP511", "layout, length, exchange: not supported without group=.")
     if torch.compiler.is_compiling():
         _prepare("", 1)
     return None

@@ -110,9 +110,7 @@ def mutation_of(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mu
     targets = _targets(node.target, args, kwargs)
     aliased = [r for r in schema.returns if r.alias_info is not None]
     if aliased and len(targets) != 1:
-        raise WriteError(
-            f"{node.name}: {node.target} at {at(node)} changes several tensors; use the variant without out="
-        )
+        raise WriteError("SP226", f"{node.name}: {node.target} at {at(node)} changes several tensors.")
     value = _value_of(node.target) if args and targets == [args[0]] else None
     return Mutation(targets, value, bool(aliased))
 

@@ -177,9 +177,7 @@ class Sizes:
                     times, rest = sympy.sympify(known).as_coeff_Mul()
                     if rest == expr and times.is_Integer and times > 1:
                         return self._emit(operator.floordiv, (node, int(times)))
-                raise CaptureError(
-                    f"the size {expr} is not the size of any input, so a rank cannot compute its share of it"
-                )
+                raise CaptureError("SP219", f"The size {expr} is not the size of an input.")
             node, dim = self.sources[expr]
             return self._emit(torch.ops.aten.sym_size.int, (node, dim))
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
@@ -189,7 +187,7 @@ class Sizes:
             return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
             return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
-        raise CaptureError(f"the size {expr} is of a form that cannot be computed in the graph")
+        raise CaptureError("SP219", f"The size {expr} has a form that cannot be computed in the graph.")
 
     def _fold(self, op: Any, terms: Any) -> Node:
         total = self(size(terms[0]))

@@ -40,15 +40,10 @@ REPLICA, SEQUENCE = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
 
 GATHERS = Message("gathers", "what a metric takes")
-OTHER_METRICS = (
-    "gather_for_metrics: the replicas hand in different things",
-    "all hand in tensors of the same shapes and dtypes, or lists: accelerator.pad_across_processes pads, or say "
-    "use_gather_object=True",
-)
 OWN = ("mesh", "mesh_dim", "param_grads")
 DISPATCHES = (
-    "dispatch_batches=True cuts a batch over all ranks, and those that share a sequence need the same one: leave it "
-    "out, or hand in a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, reads='first')"
+    "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
+    "the same batch."
 )
 
 
@@ -84,13 +79,14 @@ class SequenceParallelAccelerator(Accelerator):
         if plugin.backend not in ("NO", NAME):
             other = str(plugin.backend.value).lower()
             raise SpError(
-                f"backend {other!r}: the model is compiled with backend='sp' here, which hands each rank's graph to a "
-                f"compiler: leave it out, or say 'sp', and sp_options={{'compiler': {other!r}}}"
+                "SP821",
+                f"dynamo_backend: expected 'sp', got {other!r}.",
+                f"Leave it out or pass 'sp', and sp_options={{'compiler': {other!r}}}.",
             )
         self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
         for name in OWN:
             if name in self.sp_options:
-                raise SpError(f"sp_options: {name!r} follows from the Accelerator's processes: leave it out")
+                raise SpError("SP822", f"sp_options: {name!r} follows from the processes of the Accelerator.")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
         self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")  # which would compile around DDP
         self._check_processes()
@@ -98,13 +94,11 @@ class SequenceParallelAccelerator(Accelerator):
         self.mesh: DeviceMesh | None = None
         if self.num_processes > 1:
             if not str(self.distributed_type.value).startswith("MULTI_"):
-                raise SpError(
-                    f"{self.distributed_type}: ranks that share sequences go with DDP here, and with nothing else"
-                )
+                raise SpError("SP823", f"distributed_type: expected DDP, got {self.distributed_type}.")
             names = (REPLICA, SEQUENCE)
             self.mesh = init_device_mesh(self.device.type, (replicas, share), mesh_dim_names=names)
             if self.dataloader_config.dispatch_batches:
-                raise SpError(DISPATCHES)
+                raise SpError("SP824", DISPATCHES)
             self.dataloader_config.dispatch_batches = False
         self.sp_size, self.replicas = share, replicas
 
@@ -114,8 +108,9 @@ class SequenceParallelAccelerator(Accelerator):
         there = max(dist.get_world_size() if dist.is_initialized() else 1, launched)
         if self.num_processes != there:
             raise SpError(
-                f"{there} processes were started, and accelerate knows of {self.num_processes}: each would train a "
-                "model of its own. On CPUs pass TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
+                "SP825",
+                f"{there} processes were started, but accelerate uses {self.num_processes}, so each would train its "
+                "own model.",
             )
 
     @property
@@ -209,8 +204,9 @@ def _summed_of_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: 
     dist.all_reduce(most, dist.ReduceOp.MAX, sequence)
     if not torch.equal(least, most):
         raise SpError(
-            f"reduce: expected the same integers on the {sequence.size()} ranks that share a sequence, got others; use "
-            "torch.distributed.all_reduce for numbers of each rank's own"
+            "SP828",
+            f"reduce: expected the same integers on the {sequence.size()} ranks that share a sequence, got different "
+            "ones.",
         )
     return total
 
@@ -229,7 +225,7 @@ def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     if {*rows} == {"values"}:
         return [x for _, one in everyone for x in one]
     if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
-        raise SpError(what_differs(*OTHER_METRICS, rows))
+        raise SpError("SP829", what_differs("gather_for_metrics: the replicas pass different things", rows))
     wire, begun = wire_of(ranks), time.monotonic()
     try:
         if tensors is not None and "objects" not in rows:
@@ -239,7 +235,7 @@ def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     except RuntimeError as error:
         if wire is None or not is_lost(error):
             raise
-        raise SpError(wire.lost(GATHERS, time.monotonic() - begun, error)) from error
+        raise wire.lost(GATHERS, time.monotonic() - begun, error) from error
     return [x for one in each for x in one]
 
 
@@ -287,8 +283,8 @@ def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, i
         return 1, processes
     for name in ("tp_size", "cp_size", "dp_shard_size"):
         if getattr(config, name) > 1:
-            advice = "say sp_size, whose ranks share a sequence here" if name == "cp_size" else "leave it out"
-            raise SpError(f"ParallelismConfig: {name}={getattr(config, name)} has no meaning here: {advice}")
+            fix = "Pass sp_size, whose ranks share a sequence." if name == "cp_size" else None
+            raise SpError("SP827", f"ParallelismConfig: {name}={getattr(config, name)} is not supported.", fix)
     replicas, share = config.dp_replicate_size, config.sp_size
     if share == 1:
         share = max(processes // replicas, 1)
@@ -296,7 +292,8 @@ def axis_sizes(config: ParallelismConfig | None, processes: int) -> tuple[int, i
         replicas = max(processes // share, 1)
     if replicas * share != processes:
         raise SpError(
-            f"ParallelismConfig: dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size} do not fit "
-            f"{processes} processes: their product is how many there are; one that is left out is what remains"
+            "SP826",
+            f"ParallelismConfig: expected sizes whose product is {processes}, the number of processes, got "
+            f"dp_replicate_size={config.dp_replicate_size} and sp_size={config.sp_size}.",
         )
     return replicas, share

@@ -21,14 +21,10 @@ from sp_compile.errors import SpError
 
 __all__ = ["compile_under_ddp"]
 
-COMPILED = (
-    "the model is compiled already, and what goes under a DistributedDataParallel is compiled for it: pass the model "
-    "itself, and what you would change as options"
-)
+COMPILED = "model: expected a model that is not compiled, got a compiled one."
 WITHOUT_DDP = (
-    "the model was compiled for a DistributedDataParallel and is called for training with none around it, so that "
-    "nobody would sum its gradients over the ranks: call DistributedDataParallel(model), or compile it with "
-    "torch.compile(model, backend='sp'), which sums them; to evaluate, call model.eval() or torch.no_grad()"
+    "The model was compiled for DistributedDataParallel and is called for training without it, so its gradients "
+    "would not be summed over the ranks."
 )
 
 
@@ -50,13 +46,13 @@ def compile_under_ddp(
     around it, where nobody would sum its gradients.
     """
     if is_compiled(model):
-        raise SpError(COMPILED)
+        raise SpError("SP831", COMPILED)
     given = {"mesh": mesh, "param_grads": "partial", **options}
     SPConfig.of(given)  # raises here, not at the first call
 
     def check() -> None:
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
-            raise SpError(WITHOUT_DDP)
+            raise SpError("SP832", WITHOUT_DDP)
 
     compile_in_place(model, check, backend=sp, options=given, fullgraph=fullgraph, dynamic=dynamic)
     return model

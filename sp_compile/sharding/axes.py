@@ -204,7 +204,7 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
         for node, dim in seq_dims.items():
             shape = shape_of(node)
             if not -len(shape) <= dim < len(shape):
-                raise SpError(f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so it has no dim {dim}")
+                raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
     for tier in (_attended, _softmax_attended, _scanned, _combined):

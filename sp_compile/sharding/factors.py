@@ -84,7 +84,7 @@ class Factors:
         kept = {f for dims in self.results for f in flat(dims)}
         lost = sorted(named - kept - set(self.kinds))
         if lost:
-            raise SpError(f"rule {self}: {lost} vanish and are not classified")
+            raise SpError("SP935", f"rule {self}: {lost} are in no result and are not classified.")
         if self.sizes is None and kept - named:
             object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
 

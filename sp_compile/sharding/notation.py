@@ -86,7 +86,7 @@ def _read(text: str, options: dict[str, Any]) -> Pattern:
         kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
         _check(operands, results, kinds, options)
     except SpError as error:
-        raise SpError(f"rule {text!r}: {error}") from None
+        raise error.with_context(f"rule {text!r}: ") from None
     return Pattern(operands, results, kinds, options)
 
 
@@ -98,13 +98,13 @@ def _option(text: str) -> tuple[str, Any]:
     try:
         return name, value if name in (*KINDS, "sizes") else ast.literal_eval(value)
     except (SyntaxError, ValueError):
-        raise SpError(f"{value!r} is no value for {name}") from None
+        raise SpError("SP933", f"{name}: expected a Python constant, got {value!r}.") from None
 
 
 @cache
 def _sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     if text.count("->") != 1:
-        raise SpError(f"{'more than one' if '->' in text else 'no'} '->' between operands and results")
+        raise SpError("SP931", f"expected one '->' between operands and results, got {text.count('->')}.")
     operands, results = (
         tuple(_dims(value) for value in side.split(",")) if side.strip() else () for side in text.split("->")
     )
@@ -118,24 +118,24 @@ def _dims(text: str) -> Dims:
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
         if token == "(":
             if inside is not None:
-                raise SpError(f"a group in a group in {text.strip()!r}")
+                raise SpError("SP931", f"{text.strip()!r} has a group in a group.")
             inside = []
         elif token == ")":
             if not inside:
-                raise SpError(f"{'a group without factors' if inside == [] else 'no ( before )'} in {text.strip()!r}")
+                raise SpError("SP931", f"{text.strip()!r} has {'an empty group' if inside == [] else 'a ) without ('}.")
             dims.append(group(inside))
             inside = None
         elif inside is not None and token in ("...", "1"):
-            raise SpError(f"{token!r} can not be part of a group, as in {text.strip()!r}")
+            raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
         elif token not in ("...", "1") and not _FACTOR.fullmatch(token):
-            raise SpError(f"{token!r} is no name of a factor; names are letters, digits and _")
+            raise SpError("SP931", f"expected letters, digits and _ as the name of a factor, got {token!r}.")
         else:
             (dims if inside is None else inside).append("" if token == "1" else token)
     if inside is not None:
-        raise SpError(f"no ) after ( in {text.strip()!r}")
+        raise SpError("SP931", f"{text.strip()!r} has a ( without ).")
     named = flat(tuple(dims))
     if twice := sorted({f for f in named if named.count(f) > 1}):
-        raise SpError(f"{twice} stand twice in {text.strip()!r}")
+        raise SpError("SP931", f"{text.strip()!r} has {twice} twice.")
     return tuple(dims)
 
 
@@ -145,19 +145,19 @@ def _check(
     """Every factor that vanishes is classified, every one classified is there, and every size is known."""
     unknown = set(options) - set(OPTIONS)
     if unknown:
-        raise SpError(f"unknown option {sorted(unknown)}; known: {', '.join((*KINDS, *OPTIONS))}")
+        raise SpError("SP932", f"expected options out of {', '.join((*KINDS, *OPTIONS))}, got {sorted(unknown)}.")
     had = {f for dims in operands for f in flat(dims)}
     kept = {f for dims in results for f in flat(dims)}
     for f, kind in kinds.items():
         if f not in had and (kind != "whole" or f not in kept):
-            raise SpError(f"{f!r} is classified but names no dim of an operand")
+            raise SpError("SP934", f"{f!r} is classified but is no dim of an operand.")
     lost = sorted(had - kept - set(kinds))
     if lost:
-        raise SpError(f"{lost} vanish from the result; say how: {', '.join(f'{k}=' for k in KINDS)}")
+        raise SpError("SP935", f"{lost} are in no result and are not classified.")
     dims = [dim for side in (*operands, *results) for dim in side]
     unsized = (had | kept) - set(_sized(dims, {f for f in dims if f[:1] != "("}))
     if unsized:
-        raise SpError(f"the sizes of {sorted(unsized)} follow from no dim: they stand in groups only")
+        raise SpError("SP936", f"the sizes of {sorted(unsized)} are not known, as they are in groups only.")
 
 
 def _sized(dims: Iterable[str], known: set[str]) -> set[str]:

@@ -22,7 +22,7 @@ from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.lowering.collectives.checksums import ABOUT
 
-from .control.message import COMPILES, READS, STOPS, TOGETHER, Message
+from .control.message import COMPILES, READS, STOPS, Message
 from .control.wire import STOPPED, gather, stop, wire_of
 
 CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
@@ -42,7 +42,7 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
         mine, wire.raised = replace(mine, raised=wire.raised), None
     headers = gather(mine.header, ranks, torch.int64, mine)
     same = all(header == headers[0] for header in headers)
-    if same and not mine.error and not mine.asks:
+    if same and mine.error is None and not mine.asks:
         if wire is not None:
             wire.seen = [str(mine)] * ranks.n
         return None
@@ -50,30 +50,33 @@ def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
     bodies = gather(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
     everyone = [Message.read(bytes(one)) for one in bodies]
     if wire is not None:
-        wire.seen = [f"{one} and failed" if one.error else str(one) for one in everyone]
+        wire.seen = [str(one) if one.error is None else f"{one} and failed" for one in everyone]
         if different_work(everyone):
             wire.begin_anew(everyone)
     return everyone
 
 
-def agree(ranks: Ranks, mine: Message, what: str, advice: str) -> None:
-    """Raise SpError, the same on every rank, if any has failed or they do not say the same.
+def agree(ranks: Ranks, mine: Message, same: str) -> None:
+    """Raise SpError, the same on every rank, if a rank has failed or the calls of a function differ.
 
-    what, advice: what differs where only fields do, and what to do about it.
+    Args:
+        ranks: The ranks that make the call.
+        mine: The call of this rank.
+        same: What has to be the same on every rank.
     """
-    everyone = exchanged(ranks, mine)
-    problem = difference(everyone, what, advice) if everyone is not None else ""
-    if problem:
-        raise SpError(problem)
+    everyone = exchanged(ranks, mine) or ()
+    if problem := stopped(everyone):
+        raise problem
+    if differ := unlike_fields(everyone, f"{mine.subject}: the ranks' calls differ"):
+        raise SpError("SP508", differ, f"Make the same call on every rank: {same}.")
 
 
 def ask(ranks: Ranks, mine: Message) -> list[Message]:
     """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
     everyone = exchanged(ranks, mine)
     assert everyone is not None
-    different = different_work(everyone)
-    if different:
-        raise SpError(different)
+    if different := different_work(everyone):
+        raise different
     return everyone
 
 
@@ -96,25 +99,22 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
     """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
 
     def meet(error: Exception | None) -> None:
-        words = f"{type(error).__name__}: {error}" if error is not None else ""
-        problem = difference(exchanged(ranks, replace(saying, error=words)) or [saying], "", "")
-        if problem:
-            raise SpError(problem) from error
+        if problem := stopped(exchanged(ranks, replace(saying, error=wrapped(error))) or ()):
+            raise problem from error
 
     return meet
 
 
-def difference(everyone: Sequence[Message], what: str, advice: str) -> str:
-    """Why ranks cannot go on, in words; "" if they can."""
-    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error]
-    return "\n".join(failed) or different_work(everyone) or unlike_fields(everyone, what, advice)
+def stopped(everyone: Sequence[Message]) -> SpError | None:
+    """Return the error of ranks that have failed, or are about to do different things; None without one."""
+    return failure([one.error for one in everyone]) or different_work(everyone)
 
 
-def different_work(everyone: Sequence[Message]) -> str:
-    """Are ranks about to do different things? If some have raised in a program, that comes first."""
+def different_work(everyone: Sequence[Message]) -> SpError | None:
+    """Return the error of ranks that are about to do different things, after what some have raised in a program."""
     if len({(one.doing, one.subject, one.model, one.number) for one in everyone}) <= 1:
-        return ""
-    return who_raised(everyone) + _different(everyone)
+        return None
+    return _different(everyone).with_context(who_raised(everyone))
 
 
 def who_raised(everyone: Sequence[Message]) -> str:
@@ -122,71 +122,61 @@ def who_raised(everyone: Sequence[Message]) -> str:
     return "".join(f"rank {one.raised[0]} raised {one.raised[1]}\n" for one in everyone if one.raised)
 
 
-def _different(everyone: Sequence[Message]) -> str:
+def _different(everyone: Sequence[Message]) -> SpError:
     whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
     each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
-    n, stopped = len(everyone), [rank for rank, one in enumerate(everyone) if one.doing == STOPS.doing]
+    n, gone = len(everyone), [rank for rank, one in enumerate(everyone) if one.doing == STOPS.doing]
     alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
-    if stopped:
-        return (
-            f"rank {_listed(stopped)} of {n} does not take part in this call: ranks of another of its groups disagree, "
-            "and its own error says on what"
-        )
+    if gone:
+        cause = f"rank {_listed(gone)} of {n} does not take part in this call, as another of its groups differs."
+        return SpError("SP603", cause)
     if alone and len(alone) < n:
-        return (
-            f"rank {_listed(alone)} of {n} compiles the program anew for this call and the others do not: every rank "
-            "of a group that a program exchanges over has to call it with the same sizes and numbers, and in the same "
-            "mode. Pad what has another size; pass a number that changes as a tensor; TORCH_LOGS=recompiles says why "
-            "it compiles\n" + each
-        )
+        cause = f"rank {_listed(alone)} of {n} compiles the program again for this call and the others do not:\n{each}"
+        return SpError("SP602", cause)
     readers = [rank for rank, one in enumerate(everyone) if one.doing == READS]
     if readers and len(readers) < n:
-        return f"rank {_listed(readers)} of {n} reads what lies in shards and the others do not. {TOGETHER}:\n{each}"
+        return SpError(
+            "SP604", f"rank {_listed(readers)} of {n} reads a value in shards and the others do not:\n{each}"
+        )
     if readers:
-        return f"the {n} ranks of this group read different values that lie in shards. {TOGETHER}:\n{each}"
-    return (
-        f"the {len(everyone)} ranks of this group are about to do different things; every rank has to run the same "
-        f"models and backwards in the same order:\n{each}{_of_new_weights(everyone)}"
-    )
-
-
-def _of_new_weights(everyone: Sequence[Message]) -> str:
-    """What to look for where some ranks alone call a program with weights that are new to them; "" if none does."""
+        return SpError("SP604", f"the {n} ranks of this group read different values in shards:\n{each}")
+    cause = f"the {n} ranks of this group are about to do different things:\n{each}"
     new = [rank for rank, one in enumerate(everyone) if one.number == 1]
-    one_program = len({(one.doing, one.subject) for one in everyone}) == 1
-    return NEW_WEIGHTS.format(_listed(new), len(everyone)) if one_program and 0 < len(new) < len(everyone) else ""
-
-
-NEW_WEIGHTS = (
-    "\nrank {} of {} calls it with tensors for weights that it has not called it with before. Every rank has to make "
-    "such tensors alike: look for load_state_dict(assign=True), a copy of the model, a weight that is set, tied or "
-    "added on some ranks only"
-)
+    if 0 < len(new) < n and len({(one.doing, one.subject) for one in everyone}) == 1:
+        return SpError("SP605", f"{cause}\nrank {_listed(new)} of {n} calls it with new tensors for weights.")
+    return SpError("SP601", cause)
 
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def failures(errors: Sequence[str], ranks: Sequence[int]) -> str:
-    """What failed, and on which of the ranks; "" if nothing did."""
-    failed = {error: [r for r, e in zip(ranks, errors) if e == error] for error in errors if error}
-    each = "\n".join(f"rank {_listed(who)}: {error}" for error, who in failed.items())
-    return f"the model could not be compiled on {each}" if failed else ""
+def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
+    """Return the first of the errors of these ranks, with their numbers and the other errors; None without one."""
+    failed: dict[str, list[int]] = {}
+    for rank, error in zip(ranks or range(len(errors)), errors):
+        if error is not None:
+            failed.setdefault(str(error), []).append(rank)
+    first = next((error for error in errors if error is not None), None)
+    if first is None:
+        return None
+    (who, *_), (_, *others) = failed.values(), failed.items()
+    rest = "".join(f"\nrank {_listed(ranks)}: {text}" for text, ranks in others)
+    return SpError(first.code, f"rank {_listed(who)}: {first.cause}{rest}", first.fix)
 
 
-def unlike_fields(everyone: Sequence[Message], what: str, advice: str) -> str:
-    """Which fields differ that all ranks have? "" if none does."""
+def unlike_fields(everyone: Sequence[Message], what: str) -> str:
+    """Return the cause of an error: in which fields that all ranks have these differ; "" if in none."""
+    if not everyone:
+        return ""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
     names = [
         name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
     ]
-    return what_differs(what, advice, rows_by_rank([one.fields for one in everyone], names)) if names else ""
+    return what_differs(what, rows_by_rank([one.fields for one in everyone], names)) if names else ""
 
 
 HOW, SPLIT = "how it runs", "as backend='sp' compiles it"
-SPLIT_BY_SOME = "backend='sp' could compile this program on some ranks of this group only"
-SAME_WAY = "a program runs whole on all of them or on none: give every rank the same model, inputs and versions"
 
 
 def way(whole: str) -> dict[str, str]:
@@ -194,10 +184,13 @@ def way(whole: str) -> dict[str, str]:
     return {HOW: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT}
 
 
-def unlike_ways(everyone: Sequence[Message]) -> str:
-    """Does the program of some ranks run as it was written, and not of others? \"\" if not."""
+def unlike_ways(everyone: Sequence[Message]) -> SpError | None:
+    """Return the error of ranks of which some run the program as it was written; None without one."""
     how = [one.fields.get(HOW, SPLIT) for one in everyone]
-    return what_differs(SPLIT_BY_SOME, SAME_WAY, how) if 0 < how.count(SPLIT) < len(how) else ""
+    if not 0 < how.count(SPLIT) < len(how):
+        return None
+    what = "backend='sp' could compile this program on some ranks of this group only"
+    return SpError("SP609", what_differs(what, how))
 
 
 def rows_by_rank(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
@@ -207,10 +200,10 @@ def rows_by_rank(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) ->
     return [row + more for row in each]
 
 
-def what_differs(what: str, advice: str, rows: Sequence[str], heading: str = "What differs") -> str:
-    """The error of ranks that do not say the same; rows: of each rank, what it says."""
+def what_differs(what: str, rows: Sequence[str], heading: str = "What differs") -> str:
+    """Return the cause of an error: what differs, and of each rank its row."""
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-    return f"{what}; {advice}. {heading}:\n{each}"
+    return f"{what}. {heading}:\n{each}"
 
 
 def is_close(a: str, b: str) -> bool:
@@ -221,10 +214,16 @@ def is_close(a: str, b: str) -> bool:
     return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
 
 
-def error_text(error: Exception | None) -> str:
-    """What a rank sends of its error; "" of none, and of one that another rank sends."""
-    if isinstance(error, RemoteError):
-        return ""  # the rank that failed says it
+def wrapped(error: Exception | None) -> SpError | None:
+    """Return the error as one of the package's."""
     if error is None or isinstance(error, SpError):
-        return str(error or "")
-    return f"{type(error).__name__}: {error}"
+        return error
+    return SpError("SP608", f"{type(error).__name__}: {error}.")
+
+
+def not_compiled(error: Exception | None) -> SpError | None:
+    """Return what a rank sends of its error while it compiles; None of an error that another rank sends."""
+    if error is None or isinstance(error, RemoteError):
+        return None
+    found = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")
+    return found.with_context("the model could not be compiled: ")

@@ -40,9 +40,6 @@ from .agree import different_work, exchanged
 from .control.message import READS, Message
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-WRITTEN_TWICE = (
-    "the input {} is changed in place and shares memory with the input {} in this call; pass a clone of one of them"
-)
 
 
 def are_traced(args: Sequence[Any]) -> bool:
@@ -276,8 +273,8 @@ def as_if_sharded(
     return make_views(values, args, replace(edges, views=views, hidden=0))
 
 
-def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> str:
-    """Why a program cannot be called on these: it changes one in place, and another shares its memory. "" if it can.
+def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
+    """Return the error of a call that changes one argument in place while another shares its memory; None without one.
 
     names: as `input_names` gives them.
     """
@@ -291,8 +288,9 @@ def refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -
             if i == k or memory != other or begin >= last or first >= end:
                 continue
             if isinstance(memory, int) or may_overlap(_in_memory(a), _in_memory(args[i])):
-                return WRITTEN_TWICE.format(*(getattr(names[x], "shown", names[x]) for x in (i, k)))
-    return ""
+                one, two = (getattr(names[x], "shown", names[x]) for x in (i, k))
+                return SpError("SP221", f"input {one} is changed in place and shares memory with input {two}.")
+    return None
 
 
 def _in_memory(a: torch.Tensor) -> torch.Tensor:
@@ -344,5 +342,5 @@ def meet(ranks: Ranks, words: str) -> None:
     """All ranks are about to read the same value. Raises SpError, on every rank, if they are not."""
     everyone = exchanged(ranks, Message(READS, words, fields={"": f"at {user_line()}"})) or ()
     problem = different_work(everyone)  # lines may differ: it is one value
-    if problem:
-        raise SpError(problem)
+    if problem is not None:
+        raise problem

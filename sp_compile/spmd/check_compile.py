@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError
 
-from .agree import different_work, exchanged, failures
+from .agree import different_work, exchanged, failure, not_compiled
 from .control.message import COMPILES, STOPS, Message
 from .settings import mode
 
@@ -65,9 +65,8 @@ class Lockstep:
         everyone = self._exchanged(ranks, Message(COMPILES, question, asks=True, answer=mine))
         group = ranks.process_group
         numbers = range(ranks.n) if group is None else dist.get_process_group_ranks(group)
-        failed = failures([one.error for one in everyone], numbers)
-        if failed:
-            raise RemoteError(failed)
+        if failed := failure([one.error for one in everyone], numbers):
+            raise RemoteError(failed.code, failed.cause, failed.fix)
         return [one.answer for one in everyone]
 
     def finish(self, error: Exception | None = None) -> Exception | None:
@@ -82,9 +81,8 @@ class Lockstep:
     def _answer(self, error: Exception | None) -> None:
         """The next question, which this rank has no use for."""
         ranks, question = self.left.pop(0)
-        words = str(error) if isinstance(error, SpError) else f"{type(error).__name__}: {error}" if error else ""
         if ranks.exchanges:
-            self._exchanged(ranks, Message(COMPILES, question, error=words, asks=True))
+            self._exchanged(ranks, Message(COMPILES, question, error=not_compiled(error), asks=True))
 
     def _exchanged(self, ranks: Ranks, mine: Message) -> list[Message]:
         """Every rank's message; [] if all say the same and nobody asks. Raises RanksDiffer, and asks these no more."""
@@ -92,9 +90,9 @@ class Lockstep:
             everyone, cause = exchanged(ranks, mine) or [], None
             problem = different_work(everyone)
         except SpError as error:  # a rank is gone
-            everyone, cause, problem = [], error, str(error)
-        if problem:
+            everyone, cause, problem = [], error, error
+        if problem is not None:
             self.left = [one for one in self.left if one[0] != ranks]
-            self.apart[ranks] = RanksDiffer(problem)
+            self.apart[ranks] = RanksDiffer(problem.code, problem.cause, problem.fix)
             raise self.apart[ranks] from cause
         return everyone

@@ -25,17 +25,18 @@ from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
 
 from .agree import (
-    difference,
     different_work,
-    error_text,
     exchanged,
-    failures,
+    failure,
+    not_compiled,
     rows_by_rank,
+    stopped,
     unlike_fields,
     unlike_ways,
     way,
     what_differs,
     who_raised,
+    wrapped,
 )
 from .between import OnWhole, are_traced, have_shards, read_arguments, refusal
 from .control.failures import agreeing, announcing, end_if_connected
@@ -48,15 +49,12 @@ from .settings import mode
 
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
-SAME_CALL = "every rank has to call the same model, with the same weights, on the same arguments"
-SAME_LOSS = "every rank computes the same loss of it, from the same targets, weights and random numbers"
 INPUT = "input "  # fields of a message that tell of an input
 WEIGHT = "weight "  # and of one that is a parameter, of which most calls say nothing
 CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
 EARLIER = "value "  # of fields that tell of an earlier call
-REFUSED = "refused"  # of a field that tells why a rank refuses the call
 PART = "part of "  # of fields that tell of some of an input's values
 
 
@@ -141,11 +139,11 @@ class CheckedProgram:
         some = args if self.parameters is None else [*compress(args, self._telling)]
         traced = are_traced(some)  # then nothing runs
         written = self.run.written if isinstance(self.run, OnWhole) else self.written
-        refused = refusal(args, sorted(written), self.names) if written and not traced else ""
+        refused = refusal(args, sorted(written), self.names) if written and not traced else None
         with agreeing():
             call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
-        if refused:  # of a rank by itself: several have raised it together
-            raise SpError(refused)
+        if refused is not None:  # of a rank by itself: several have raised it together
+            raise refused
         if self.error is not None:
             raise self.error
         assert self.run is not None
@@ -162,7 +160,7 @@ class CheckedProgram:
         """Another program that is asked first takes values as they are, and so does one that reads them itself."""
         return args if isinstance(self.run, CheckedProgram | OnWhole) else read_arguments(args, self.layouts)
 
-    def _agree(self, args: Sequence[Any], refused: str = "") -> Message:
+    def _agree(self, args: Sequence[Any], refused: SpError | None = None) -> Message:
         wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
             wire.own()  # before the call counts
@@ -173,31 +171,28 @@ class CheckedProgram:
         self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
-        error = error_text(self.error)
+        error = not_compiled(self.error) or refused
         mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
-        if refused:
-            fields[REFUSED] = refused
         with self._announcing_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
         has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
-        raised = who_raised(everyone or ())
-        problem = self._difference(everyone) if everyone is not None else str(self.error or refused)
-        problem = problem and raised + problem.removeprefix(raised)
-        if not problem:
+        raised, different = who_raised(everyone or ()), different_work(everyone or ())
+        problem = different or (self._difference(everyone) if everyone is not None else wrapped(self.error) or refused)
+        if problem is None:
             self.called.add(which)
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
         while isinstance(inner, CheckedProgram):
             exchanged(inner.ranks, STOPS)
             inner = inner.run
-        if raised and different_work(everyone or ()):
+        if raised and different is not None:
             if has_raised and len(involved()) == 1:
                 return self._agree(
                     args, refused
                 )  # the others go on with the step in which this rank has raised, and raise now
             end_if_connected(wire, everyone or (), mine)
-        raise SpError(problem) from self.error
+        raise (problem if different is not None else problem.with_context(raised)) from self.error
 
     def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[str, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.
@@ -228,47 +223,31 @@ class CheckedProgram:
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in found if tensors]
         return out
 
-    def _difference(self, everyone: Sequence[Message]) -> str:
-        """Why ranks cannot go on; "" if they can: what only some of them say is not compared."""
-        different = different_work(everyone)
-        if different:
-            return different
-        if isinstance(self.error, RemoteError) and not any(one.error for one in everyone):
-            return str(self.error)
-        failed = failures([one.error for one in everyone], range(self.ranks.n))
-        if failed:
-            return failed
-        refused = [f"rank {rank}: {one.fields[REFUSED]}" for rank, one in enumerate(everyone) if REFUSED in one.fields]
-        if refused:
-            return "\n".join(refused)
-        if how := unlike_ways(everyone):
-            return how
-        common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
-        same = "every rank passes the same options and is in the same mode"
-        other = unlike_fields(
-            common, "the ranks of this group were given different options, or are in different modes", same
-        ) or unlike_fields(
-            [_only(one, lambda name: name.startswith(EARLIER)) for one in everyone],
-            "the ranks of this group were given different values at an earlier call; what lies on a device is compared "
-            "one call later, so the steps since then are wrong",
-            SAME_CALL,
+    def _difference(self, everyone: Sequence[Message]) -> SpError | None:
+        """Return why ranks that do the same cannot go on; None if they can. Fields of some ranks are not compared."""
+        failed = failure([one.error for one in everyone]) or (
+            self.error if isinstance(self.error, RemoteError) else unlike_ways(everyone)
         )
-        if other:
-            return other
+        if failed is not None:
+            return failed
+        common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
+        if other := unlike_fields(common, OTHER_OPTIONS):
+            return SpError("SP610", other)
+        earlier = [_only(one, lambda name: name.startswith(EARLIER)) for one in everyone]
+        if other := unlike_fields(earlier, OTHER_VALUES_EARLIER):
+            return SpError("SP638", other)
         lines: list[str] = []
         if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
         arguments, shared = ({_shown(n) for n in self.names if n in some} for some in (self.arguments, self.shared))
-        parts = unlike_fields(
-            [_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES, SAME_CALL
-        )
+        parts = unlike_fields([_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES)
         held = set()
         if everyone[0].number > 1:
             held = {_shown(name) for name in self.names if name in self.equal - self.arguments - self.always}
         found = explained(everyone, lines, shared, arguments, held, self.takes_rows)
-        if DRIFTED in found and self.leaves_partial:
-            found += LEFT_PARTIAL
-        return found or (parts and parts + sharded_data(self.takes_rows))
+        if found is not None and found.code == "SP635" and self.leaves_partial:
+            return SpError(found.code, found.cause, f"{found.fix} {LEFT_PARTIAL}")
+        return found or (sharded_data(parts, self.takes_rows) if parts else None)
 
     @cached_property
     def connected(self) -> list[Ranks]:
@@ -308,10 +287,12 @@ class CheckedProgram:
             else:
                 fields[name] = _about(grad)
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
-        problem = difference(everyone, OTHER_GRADIENTS, SAME_LOSS) if everyone is not None else ""
-        if problem:
+        problem = stopped(everyone or ())
+        if problem is None and (other := unlike_fields(everyone or (), OTHER_GRADIENTS)):
+            problem = SpError("SP637", other)
+        if problem is not None:
             end_if_connected(wire, everyone or (), mine)
-            raise SpError(problem)
+            raise problem
 
 
 def world() -> Any:
@@ -332,7 +313,7 @@ class InProcesses:
 
     def __call__(self, *args: Any) -> Any:
         if world() is not self.world:
-            raise SpError("SP681", "the model was compiled for another default process group")
+            raise SpError("SP681", "the model was compiled for another default process group.")
         return self.run(*args)
 
 
@@ -347,27 +328,27 @@ def _only(message: Message, wanted: Callable[[str], bool]) -> Message:
     return replace(message, fields={name: value for name, value in message.fields.items() if wanted(name)})
 
 
-LATER = (
-    "\nThey were equal when the program was compiled, and ranks that hold the same then share work. If they are meant "
-    "to differ, compile it with values that do, or with sequence_parallel_linear='never'"
+OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
+OTHER_VALUES_EARLIER = (
+    "the ranks of this group were given different values at an earlier call; values on a device are compared one call "
+    "later, so the steps since then are wrong"
 )
 
-DRIFTED = (
-    "\nThey were equal at an earlier call. Every rank has to train alike: look for a step of the optimizer, a "
-    "schedule, a scaler, zero_grad, clipping or a change of weights that only some ranks make (under `if rank == 0`), "
-    "or make otherwise (torch.autograd.grad in place of backward)"
+LATER = (
+    "They were equal when the program was compiled, and ranks with equal values share work. If they are meant to "
+    "differ, compile the program with different values, or with sequence_parallel_linear='never'."
 )
 
 LEFT_PARTIAL = (
-    "\nparam_grads='partial' leaves gradients to a DDP or FSDP that averages them over these ranks, too. If theirs are "
-    "other ranks, such as the mesh's axis of replicas, leave param_grads at 'reduce'"
+    "param_grads='partial' leaves gradients to a DDP or FSDP that averages them over these ranks, too. If it averages "
+    "over other ranks, such as the mesh's axis of replicas, use param_grads='reduce'."
 )
 
 
 def explained(
     everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str], own: bool
-) -> str:
-    """What is not the same on all ranks, in words; "" if nothing is.
+) -> SpError | None:
+    """Return the error of ranks whose programs or inputs differ; None if they do not.
 
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
     those of which every rank has to pass the whole. held: those equal at an earlier call. own: are others shards?
@@ -383,45 +364,42 @@ def explained(
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
     names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
-    rows = rows_by_rank(inputs, names)
-    what, heading = "different programs", "What differs"
+    rows, heading = rows_by_rank(inputs, names), "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
-    if unlike and not names:
+    if unlike is not None and not names:
         return unlike
-    if all(one.keys() == first.keys() for one in inputs):
-        if _sizes_differ(inputs, known):
-            numbers = bool(names) and "(" not in first[names[0]]
-            what = "different numbers" if numbers else "inputs of different sizes"
-        elif same_program and names:
-            what = "different values"
-        elif same_program:
-            return ""
-        elif lines:
-            heading = "What differs first"
-            rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
+    same_names = all(one.keys() == first.keys() for one in inputs)
+    sizes_differ = same_names and _sizes_differ(inputs, known)
+    if same_names and not sizes_differ and not same_program and lines:
+        heading = "What differs first"
+        rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
     rows = [row or "the same inputs as the others" for row in rows]
-    values, advice = what == "different values", ""
-    if values and arguments >= set(names):
-        advice = sharded_data(own)
-    elif values and held >= set(names):
-        advice = DRIFTED
-    if values and not shared.isdisjoint(names):
-        advice += LATER
-    given = f"the {len(inputs)} ranks of this group were given {what}"
-    return what_differs(given, SAME_CALL, rows, heading) + advice
+    given = f"the {len(inputs)} ranks of this group were given"
+    if sizes_differ:
+        numbers = bool(names) and "(" not in first[names[0]]
+        what = "different numbers" if numbers else "inputs of different sizes"
+        return SpError("SP632", what_differs(f"{given} {what}", rows))
+    if not same_names or not same_program:
+        return SpError("SP631", what_differs(f"{given} different programs", rows, heading))
+    if not names:
+        return None
+    cause = what_differs(f"{given} different values", rows)
+    found = SpError("SP633", cause)
+    if arguments >= set(names):
+        found = sharded_data(cause, own)
+    elif held >= set(names):
+        found = SpError("SP635", cause)
+    return found if shared.isdisjoint(names) else SpError(found.code, cause, f"{found.fix} {LATER}")
 
 
-def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> str:
-    """Which inputs only some ranks want gradients of; "" if there are none."""
+def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> SpError | None:
+    """Return the error of ranks that require gradients of different inputs; None without one."""
     names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
     if not names:
-        return ""
+        return None
     rows = rows_by_rank([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
-    return what_differs(UNLIKE_GRADIENTS, "every rank sets requires_grad alike", rows)
-
-
-UNLIKE_GRADIENTS = "the ranks of this group want gradients of different inputs"
+    return SpError("SP639", what_differs("the ranks of this group require gradients of different inputs", rows))
 
 
 def _shown(name: str) -> str:

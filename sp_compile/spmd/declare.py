@@ -21,7 +21,7 @@ from sp_compile.config import Ranks
 from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
-from .agree import answers, meeting
+from .agree import answers, failure, meeting, wrapped
 from .control.message import MEASURES, sendable
 from .groups import Groups, Partition, reduced, subsets
 
@@ -54,7 +54,7 @@ def declare_groups(
     axis in `unions`, or one whose ranks are no grid.
     """
     if not dist.is_initialized():
-        raise SpError("declare_groups: there is no process group: call torch.distributed.init_process_group()")
+        raise SpError("SP614", "declare_groups: there is no default process group.")
     world = dist.group.WORLD
     ranks = Ranks(world.size(), world.group_name)
     every: list[_Declaration] = answers(ranks, "declares", "groups", _declaration(mesh, unions, measure))
@@ -95,7 +95,7 @@ class _Declaration:
     existing: tuple[_Axis, ...] = ()
     unions: tuple[tuple[str, ...], ...] | None = None
     measure: bool = True
-    error: str = ""
+    error: SpError | None = None
 
 
 def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
@@ -110,7 +110,7 @@ def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
         }
         return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
     except Exception as error:
-        return _Declaration(host, error=str(error) if isinstance(error, SpError) else repr(error))
+        return _Declaration(host, error=wrapped(error))
 
 
 def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:
@@ -119,7 +119,7 @@ def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:
         return None
     lists = isinstance(unions, list | tuple) and all(isinstance(labels, list | tuple) for labels in unions)
     if not lists or not all(isinstance(label, str) for labels in unions for label in labels):
-        raise SpError(f'unions={unions!r}: expected lists of names of axes, such as [("dp", "sp")]')
+        raise SpError("SP616", f"unions: expected lists of names of axes, got {unions!r}.")
     return tuple(tuple(labels) for labels in unions)
 
 
@@ -136,22 +136,20 @@ def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
         or not all(isinstance(g, dist.ProcessGroup) or g in outside for g in mesh)
     ):
         got = mesh if mesh == [] else type(mesh).__name__
-        raise SpError(f"expected a DeviceMesh, or for each axis the process group of this rank, got {got}")
+        raise SpError(
+            "SP615", f"mesh: expected a DeviceMesh, or for each axis the process group of this rank, got {got}."
+        )
     return {str(i): group if isinstance(group, dist.ProcessGroup) else None for i, group in enumerate(mesh)}
 
 
 def _agreed(every: Sequence[_Declaration]) -> dict[str, Partition]:
     """axis -> the groups of all ranks."""
-    errors = {rank: told.error for rank, told in enumerate(every) if told.error}
-    if errors:
-        rank, error = next(iter(errors.items()))
-        raise SpError(f"declare_groups: {error} (on ranks {sorted(errors)}; this is rank {rank}'s)")
+    if failed := failure([told.error for told in every]):
+        raise failed.with_context("declare_groups: ")
     for rank, told in enumerate(every):
         theirs, ours = _arguments(told), _arguments(every[0])
         if theirs != ours:
-            raise SpError(
-                f"declare_groups: rank {rank} passes {theirs}, rank 0 {ours}: all ranks have to pass the same"
-            )
+            raise SpError("SP617", f"declare_groups: rank {rank} passes {theirs}, rank 0 {ours}.")
     return {label: _partition(label, [told.axes[label] for told in every]) for label in every[0].axes}
 
 
@@ -164,16 +162,14 @@ def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
     groups = sorted({axis.ranks for axis in mine if axis is not None})
     ranks = [rank for group in groups for rank in group]
     if not groups:
-        raise SpError(f"declare_groups: no rank passes a group of axis {label!r}")
+        raise SpError("SP618", f"declare_groups: no rank passes a group of axis {label!r}.")
     if len(set(ranks)) != len(ranks):
-        raise SpError(f"declare_groups: the groups of axis {label!r} overlap, {groups}: each rank is in one of an axis")
+        raise SpError("SP618", f"declare_groups: the groups of axis {label!r} overlap: {groups}.")
     outside = [(rank, group) for group in groups for rank in group if mine[rank] is None]
     if outside:
         rank, group = outside[0]
-        raise SpError(
-            f"declare_groups: rank {rank} passes None for axis {label!r}, but is in the group {group} that "
-            f"others pass: every rank has to pass the group it is in"
-        )
+        cause = f"rank {rank} passes None for axis {label!r}, but is in the group {group} that others pass."
+        raise SpError("SP618", f"declare_groups: {cause}")
     return tuple(groups)
 
 
@@ -201,15 +197,13 @@ def _unions(
     for labels in subsets(list(axes)) if asked is None else asked:
         unknown = [label for label in labels if label not in axes]
         if unknown or not labels:
-            raise SpError(f"declare_groups: unions: no axis {unknown}, only {list(axes)}")
+            raise SpError("SP616", f"unions: expected axes out of {list(axes)}, got {unknown}.")
         groups = reduced([axes[label] for label in labels])
         if groups is not None:
             found.append((labels, groups))
         elif asked is not None:
-            raise SpError(
-                f"declare_groups: unions: the groups of {tuple(labels)} are no full grid: "
-                f"{[axes[label] for label in labels]}"
-            )
+            shown = [axes[label] for label in labels]
+            raise SpError("SP616", f"unions: the groups of {tuple(labels)} are not a full grid: {shown}.")
     return found
 
 

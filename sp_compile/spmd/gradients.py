@@ -63,17 +63,15 @@ def _compare(ranks: Ranks, given: Mapping[str, Tensor]) -> None:
     names = dict.fromkeys(key.partition(" ")[2] for key in given)
     sums = {key: str(total(x).item()) for key, x in given.items()}
     everyone = exchanged(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
-    different = different_work(everyone or ())
-    if different:
-        raise SpError(different)
+    if different := different_work(everyone or ()):
+        raise different
     differ = [key for key in given if len({one.fields[key] for one in everyone or ()}) > 1]
     wrong = dict.fromkeys(key.partition(" ")[2] for key in differ if not _rounded(given[key], ranks))
     if wrong:
         raise SpError(
+            "SP671",
             f"the ranks of this tensor-parallel group share the result {', '.join(wrong)}, but were given different "
-            "gradients of it, which a backward on shards cannot add up. Compute its loss alike on every rank, or sum "
-            "the gradient over the group before it comes here, or compile with sequence_parallel_linear='never', which "
-            "leaves gradients as autograd has them"
+            "gradients of it, which a backward on shards cannot add up.",
         )
 
 

@@ -38,7 +38,9 @@ class Groups:
     def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> Groups:
         """The table of a row-major mesh without processes: axes called `names`, and a union "a+b" of any of them."""
         if len(mesh_shape) != len(names) or len(set(names)) != len(names):
-            raise SpError(f"groups: a mesh {tuple(mesh_shape)} has no axes {tuple(names)}: one name for each")
+            raise SpError(
+                "SP613", f"names: expected one name for each axis of the mesh {tuple(mesh_shape)}, got {tuple(names)}."
+            )
         axes = {name: axis_of(mesh_shape, dim) for dim, name in enumerate(names)}
         members = dict(axes)
         for several in subsets(names):
@@ -51,10 +53,8 @@ class Groups:
     def __getitem__(self, name: str) -> Partition:
         """The groups called `name`. Raises SpError if none was declared."""
         if name not in self.members:
-            raise SpError(
-                f"group {name!r} was not declared, only {sorted(self.members)}: call "
-                "sp_compile.declare_groups(mesh) with the mesh that it belongs to, on every rank"
-            )
+            known = ", ".join(map(repr, sorted(self.members))) or "none"
+            raise SpError("SP611", f"group {name!r} was not declared; declared groups: {known}.")
         return self.members[name]
 
     def size(self, name: str) -> int:

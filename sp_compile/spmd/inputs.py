@@ -94,7 +94,7 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
     options = [one.options for one in everyone if one is not None]
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
-        raise SpError(f"the ranks of this group were given different options; every rank passes the same\n{each}")
+        raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
 
 
 def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
@@ -185,23 +185,11 @@ def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -
     return names
 
 
-def sharded_data(own_rows: bool) -> str:
-    """Return the advice for ranks that were given different data where nothing else differs.
+def sharded_data(cause: str, own_rows: bool) -> SpError:
+    """Return the error of ranks that were given different data where nothing else differs.
 
     Args:
+        cause: What differs.
         own_rows: Whether each rank passes its own rows of some inputs, so that samplers that shard are right.
     """
-    return NO_SHARD if own_rows else SHARDED_DATA
-
-
-SHARDED_DATA = (
-    "\nOnly the data differ, as with a DistributedSampler over all ranks. Ranks that share a sequence need the same "
-    "batch: use sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
-    "accelerate use sp_compile.integrations"
-)
-
-
-NO_SHARD = (
-    "\ninputs='local': the program shows no sequence in these, so each rank has to pass the whole of them. If they are "
-    "a rank's rows, name the dim: options={'seq_dims': {'<input>': <dim>}}, with all inputs that come in shards"
-)
+    return SpError("SP636", cause) if own_rows else SpError("SP634", cause)

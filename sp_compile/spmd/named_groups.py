@@ -25,7 +25,7 @@ from sp_compile._compat import (
     schema_of,
 )
 from sp_compile.config import Ranks
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import packet_of
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
 
@@ -68,10 +68,7 @@ def check_groups(gm: GraphModule) -> None:
     for node in gm.graph.nodes if dist.is_initialized() else ():
         group = group_of(node)
         if group and namespace_of(node.target).startswith(c10d.name) and not known_process_group(group):
-            raise SpError(
-                f"this rank has no process group {group!r}, which {node.target} names: pass the group_name of a "
-                f"group that all its ranks have made. At {at(node)}"
-            )
+            raise SpError("SP612", f"this rank has no process group {group!r}, which {describe_node(node)} uses.")
 
 
 def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:

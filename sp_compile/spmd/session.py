@@ -28,7 +28,7 @@ from sp_compile.graph.places import node_lines, places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
-from .agree import meeting
+from .agree import meeting, wrapped
 from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep
 from .check_run import CheckedProgram, InProcesses
@@ -142,8 +142,9 @@ class Session:
         taken = [ranks for ranks in self.sequence if ranks in self.groups]
         if taken:
             raise SpError(
-                f"mesh_dim: the program's own collectives go over this axis (group {taken[0].group!r}), so its "
-                f"{taken[0].n} ranks cannot share the sequence as well: name another axis of the mesh"
+                "SP619",
+                f"mesh_dim: the program's own collectives use this axis (group {taken[0].group!r}), so its "
+                f"{taken[0].n} ranks cannot share the sequence.",
             )
 
     def _place(self) -> None:
@@ -250,7 +251,9 @@ class Session:
             return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
             stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
-        raise RanksDiffer(str(error)) from error
+        found = wrapped(error)
+        assert found is not None
+        raise RanksDiffer(found.code, found.cause, found.fix) from error
 
     @contextmanager
     def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:

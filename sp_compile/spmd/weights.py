@@ -15,11 +15,6 @@ from .control.message import Message
 from .fingerprint import digest
 from .inputs import local_of
 
-TRAIN_ALIKE = (
-    "every rank begins with the same weights and changes them alike. Look for a seed, a checkpoint, a step of the "
-    "optimizer or a change of a weight that only some ranks have made"
-)
-
 
 def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh_dim: str | None = None) -> None:
     """Compare all weights and buffers of `model` over the ranks that share its sequence: now, every bit.
@@ -38,23 +33,21 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     inner = getattr(model, "_orig_mod", model)
     held = [*inner.named_parameters(), *inner.named_buffers()]
     fields = {name: digest(local_of(x.detach())) for name, x in held if not _is_cut_over(x, ranks)}
-    error = "" if fields else f"compare_weights: {type(inner).__name__} holds nothing that these ranks hold alike"
+    error = None
+    if not fields:
+        error = SpError("SP652", f"model: {type(inner).__name__} has no weight that these ranks share.")
     everyone = exchanged(
         ranks, Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
     )
     if everyone is None:
         return
-    failed = next((one.error for one in everyone if one.error), "") or different_work(everyone)
+    failed = next((one.error for one in everyone if one.error is not None), None) or different_work(everyone)
+    if failed is not None:
+        raise failed
     names = dict.fromkeys(name for one in everyone for name in one.fields)
     other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
-    raise SpError(
-        failed
-        or what_differs(
-            "the ranks of this group hold different weights",
-            TRAIN_ALIKE,
-            rows_by_rank([one.fields for one in everyone], other),
-        )
-    )
+    rows = rows_by_rank([one.fields for one in everyone], other)
+    raise SpError("SP651", what_differs("the ranks of this group hold different weights", rows))
 
 
 def _is_cut_over(x: torch.Tensor, ranks: Ranks) -> bool:

@@ -51,9 +51,9 @@ def cannot(n: int, heads: int, **how: Any) -> str:
 @pytest.mark.parametrize(
     ("n", "heads", "how", "words"),
     [
-        (3, 4, {"attention": "ulysses"}, ["3 ranks do not divide the 4 heads", "parity.py", "'ring'"]),
-        (3, 4, {"attention": "hybrid"}, ["no U with 1 < U < 3", "4 query heads"]),
-        (4, 3, {"two_axes": True}, ["2 of them along the mesh's 'ulysses' axis", "3 query heads"]),
+        (3, 4, {"attention": "ulysses"}, ["SP402", "the 4 heads", "parity.py"]),
+        (3, 4, {"attention": "hybrid"}, ["SP401", "4 query heads"]),
+        (4, 3, {"two_axes": True}, ["SP401", "2 of them", "3 query heads"]),
     ],
     ids=["ulysses", "hybrid", "mesh"],
 )

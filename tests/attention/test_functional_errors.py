@@ -97,12 +97,12 @@ DIFFER = {
     _other_gradients: "gradients of q, k, v: [True, False, False]",
 }
 WRONG = {
-    _three_dims_on_one_rank: "rank 1: attention: expected q (B, H, s, D)",
-    _unknown_on_one_rank: "rank 1: attention: unknown option 'windows' (did you mean 'window'?)",
-    _way_home_on_one_rank: "rank 1: attention: kv_grads='fly': expected 'travel' or 'scatter'",
-    _odd_zigzag: "rank 0: attention: zigzag shards are two equal chunks",
-    _heads: "rank 1: attention: ulysses_attention: 2 ranks that share heads must divide the 2 ranks and the 3 query heads",
-    _no_factor: "rank 0: attention: hybrid_attention: 3 ranks that share heads must divide the 2 ranks",
+    _three_dims_on_one_rank: "rank 1: SP504: attention: q, k, v",
+    _unknown_on_one_rank: "rank 1: SP501: attention: Unknown option 'windows' (did you mean 'window'?)",
+    _way_home_on_one_rank: "rank 1: SP507: attention: kv_grads: expected 'travel' or 'scatter', got 'fly'.",
+    _odd_zigzag: "rank 0: SP454: attention: layout",
+    _heads: "rank 1: SP453: attention: ulysses_attention",
+    _no_factor: "rank 0: SP453: attention: hybrid_attention",
 }
 
 
@@ -136,36 +136,35 @@ def test_simulated_ranks_raise_as_well() -> None:
 
 
 WHOLE = (1, 4, 8, 8)
-ALONE: dict[str, dict[str, Any]] = {
-    "layout='zigzags'": {"layout": "zigzags"},
-    "window=0: expected at least 1": {"window": 0},
-    "length=10: expected 1 to 8": {"length": 10},
-    "documents are whole on every rank": {"documents": torch.zeros(1, 4, dtype=torch.int64)},
-    "documents are integers": {"documents": torch.zeros(1, 8)},
-    "attn_mask is whole on every rank, it broadcasts to": {"attn_mask": torch.ones(1, 1, 4, 8)},
-    "attn_mask is bool": {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)},
-    "0 <= dropout_p < 1": {"dropout_p": 1.0},
-    "sinks are floating-point numbers, one for each of the 4 query heads": {"sinks": torch.zeros(2)},
-    "got torch.int64 [4] on cpu": {"sinks": torch.zeros(4, dtype=torch.int64)},
-    "seed is an int or": {"dropout_p": 0.1, "seed": torch.tensor([1])},
-}
+ALONE: list[tuple[str, str, dict[str, Any]]] = [
+    ("SP507", "layout", {"layout": "zigzags"}),
+    ("SP507", "window", {"window": 0}),
+    ("SP507", "length", {"length": 10}),
+    ("SP504", "documents", {"documents": torch.zeros(1, 4, dtype=torch.int64)}),
+    ("SP505", "documents", {"documents": torch.zeros(1, 8)}),
+    ("SP504", "attn_mask", {"attn_mask": torch.ones(1, 1, 4, 8)}),
+    ("SP505", "attn_mask", {"attn_mask": torch.ones(WHOLE, dtype=torch.int64)}),
+    ("SP507", "dropout_p", {"dropout_p": 1.0}),
+    ("SP504", "sinks", {"sinks": torch.zeros(2)}),
+    ("SP504", "sinks", {"sinks": torch.zeros(4, dtype=torch.int64)}),
+    ("SP502", "seed", {"dropout_p": 0.1, "seed": torch.tensor([1])}),
+]
 
 
-@pytest.mark.parametrize("told", ALONE)
-def test_options(told: str) -> None:
-    with pytest.raises(SpError) as error:
-        sp_compile.ring_attention(*operands(), **ALONE[told])
-    assert told in str(error.value)
+@pytest.mark.parametrize(("code", "name", "options"), ALONE)
+def test_options(code: str, name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(SpError, match=f"{code}: attention: {name}:"):
+        sp_compile.ring_attention(*operands(), **options)
 
 
 def test_operands() -> None:
     q, k, v = operands()
     for wrong, told in (
-        ((q, k, v[:, :, :4]), "expected q"),
-        ((q, k.double(), v), "of one floating-point dtype"),
-        ((q.long(), k.long(), v.long()), "of one floating-point dtype"),
-        ((q, k.to("meta"), v), "on one device"),
-        (operands(kv_heads=3), "the 3 key heads do not divide the 4 query heads"),
+        ((q, k, v[:, :, :4]), "SP504"),
+        ((q, k.double(), v), "SP505"),
+        ((q.long(), k.long(), v.long()), "SP505"),
+        ((q, k.to("meta"), v), "SP506"),
+        (operands(kv_heads=3), r"SP451.*4 query heads.* got 3 "),
     ):
         with pytest.raises(SpError, match=told):
             sp_compile.gathered_attention(*wrong)
@@ -180,7 +179,7 @@ def test_a_hybrid_must_be_told_its_width() -> None:
     def live(rank: int) -> Tensor:
         return hybrid_attention(*operands(), mesh=Ranks(2, GROUP))
 
-    with pytest.raises(SpError, match=r"pass ulysses=\.\.\."):
+    with pytest.raises(SpError, match="SP452"):
         run_ranks(2, live)
     assert hybrid_attention(*operands(), ulysses=2).shape == (1, 4, 8, 4)  # one rank needs none
 
@@ -191,4 +190,4 @@ def _outside() -> str:
 
 
 def test_a_rank_outside_the_group(ranks) -> None:
-    assert "not in the process group" in ranks.run(4, _outside, timeout=TIMEOUT)[1]
+    assert "SP112" in ranks.run(4, _outside, timeout=TIMEOUT)[1]

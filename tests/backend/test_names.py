@@ -100,9 +100,7 @@ def shown(gm: GraphModule) -> list[str]:
 def test_seq_dims_take_the_users_names() -> None:
     report = sp_compile.explain(Model(), ids=data(), labels=data(), sp=2, seq_dims={"ids": 1})
     assert "the sequence is ids dim 1" in str(report)
-    with pytest.raises(
-        SpError, match=r"no input is called 'tokens'; the graph's tensor inputs are \['ids', 'labels'\]"
-    ):
+    with pytest.raises(SpError, match=r"SP236.* \['ids', 'labels'\], got 'tokens'"):
         sp_compile.explain(Model(), ids=data(), labels=data(), seq_dims={"tokens": 1})
 
 
@@ -113,9 +111,9 @@ def test_explain_and_verify_take_what_the_model_takes() -> None:
 
 
 def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
-    with pytest.raises(SpError, match=r"unknown option 'atention' \(did you mean 'attention'\?\)"):
+    with pytest.raises(SpError, match=r"SP102: options: unknown option 'atention' \(did you mean 'attention'\?\)"):
         sp_compile.explain(Model(), data(), atention="ring")
-    with pytest.raises(SpError, match="unknown option 'labels'"):
+    with pytest.raises(SpError, match="SP102: options: unknown option 'labels'"):
         sp_compile.explain(nn.Linear(4, 4), data(), labels=data())
 
 
@@ -125,10 +123,10 @@ def test_of_many_weights_a_few_are_shown() -> None:
         return Message(CALLS, "forward", 1, {"program": "1", **fields})
 
     message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
-    assert "different values" in message
-    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message
-    assert "layers.8" not in message
-    assert "sp_compile.data" not in message
+    assert message is not None
+    assert message.code == "SP633"
+    assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message.cause
+    assert "layers.8" not in message.cause
 
 
 def test_other_data_are_explained_by_a_sampler() -> None:
@@ -136,8 +134,8 @@ def test_other_data_are_explained_by_a_sampler() -> None:
         return Message(CALLS, "forward", 1, {"program": "1", "input ids": f"(4,) with checksum {rank}"})
 
     message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
-    assert "Only the data differ, as with a DistributedSampler" in message
-    assert "sp_compile.data.SequenceSampler(dataset, mesh)" in message
+    assert message is not None
+    assert message.code == "SP634"
 
 
 class Found(NamedTuple):
@@ -191,5 +189,5 @@ def test_results_are_called_what_the_model_calls_them(how: str, name: str) -> No
         report = sp_compile.explain(Returns(how), data(), sp=2, outputs=outputs)
         assert report.sharded_outputs == [name]
     assert sp_compile.explain(Returns(how), data(), sp=2, outputs={"hidden": "lazy"}).sharded_outputs == [name]
-    with pytest.raises(SpError, match=f"no result is called 'hiden'; the graph's results are .*'{name}'"):
+    with pytest.raises(SpError, match=f"SP237.*'{name}'.*got 'hiden'"):
         sp_compile.explain(Returns(how), data(), sp=2, outputs={"hiden": "lazy"})

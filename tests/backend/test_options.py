@@ -251,7 +251,7 @@ def test_options_of_a_sequence_that_no_ranks_are_left_for(mesh: DeviceMesh, entr
     (option,) = options
     found = outcome(entry, TensorParallel(mesh), options, option)
     why = "has no ranks left to split a sequence over"
-    assert re.match(rf"refused: .*\b{option}=.* {why}", found, re.DOTALL), found
+    assert re.match(rf"refused: .*SP109: {option}=.* {why}", found, re.DOTALL), found
 
 
 def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
@@ -263,7 +263,9 @@ def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
             torch._dynamo.graph_break()
             return super().forward(h)
 
-    assert not outcome(of_backend, Broken(mesh), {"attention": "ring"}, "attention").startswith("refused: attention=")
+    assert not outcome(of_backend, Broken(mesh), {"attention": "ring"}, "attention").startswith(
+        "refused: SP109: attention="
+    )
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -272,7 +274,7 @@ def test_results_that_know_their_shard(mesh: DeviceMesh, entry: Callable[..., st
     """Of a graph alone nobody makes any: `parallelize` refuses the option, and `verify`, which compares whole ones."""
     found = outcome(entry, Model(), {"mesh": mesh, "outputs": outputs}, "outputs")
     if entry in (of_verify, of_parallelize):
-        assert re.match(r"refused: outputs=", found), found
+        assert re.match(r"refused: SP1\d\d: outputs", found), found
     else:
         assert found != outcome(entry, Model(), {"mesh": mesh}, "outputs")
 
@@ -295,4 +297,4 @@ def test_a_compiler_of_a_program_with_a_sequence(mesh: DeviceMesh, entry: Callab
         return gm.forward
 
     found = outcome(entry, Model(), {"mesh": mesh, "compiler": compiler}, "compiler")
-    assert called if entry is of_backend else re.search(r"refused: compiler=", found), found
+    assert called if entry is of_backend else re.search(r"refused: SP109: compiler=", found), found

@@ -108,7 +108,7 @@ class Half(Counting):
 @pytest.mark.parametrize("entry", [sp_compile.explain, sp_compile.verify])
 @pytest.mark.parametrize("model", [Hidden(), nn.Identity(), lambda x: 3])
 def test_there_is_nothing_to_compile(entry, model):
-    with pytest.raises(sp_compile.SpError, match=f"{entry.__name__}: torch.compile finds nothing to compile"):
+    with pytest.raises(sp_compile.SpError, match=f"SP201: {entry.__name__}"):
         entry(model, torch.randn(2, 6, 8), sp=2)
     assert "2 ranks; the sequence is" in str(entry(Half(), torch.randn(2, 6, 8), sp=2)), "what is left is compiled"
 
@@ -123,7 +123,7 @@ class Alone(nn.Module):
 def test_a_program_of_its_own_groups_is_not_compared():
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        with pytest.raises(sp_compile.SpError, match="verify: nothing was compared"):
+        with pytest.raises(sp_compile.SpError, match="SP716"):
             sp_compile.verify(Alone(), torch.randn(2, 6, 8), sp=2)
     finally:
         dist.destroy_process_group()
@@ -132,7 +132,7 @@ def test_a_program_of_its_own_groups_is_not_compared():
 def test_a_compiler_is_refused_where_nothing_is_compiled():
     x = torch.randn(2, 6, 8)
     for entry, compiler in ((sp_compile.explain, "eager"), (sp_compile.verify, "aot_eager")):
-        with pytest.raises(sp_compile.SpError, match=f"compiler='{compiler}': {entry.__name__} compiles nothing"):
+        with pytest.raises(sp_compile.SpError, match=f"SP109: compiler='{compiler}': {entry.__name__}"):
             entry(Counting(), x, sp=2, compiler=compiler)
     assert sp_compile.explain(Counting(), x, sp=2, compiler="inductor").n == 2, "the default"
 
@@ -153,7 +153,7 @@ def test_nothing_is_compared_on_the_meta_device() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(1, 8, 4)
     for args in ((model, x), (model, torch.zeros(1, 8, 4)), (lambda y: y.cumsum(1), x)):
-        with pytest.raises(sp_compile.SpError, match="on the meta device, which has no numbers to compare"):
+        with pytest.raises(sp_compile.SpError, match="SP715"):
             sp_compile.verify(*args, sp=2)
 
 

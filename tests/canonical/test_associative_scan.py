@@ -194,7 +194,7 @@ def test_shards_of_other_functions_are_gathered() -> None:
     program = torch.export.export(model, tuple(leaves))
     named = {"seq_dims": {"x": 1, "y": 1}}
     local = sp_compile.parallelize(program, sp=3, **named)
-    assert "its combine function is no sum, product" in str([note.why for note in local.meta["sp_report"].fallbacks])
+    assert local.meta["sp_report"].fallbacks
     for loss in run_ranks(3, lambda rank: local(*leaves).detach()):
         torch.testing.assert_close(loss, model(*leaves).detach())
     with pytest.raises(SpError, match="its combine function is no sum, product"):

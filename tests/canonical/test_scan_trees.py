@@ -84,7 +84,7 @@ def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> 
     assert report.inputs == {"x": [1]}
     assert report.worst < 1e-12
     assert report.count("unshard") + report.count("all_gather") == LEAVES[run]
-    assert {note.done for note in report.fallbacks} == {"gather"}
+    assert {note.label for note in report.fallbacks} == {"gather"}
 
 
 @pytest.mark.sampled(every=5)

@@ -89,20 +89,20 @@ def change_unfolded(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("f", "line", "advice"),
+    ("f", "line", "code"),
     [
-        (clamp_without_grad, "y.clamp_(-1, 1)", "x = x.clone()"),
-        (clamp_data, "x.data.clamp_(-1, 1)", "x = x.clone()"),
-        (change_unfolded, "y.unfold(0, 2, 2).add_(1)", "clone the view"),
+        (clamp_without_grad, "y.clamp_(-1, 1)", "SP224"),
+        (clamp_data, "x.data.clamp_(-1, 1)", "SP224"),
+        (change_unfolded, "y.unfold(0, 2, 2).add_(1)", "SP225"),
     ],
 )
-def test_refusal_names_the_line_and_the_cure(f: Callable[..., Any], line: str, advice: str) -> None:
+def test_error_of_a_write_names_the_line(f: Callable[..., Any], line: str, code: str) -> None:
     compiled, _ = compile_function(f)
     with pytest.raises(Exception, match="WriteError") as caught:
         compiled(torch.randn(4, 8, requires_grad=True))
     assert "test_capture.py:" in str(caught.value)
     assert line in str(caught.value)
-    assert advice in str(caught.value)
+    assert f"{code}: " in str(caught.value)
 
 
 def test_refuses_a_changed_input_that_overlaps_another() -> None:
@@ -112,13 +112,13 @@ def test_refuses_a_changed_input_that_overlaps_another() -> None:
 
     compiled, _ = compile_function(f)
     x = torch.zeros(4, 4)
-    with pytest.raises(Exception, match="shares memory with the input l_y_"):
+    with pytest.raises(Exception, match=r"SP221.* the input l_y_"):
         compiled(x, x[0])
     assert compiled(x, x[0].clone()) == 16
 
 
 def test_capture_needs_a_running_compilation() -> None:
-    with pytest.raises(SpError, match="capture_export"):
+    with pytest.raises(SpError, match="SP203"):
         capture(torch.fx.symbolic_trace(lambda x: x.sin()), [torch.ones(1)])
 
 
@@ -174,7 +174,7 @@ def test_capture_for_another_size() -> None:
 def test_what_can_not_run_names_the_line() -> None:
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Any:
         mode, fakes = fake_inputs(example_inputs)
-        with mode, pytest.raises(SpError, match=r"matmul could not be captured at .*test_capture.py:\d+: return x @ w"):
+        with mode, pytest.raises(SpError, match=r"SP211.*matmul .*test_capture.py:\d+: return x @ w"):
             capture(gm, example_inputs, fakes=[torch.empty(2, 3) for _ in fakes])
         return gm.forward
 

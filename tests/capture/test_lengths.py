@@ -86,5 +86,5 @@ def test_a_model_without_a_sequence_says_so_of_any_length(marks: Callable[..., N
     """No length becomes a number that the user has marked, or that the program does not depend on."""
     x = torch.randn(2, 7, 4)
     marks(x, 1)
-    with pytest.raises(sp_compile.SpError, match="no sequence found"):
+    with pytest.raises(sp_compile.SpError, match="SP301"):
         sp_compile.verify(nn.Linear(4, 4), x, sp=2)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sp_compile
 from sp_compile import _compat
 from sp_compile.graph.call import WAIT
+from sp_compile.passes.job import NoteKind
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -158,8 +159,9 @@ def test_attention_that_leaves_no_room_is_computed_again() -> None:
 def test_a_policy_saves_nothing_of_a_tile_and_that_is_said(how: str) -> None:
     model = build(Checkpointed, layers=1)
     model.given = CHECKPOINTS[how]
-    (why,) = [note.why for note in sp_compile.explain(model, *text(16), sp=2, tiles=2).notes if note.done == "tiles"]
-    assert ("policy" in why) == (how == "products stay")
+    report = sp_compile.explain(model, *text(16), sp=2, tiles=2)
+    assert report.find_notes(NoteKind.REWRITTEN, subject="tiles")
+    assert bool(report.find_notes(NoteKind.DECLINED, subject="checkpoint_policy")) == (how == "products stay")
 
 
 def test_lists_of_ops_are_policies() -> None:

@@ -278,7 +278,7 @@ def test_ties() -> None:
     assert choose([ulysses, candidate("gather", 1.05, rounds=3)]).kind == "gather"
     assert choose([ulysses, candidate("gather", 1.05, rounds=3, memory=2.0)]) == ulysses
     assert choose([ring, candidate("ulysses", 0.5, legal="no")]) == ring
-    with pytest.raises(SpError, match="attention: ring: too large; gather: also"):
+    with pytest.raises(SpError, match="SP701: attention: ring: too large; gather: also"):
         choose([candidate("ring", 1, legal="too large"), candidate("gather", 1, legal="also")])
 
 

@@ -62,11 +62,11 @@ def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
     assert strategy_of(op) is None
     assert before == RULES
     assert "toy" not in {c.kind for c in candidates(shape(4), GPU)}
-    with pytest.raises(SpError, match="attention='toy': expected one of"):
+    with pytest.raises(SpError, match="SP103: attention"):
         SPConfig(attention="toy")
 
 
 def test_a_strategy_with_an_op_says_what_it_sends() -> None:
     ring = STRATEGIES["ring"]
-    with pytest.raises(SpError, match="'silent': sends="):
+    with pytest.raises(SpError, match=r"SP981.*'silent'"):
         Strategy(name="silent", preference=9, rewrite=ring.rewrite, candidates=ring.candidates)

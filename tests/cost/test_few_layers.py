@@ -87,12 +87,12 @@ def test_a_few_layers_say_what_all_do(
     few = explained(True, wider, normed=tiles != "never", **options)
     monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
     whole = explained(True, wider, normed=tiles != "never", **options)
-    assert [note.done for note in few.notes if note not in whole.notes].count("alike") == 1
-    assert "alike" not in {note.done for note in whole.notes}
+    assert [note.label for note in few.notes if note not in whole.notes].count("extrapolated") == 1
+    assert "extrapolated" not in {note.label for note in whole.notes}
     assert [d.nodes for d in few.attention] == [d.nodes for d in whole.attention] == [LAYERS]
     assert few.memory == whole.memory
-    lines = [Counter((note.done, note.where) for note in report.notes) for report in (few, whole)]
-    assert lines[0] - Counter({one: 1 for one in lines[0] if one[0] == "alike"}) == lines[1]
+    lines = [Counter((note.label, note.where) for note in report.notes) for report in (few, whole)]
+    assert lines[0] - Counter({one: 1 for one in lines[0] if one[0] == "extrapolated"}) == lines[1]
     assert sent(few) == pytest.approx(sent(whole), rel=0.02)
     one, all_of_them = few.step, whole.step
     assert one is not None

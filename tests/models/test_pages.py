@@ -58,7 +58,7 @@ def run(page: Path) -> None:
 
 
 WITH_CODE = [page for page in PAGES if code_of(page)]
-LONG = {"start", "scans", "options", "between"}  # tests/models/test_recipes.py starts the first one as a newcomer would
+LONG = {"start", "scans", "between"}  # tests/models/test_recipes.py starts the first one as a newcomer would
 
 
 @pytest.mark.parametrize("page", [p for p in WITH_CODE if p.stem not in LONG], ids=lambda page: page.stem)

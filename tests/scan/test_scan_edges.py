@@ -75,16 +75,18 @@ def test_a_number_for_every_step_of_a_recurrence():
 
 X = torch.arange(3)
 WRONG = {
-    "x is a tensor": lambda: inclusive_scan([1, 2], 0, group=GROUP),
-    "segment_ids is a tensor": lambda: segmented_scan(X, None, 0, group=GROUP),
-    "op=": lambda: inclusive_scan(X, 0, ["sum"], group=GROUP),
-    "dtype='float32'": lambda: inclusive_scan(X, 0, dtype="float32", group=GROUP),
-    "accumulate_dtype=": lambda: linear_scan(X.double(), X.double(), 0, accumulate_dtype="f", group=GROUP),
-    "reverse=": lambda: inclusive_scan(X, 0, reverse="yes", group=GROUP),
-    "dim is an int": lambda: inclusive_scan(X, 0.0, group=GROUP),
-    "length is an int": lambda: inclusive_scan(X, 0, length=3.0, group=GROUP),
-    "uint64 is not supported": lambda: inclusive_scan(X.to(torch.uint64), 0, group=GROUP),
-    "needs a gradient": lambda: inclusive_scan(X.float().requires_grad_(), 0, dtype=torch.int64, group=GROUP),
+    "SP502: inclusive_scan: x": lambda: inclusive_scan([1, 2], 0, group=GROUP),
+    "SP502: segmented_scan: segment_ids": lambda: segmented_scan(X, None, 0, group=GROUP),
+    "SP502: inclusive_scan: op": lambda: inclusive_scan(X, 0, ["sum"], group=GROUP),
+    "SP502: inclusive_scan: dtype": lambda: inclusive_scan(X, 0, dtype="float32", group=GROUP),
+    "SP502: linear_scan: accumulate_dtype": lambda: linear_scan(
+        X.double(), X.double(), 0, accumulate_dtype="f", group=GROUP
+    ),
+    "SP502: inclusive_scan: reverse": lambda: inclusive_scan(X, 0, reverse="yes", group=GROUP),
+    "SP502: inclusive_scan: dim": lambda: inclusive_scan(X, 0.0, group=GROUP),
+    "SP502: inclusive_scan: length": lambda: inclusive_scan(X, 0, length=3.0, group=GROUP),
+    "SP522.*uint64": lambda: inclusive_scan(X.to(torch.uint64), 0, group=GROUP),
+    "SP523": lambda: inclusive_scan(X.float().requires_grad_(), 0, dtype=torch.int64, group=GROUP),
 }
 
 

@@ -16,31 +16,31 @@ def refusals() -> list[tuple[Callable[[], Any], str]]:
     x, n = torch.rand(3, 5, 2), torch.ones(3, 5, 2, dtype=torch.int32)
     ids = torch.tensor([0, 0, 1, 1, 2])
     return [
-        (lambda: inclusive_scan(x, 3), "inclusive_scan: dim 3 is out of range for x of shape [3, 5, 2]"),
-        (lambda: exclusive_scan(x, -4), "exclusive_scan: dim -4 is out of range"),
-        (lambda: exclusive_scan(torch.tensor(1.0), 1), "expected -1 to 0"),
-        (lambda: inclusive_scan(x, 1, "add"), "unknown op 'add' (did you mean 'sum'?); known: sum, prod"),
+        (lambda: inclusive_scan(x, 3), "SP503: inclusive_scan: dim: expected -3 to 2 for x of shape [3, 5, 2], got 3"),
+        (lambda: exclusive_scan(x, -4), "SP503: exclusive_scan"),
+        (lambda: exclusive_scan(torch.tensor(1.0), 1), "SP503: exclusive_scan: dim: expected -1 to 0"),
+        (lambda: inclusive_scan(x, 1, "add"), "SP501: inclusive_scan: Unknown op 'add' (did you mean 'sum'?), expected one of sum, prod"),
         (lambda: inclusive_scan(x, 1, "logsumexps"), "(did you mean 'logsumexp'?)"),
-        (lambda: inclusive_scan(x, 1, "mean"), "unknown op 'mean'"),
-        (lambda: inclusive_scan(x, 1, indices=True), "indices=True is for max and min, a sum is at no index"),
-        (lambda: inclusive_scan(n, 1, "logsumexp"), "got torch.int32; pass dtype=torch.float32"),
-        (lambda: inclusive_scan(x.cfloat(), 1), "complex numbers are not supported, got torch.complex64"),
-        (lambda: inclusive_scan(x, 1, dtype=torch.bool), "dtype=torch.bool cannot hold a sum"),
-        (lambda: inclusive_scan(n, 1, accumulate_dtype=torch.float32), "with a result in torch.int64; usual:"),
-        (lambda: segmented_scan(x, ids[:4], 1), "shape [5], or one that broadcasts to x [3, 5, 2], got [4]"),
-        (lambda: segmented_scan(x, n[..., 0], 1), "got [3, 5]; view them as [3, 5, 1]"),
+        (lambda: inclusive_scan(x, 1, "mean"), "SP501: inclusive_scan: Unknown op 'mean'"),
+        (lambda: inclusive_scan(x, 1, indices=True), "SP521"),
+        (lambda: inclusive_scan(n, 1, "logsumexp"), "SP522: inclusive_scan: op='logsumexp' is not supported with torch.int32"),
+        (lambda: inclusive_scan(x.cfloat(), 1), "SP524: inclusive_scan: x, dtype: torch.complex64"),
+        (lambda: inclusive_scan(x, 1, dtype=torch.bool), "SP525"),
+        (lambda: inclusive_scan(n, 1, accumulate_dtype=torch.float32), "SP526: inclusive_scan: accumulate_dtype: expected torch.int64 for a result in torch.int64"),
+        (lambda: segmented_scan(x, ids[:4], 1), "SP504: segmented_scan: segment_ids: expected shape [5]"),
+        (lambda: segmented_scan(x, n[..., 0], 1), "got [3, 5]. View them as [3, 5, 1]."),
         (lambda: segmented_scan(x, n[:, :1], 1), "got [3, 1, 2]"),
-        (lambda: segmented_scan(x, ids.float(), 1), "segment_ids are integers, got torch.float32"),
-        (lambda: segmented_scan(x, ids > 1, 1), "segment_ids are integers, got torch.bool; flags"),
-        (lambda: segmented_scan(x, ids.to("meta"), 1), "on one device, got meta and cpu"),
-        (lambda: segmented_scan(x, torch.tensor([0, 1, 0, 2, 2]), 1), "segment_ids are not grouped"),
-        (lambda: segmented_scan(n, n.cumsum(0) * ids[:, None] % 2, 1), "pass runs=True"),
-        (lambda: linear_scan(n, n, 1), "a, b and initial are floating-point, got torch.int32, torch.int32"),
-        (lambda: linear_scan(x, x[:2], 1), "do not broadcast: [3, 5, 2] and [2, 5, 2]"),
-        (lambda: linear_scan(x, x, 3), "linear_scan: dim 3 is out of range"),
-        (lambda: linear_scan(x, x, 1, initial=x), "without dim 1, [3, 2], or broadcasts to it, got [3, 5, 2]"),
-        (lambda: linear_scan(x, x, 1, initial=x[0, 0].to("meta")), "on one device, got cpu, cpu, meta"),
-        (lambda: linear_scan(x, x, 1, accumulate_dtype=torch.int64), "torch.int64 is not floating-point"),
+        (lambda: segmented_scan(x, ids.float(), 1), "SP505: segmented_scan: segment_ids: expected integers, got torch.float32"),
+        (lambda: segmented_scan(x, ids > 1, 1), "got torch.bool. Make ids of the flags"),
+        (lambda: segmented_scan(x, ids.to("meta"), 1), "SP506: segmented_scan"),
+        (lambda: segmented_scan(x, torch.tensor([0, 1, 0, 2, 2]), 1), "SP527"),
+        (lambda: segmented_scan(n, n.cumsum(0) * ids[:, None] % 2, 1), "SP527"),
+        (lambda: linear_scan(n, n, 1), "SP505: linear_scan"),
+        (lambda: linear_scan(x, x[:2], 1), "SP504: linear_scan: a, b: expected shapes that broadcast, got [3, 5, 2] and [2, 5, 2]"),
+        (lambda: linear_scan(x, x, 3), "SP503: linear_scan"),
+        (lambda: linear_scan(x, x, 1, initial=x), "SP504: linear_scan: initial: expected [3, 2]"),
+        (lambda: linear_scan(x, x, 1, initial=x[0, 0].to("meta")), "SP506: linear_scan: a, b, initial: expected one device, got cpu, cpu, meta"),
+        (lambda: linear_scan(x, x, 1, accumulate_dtype=torch.int64), "SP526: linear_scan"),
     ]  # fmt: skip
 
 
@@ -73,7 +73,9 @@ def test_tells_of_integers_that_overflow(
     values: list[int], op: str, options: dict[str, Any], index: tuple[int, ...]
 ) -> None:
     x = torch.tensor(values)
-    with pytest.raises(SpError, match=rf"the {op} is about .* at index {re.escape(str(index))}, which torch.u?int"):
+    with pytest.raises(
+        SpError, match=rf"SP528.* the {op} is about .* at index {re.escape(str(index))}, which torch.u?int"
+    ):
         inclusive_scan(x, 0, op, **options)
     assert inclusive_scan(x, 0, op, check=False, **options).shape == x.shape
 
@@ -102,7 +104,7 @@ def test_exclusive_and_segmented_sums_are_judged_by_what_is_in_them() -> None:
     x = torch.tensor([BIG, BIG - 1, BIG, BIG])
     assert exclusive_scan(x[:3], 0).tolist() == [0, BIG, 2 * BIG - 1]
     assert segmented_scan(x, torch.tensor([0, 0, 1, 2]), 0).tolist() == [BIG, 2 * BIG - 1, BIG, BIG]
-    with pytest.raises(SpError, match=r"segmented_scan: the sum is about 9\.22337e\+18 at index \(3,\)"):
+    with pytest.raises(SpError, match=r"SP528: segmented_scan: x: the sum is about 9\.22337e\+18 at index \(3,\)"):
         segmented_scan(x, torch.tensor([0, 0, 1, 1]), 0)
 
 

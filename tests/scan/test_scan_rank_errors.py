@@ -97,20 +97,20 @@ def _no_dims(rank: int, group: Any) -> Tensor:
 
 WRONG = {
     _unequal_shards: "rank 1: x [5] torch.float32",
-    _bad_op: "rank 1: inclusive_scan: unknown op 'summ' (did you mean 'sum'?)",
+    _bad_op: "rank 1: SP501: inclusive_scan: Unknown op 'summ' (did you mean 'sum'?)",
     _other_op: "op=max",
     _other_function: "rank 1 calls linear_scan: a [4] torch.float32",
     _attention_on_one_rank: "about to do different things",
     _other_gradients: "gradient: False",
-    _ids_of_another_shape: "rank 1: segmented_scan: segment_ids hold one id for each of the 4 positions",
+    _ids_of_another_shape: "rank 1: SP504: segmented_scan: segment_ids",
     _ids_of_another_dtype: "segment_ids [4] torch.int32",
-    _id_comes_again: "segment_ids are not grouped",
-    _overflow_on_one_rank: "rank 1: inclusive_scan: the sum is about 9.22337e+18 at index (0,)",
-    _odd_zigzag: "zigzag shards are two equal chunks, but this one has 3 rows",
-    _too_long: "length=7: expected 0 to 6",
-    _zigzag_steps: "exchange='steps' is for layout='contiguous'",
+    _id_comes_again: "SP527",
+    _overflow_on_one_rank: "rank 1: SP528: inclusive_scan: x: the sum is about 9.22337e+18 at index (0,)",
+    _odd_zigzag: "SP454",
+    _too_long: "SP507: inclusive_scan: length: expected 0 to 6",
+    _zigzag_steps: "SP513",
     _initial_on_one_rank: "initial [2] torch.float32",
-    _no_dims: "no dims",
+    _no_dims: "SP512",
 }
 
 
@@ -123,5 +123,5 @@ def test_every_rank_raises(ranks, wrong: Callable[[int, Any], Any], told: str) -
 
 def test_options_of_shards_need_a_group() -> None:
     for options in ({"length": 3}, {"layout": "zigzag"}, {"exchange": "gather"}):
-        with pytest.raises(SpError, match="pass group="):
+        with pytest.raises(SpError, match="SP511"):
             sp_compile.inclusive_scan(torch.ones(4), 0, **options)

@@ -93,19 +93,19 @@ def run_of(how: str) -> tuple[str, str, float]:
     [
         (
             "skips",
-            r"for ranks that did not come\n  rank 0, 1 was last seen when it runs the backward|for ranks that did not come\n  rank 0, 1 was last seen when it calls forward at "
+            r"SP621: .*\n  rank 0, 1 was last seen when it (runs the backward.*|calls forward at )"
             r"spmd/test_waits.py:\d+ .*\n(.*\n)*Likely causes: a rank that has skipped",
         ),
         (
             "fails",
-            "^rank 1 raised MemoryError: no room for the activations, when it calls forward at spmd/test_waits.py:",
+            "^SP661: rank 1 raised MemoryError: no room for the activations, when it calls forward at spmd/test_waits.py:",
         ),
     ],
 )
 def test_a_rank_that_does_not_come(ranks: Ranks, how: str, why: str) -> None:
     told, again, seconds = ranks.run(4, run_of, how)[0]
     assert re.search(why, told), told
-    assert "broken since" in again
+    assert "SP623" in again
     assert seconds < 3 * SECONDS
 
 
@@ -138,7 +138,7 @@ def measures_alone() -> tuple[str, float]:
 def test_a_rank_that_waits_while_it_compiles_is_no_sign_of_life_to_itself(ranks: Ranks) -> None:
     told, seconds = ranks.run(4, measures_alone)[0]
     assert "measures how fast the ranks are" in told
-    assert "for ranks that did not come" in told
+    assert "SP623" in told
     assert seconds < 3 * SECONDS
 
 
@@ -152,8 +152,8 @@ def wrong_mesh_dim() -> tuple[str, float]:
 
 def test_a_mesh_that_one_rank_cannot_resolve(ranks: Ranks) -> None:
     (first, seconds), (second, _), *_ = ranks.run(4, wrong_mesh_dim)
-    assert re.search("rank 1 stopped: .*mesh: it has no axis .sq.", first), first
-    assert "no axis" in second
+    assert "rank 1 stopped: SP11" in first, first
+    assert "SP11" in second
     assert seconds < 3 * SECONDS
 
 
@@ -170,8 +170,8 @@ def another_program() -> tuple[str, float]:
 
 def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) -> None:
     (first, then), (second, also), *_ = ranks.run(4, another_program)
-    assert "no axis" in first
-    assert "no axis" in second
+    assert "SP11" in first
+    assert "SP11" in second
     assert then == also == pytest.approx(Halves()(torch.ones(2, 8, 16, dtype=torch.float64)).item())
 
 
@@ -223,7 +223,7 @@ def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.Mon
         patch.setattr(wire, "process_groups", lambda: [("three", (0, 1, 2), "")])
         wire.stop("MemoryError: no room", goes_on=True)
     rank[0], wire._mine[:] = 1, []
-    assert "rank 0 stopped: MemoryError: no room" in waiting().lost(call, 30.0)
+    assert "rank 0 stopped: MemoryError: no room" in waiting().lost(call, 30.0).cause
     rank[0], wire._mine[:] = 2, []
     said = waiting()._stopped(call)
     assert (said.rank, said.goes_on) == (1, False)
@@ -294,7 +294,7 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
     monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
     monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
     waiting = wire.Wire("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
-    with pytest.raises(SpError, match="waited 0 s for ranks that did not come"):
+    with pytest.raises(SpError, match=r"SP621: .*waited 0 s"):
         waiting.gather([0], torch.int64, Message(CALLS, "Floats", 1))
     assert store.add("here", 0) == 0
     alone = wire.Wire("one", [0], store, timedelta(seconds=5), ["joined the group"])
@@ -310,7 +310,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
     monkeypatch.setattr(wire, "READING", 0.0)
     waiting = wire.Wire("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
-    with caplog.at_level("WARNING"), pytest.raises(SpError, match="for ranks that did not come") as failure:
+    with caplog.at_level("WARNING"), pytest.raises(SpError, match="SP622") as failure:
         waiting.gather([0], torch.int64, Message(READS, "y", 1))
     assert "it waits for the others. " in caplog.text
     assert "  rank 0, 1, 2 was last seen when it joined the group" in str(failure.value)
@@ -325,7 +325,7 @@ def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
     y.register_hook(lambda gradient: waiting.own())
     with ThreadPoolExecutor(1) as another:
         another.submit(y.sum().backward).result()
-        with pytest.raises(SpError, match="two threads of this process"):
+        with pytest.raises(SpError, match="SP624"):
             another.submit(waiting.own).result()
     assert x.grad is not None
 

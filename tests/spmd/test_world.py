@@ -59,7 +59,7 @@ def test_other_processes() -> None:
         mp.start_processes(_losses, (folder,), nprocs=2, start_method="forkserver")
         for out in (torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)):
             for refused, loss, gradient, _ in out:
-                assert not refused or ("SP681" in refused and "torch.compiler.reset()" in refused)
+                assert not refused or "SP681" in refused
                 torch.testing.assert_close(loss, net(x).item())
                 torch.testing.assert_close(gradient, net.inner.weight.grad)
             assert [bool(refused) for refused, *_ in out] == [False, True, True, True]
@@ -73,8 +73,8 @@ def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.
     session = Session(gm, [x], {"mesh_dim": "sp"})
     assert isinstance(session.problem, SpError)
     run = session.guard(None, session.problem, gm, [x])
-    with pytest.raises(SpError, match="no mesh is given"):
+    with pytest.raises(SpError, match="SP116"):
         run(x)
     monkeypatch.setattr(check_run, "world", lambda: object())
-    with pytest.raises(SpError, match="another default process group"):
+    with pytest.raises(SpError, match="SP681"):
         run(x)

@@ -1,37 +1,42 @@
-"""README.md and docs/ against the tree: navigation, links, code blocks, commands, options, names, errors."""
+"""README.md and docs/ against the tree: navigation, links, code blocks, commands, options, names."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
-from support.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, code_of, links, prose
-from tree.test_refusals import FILES
+from support.docs.pages import DOCS, PAGES, RECIPES, ROOT, TUTORIALS, anchors, blocks, code_of, links, prose
 
 import sp_compile
 from sp_compile import SPConfig, data
 from sp_compile.config import CHOICES, OUTPUTS, STRATEGIES
 
-RECIPES = sorted((DOCS / "recipes").glob("*.md"))
-WRITTEN = [*PAGES, *RECIPES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"))]
+WRITTEN = [
+    *PAGES,
+    *TUTORIALS,
+    *RECIPES,
+    *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
+]
 EVERY = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 LANGUAGES = {"", "python", "sh"}
 INCLUDED = re.compile(r"\{(include|toctree|eval-rst)\}.*")
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_navigation_has_every_page() -> None:
     trees = [body for kind, body in blocks(DOCS / "index.md") if kind == "{toctree}"]
     named = [line for body in trees for line in body.splitlines() if line and not line.startswith(":")]
-    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *RECIPES]]
+    pages = [page.relative_to(DOCS).with_suffix("").as_posix() for page in [*PAGES[1:], *TUTORIALS, *RECIPES]]
     assert sorted([*named, "index"]) == sorted(pages)
     linked = {(ROOT / link).resolve() for link in links(ROOT / "README.md")}
     assert {*DOCS.glob("*.md")} - {DOCS / "index.md"} <= linked
@@ -48,10 +53,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @EVERY
 def test_code_blocks_are_of_known_kinds(page: Path) -> None:
-    """Python is run: of a recipe by tests/models/test_recipes.py, of other pages by tests/models/test_pages.py."""
+    """Check languages, and that Python is on pages only that a test of tests/models/ runs."""
     kinds = {kind for kind, _ in blocks(page) if not INCLUDED.fullmatch(kind)}
     assert kinds <= LANGUAGES, kinds
-    assert "python" not in kinds or page in {*PAGES, *RECIPES}
+    assert "python" not in kinds or page in {*PAGES, *TUTORIALS, *RECIPES}
     for number, code in enumerate(code_of(page)):
         compile(code, f"{page.name}, block {number}", "exec")
 
@@ -99,24 +104,41 @@ def table(page: Path, heading: str = "") -> list[list[str]]:
     return [row.split(" | ") for row in rows]
 
 
-def test_options() -> None:
-    """Every field has a row in order, whose values are those that the field takes, the default first."""
-    rows = [(re.findall(r"`(\w+)`", cells[0]), cells[1]) for cells in table(DOCS / "options.md") if "`" in cells[0]]
-    assert [name for names, _ in rows for name in names] == sorted(
-        (field.name for field in fields(SPConfig)), key=[name for names, _ in rows for name in names].index
-    )
-    defaults = {field.name: field.default for field in fields(SPConfig)}
-    known = {**CHOICES, "outputs": OUTPUTS, "attention": ("auto", *STRATEGIES)}
-    for names, values in rows:
-        said = re.findall(r'"(\w+)"', values)
-        for name in names:
-            if isinstance(defaults[name], str):
-                assert said[0] == defaults[name], name
-            elif isinstance(defaults[name], int):
-                assert values.startswith(str(defaults[name])), name
-            assert name not in known or {*known[name]} >= {*said} >= {*CHOICES.get(name, ())}, name
-    shown = {name for names, values in rows for name in names if '"' in values}
-    assert shown >= {*CHOICES, "outputs", "attention"}
+def option_sections() -> dict[str, str]:
+    """Return the text below each heading of options.md that names an option."""
+    page = (DOCS / "options.md").read_text()
+    return dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+
+
+def test_every_option_has_a_section() -> None:
+    assert sorted(option_sections()) == sorted(field.name for field in fields(SPConfig))
+
+
+@pytest.mark.parametrize("field", fields(SPConfig), ids=lambda field: field.name)
+def test_option(field: Field[Any]) -> None:
+    """A section states the default and every value of its option, and its example is accepted."""
+    text = option_sections()[field.name]
+    (default,), (values,) = (re.findall(rf"^- {word}: (.*)", text, re.MULTILINE) for word in ("Default", "Values"))
+    stated = default.strip("`").partition("`")[0] if "`" in default else default
+    assert ast.literal_eval(stated) == field.default
+    known = {**CHOICES, "outputs": OUTPUTS, "attention": ("auto", *STRATEGIES)}.get(field.name)
+    if known:
+        assert set(re.findall(r'"(\w+)"', values)) == set(known)
+    (example,) = re.findall(r"^```python\ntorch\.compile\(model, .*, options=(\{.*\})\)\n```$", text, re.MULTILINE)
+    options = eval(example, {"mesh": mock.MagicMock()})
+    assert field.name in options
+    assert getattr(SPConfig.of(options), field.name) is options[field.name]
+
+
+def test_limits_are_a_table() -> None:
+    """At most 40 rows, each complete, with a test that exists or none."""
+    head, _, *rows = table(DOCS / "limits.md")
+    assert head == ["area", "limit", "effect", "affects", "workaround", "test"]
+    assert 0 < len(rows) <= 40
+    for row in rows:
+        assert len(row) == len(head), row
+        assert all(cell.strip() for cell in row), row
+        assert row[-1] == "none" or (ROOT / row[-1].strip("`")).is_file(), row
 
 
 def test_api_has_every_public_name() -> None:
@@ -124,103 +146,3 @@ def test_api_has_every_public_name() -> None:
     named = set(re.findall(r"auto(?:function|class):: ([\w.]+)", api))
     assert {*sp_compile.__all__} - {"__version__"} <= named
     assert {*data.__all__} <= named
-
-
-# Errors: a message of the code as it stands, with … for what is put into it; a page's quotation of it, alike.
-
-RAISED = {"SpError", "CaptureError", "WriteError", "SimulationError", "RanksDiffer", "RemoteError"}
-ELSEWHERE = {  # who raises words that another module has put together
-    "sp_compile/data/handing.py": "sp_compile/data/loader.py",
-    "sp_compile/functional/call.py": "sp_compile/functional/permute.py",
-    "sp_compile/spmd/between.py": "sp_compile/spmd/agree.py",
-    "sp_compile/spmd/check_compile.py": "sp_compile/spmd/agree.py",
-}
-
-
-def words(node: ast.AST, constants: dict[str, str]) -> str:
-    """The text of a message; "…" alone of one that is made elsewhere."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(words(part, constants) for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return words(node.left, constants) + words(node.right, constants)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        return re.sub(r"\{[^}]*\}", "…", words(node.func.value, constants))
-    inner = node.value if isinstance(node, ast.FormattedValue) else node
-    if isinstance(inner, ast.IfExp):
-        return words(inner.body, constants)
-    return constants.get(inner.id, "…") if isinstance(inner, ast.Name) else "…"
-
-
-def strings(tree: ast.AST) -> list[str]:
-    """Every text of a module."""
-    texts = (ast.JoinedStr, ast.Constant)
-    return [words(node, {}) for node in ast.walk(tree) if isinstance(node, texts)]
-
-
-def messages(tree: ast.Module, yields: bool) -> Iterator[str]:
-    """What a module raises, and, of calls by hand, yields as a problem."""
-    constants = {
-        target.id: words(node.value, {})
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value, (ast.Constant, ast.JoinedStr))
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in RAISED:
-            yield words(node.args[0], constants)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.error" and len(node.args) == 2:
-            yield words(node.args[1], constants)
-        elif yields and isinstance(node, ast.Yield) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
-            yield words(node.value, constants)
-
-
-@cache
-def quoted() -> list[str]:
-    """The first cells of the tables of errors.md."""
-    return [cells[0].strip("`") for cells in table(DOCS / "errors.md") if cells[0].startswith("`")]
-
-
-def quotes(quotation: str, message: str) -> bool:
-    if len(re.findall(r"\w", quotation)) < 5:
-        return quotation == message
-    return re.search(".*".join(map(re.escape, quotation.split("…"))), message, re.DOTALL) is not None
-
-
-@cache
-def modules() -> dict[str, ast.Module]:
-    return {file.resolve().relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}
-
-
-@cache
-def raised() -> dict[str, list[str]]:
-    """The messages of each module that has some."""
-    found = {name: list(messages(tree, name.startswith("sp_compile/functional/"))) for name, tree in modules().items()}
-    return {name: texts for name, texts in found.items() if texts}
-
-
-def without_a_cure(name: str) -> str | None:
-    """The first message of a module that no row quotes; of one whose messages are made elsewhere, that no row is of it."""
-    for message in raised()[name]:
-        literal = re.search(r"\w", message) or message in quoted()
-        if literal and not any(quotes(one, message) for one in quoted()):
-            return message
-    if any(re.search(r"\w", message) for message in raised()[name]):
-        return None
-    made = [text for text in strings(modules()[ELSEWHERE.get(name, name)]) if len(text) > 9]
-    return None if any(quotes(one, text) for one in quoted() for text in made) else "no row is of words of this module"
-
-
-def test_every_message_has_a_cure() -> None:
-    assert not {name: message for name in raised() if (message := without_a_cure(name))}
-    assert len(raised()) > 50
-
-
-def test_no_cure_without_a_message() -> None:
-    made = {message for texts in raised().values() for message in texts}
-    left = [one for one in quoted() if not any(quotes(one, message) for message in made)]
-    made = {text for tree in modules().values() for text in strings(tree)}
-    assert not [one for one in left if not any(quotes(one, text) for text in made)]
-    assert len(quoted()) > 100

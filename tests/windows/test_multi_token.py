@@ -1,4 +1,4 @@
-"""Models that predict several tokens at each place: windows of one sequence side by side, and nothing is gathered."""
+"""Models that predict several tokens at each position: windows of one sequence side by side."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from support.models import VOCABULARY, WIDTH, Decoder, Layer, causal, check, seeded, tokens
 from torch import Tensor, nn
+
+from sp_compile.errors import SpError
 
 DEPTH = 2
 
@@ -59,8 +61,15 @@ class MultiToken(Decoder):
 
 
 def run(way: str, ranks: int, length: int, **config: str) -> None:
+    """Compare with one device; outside the contiguous layout, windows of embeddings are gathered or refused."""
+    layout = config.get("layout", "contiguous") if ranks > 1 else "contiguous"
+    shifted = way in ("windows", "embeddings first") and layout != "contiguous"
+    if shifted and layout == "balanced":
+        with pytest.raises(SpError, match=r"aten\.cat\.default.* depends on the order of the sequence"):
+            check(seeded(lambda: MultiToken(way)), tokens(length), sp=ranks, **config)
+        return
     report = check(seeded(lambda: MultiToken(way)), tokens(length), sp=ranks, **config)
-    assert not report.fallbacks, report
+    assert [note.node.partition("_")[0] for note in report.fallbacks] == ["cat"] * (DEPTH * shifted), report
 
 
 WAYS = ["windows", "embeddings first", "windows of ids", "rolled", "heads"]
@@ -73,8 +82,16 @@ CONFIGS = [
 @pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_gathered(way: str, config: dict[str, str]) -> None:
+def test_each_way(way: str, config: dict[str, str]) -> None:
     run(way, 4, 17, **config)
+
+
+def test_windows_of_embeddings_in_zigzag_order_are_gathered() -> None:
+    run("windows", 4, 17, attention="ring", layout="zigzag")
+
+
+def test_windows_of_embeddings_in_balanced_order_are_refused() -> None:
+    run("windows", 4, 17, attention="ring", layout="balanced")
 
 
 @pytest.mark.slow

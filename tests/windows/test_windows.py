@@ -71,10 +71,10 @@ def test_one_of_two_attended_axes_is_sharded(n: int) -> None:
 
 def test_nothing_to_shard_is_said_and_can_be_refused() -> None:
     one = torch.randn(2, 1, 8)
-    assert [note.done for note in sp_compile.verify(LabelShift(), one, torch.zeros(2, 1).long(), sp=2).notes] == [
+    assert [note.label for note in sp_compile.verify(LabelShift(), one, torch.zeros(2, 1).long(), sp=2).notes] == [
         "replicated"
     ]
-    with pytest.raises(sp_compile.SpError, match="fallback='error'"):
+    with pytest.raises(sp_compile.SpError, match="SP304"):
         sp_compile.explain(LabelShift(), one, torch.zeros(2, 1).long(), sp=2, fallback="error")
 
 

@@ -157,4 +157,4 @@ def _compiled(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int,
             f"attention's scores are computed densely from now on: flex_attention cannot be compiled here ({error})",
             stacklevel=2,
         )
-        raise CannotCompileError(f"flex_attention cannot be compiled here: {error}") from error
+        raise CannotCompileError("SP432", f"flex_attention cannot be compiled here: {error}.") from error

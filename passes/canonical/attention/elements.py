@@ -43,7 +43,8 @@ class NotSymbolic(Exception):
     """No expression describes an element: why, and of which node, which is the innermost that nothing stands for."""
 
     def __init__(self, why: str, node: Node | None = None) -> None:
-        super().__init__(why if node is None else f"{node.name} ({node.target}) {why}")
+        self.cause = why if node is None else f"{node.name} ({node.target}) {why}"
+        super().__init__(self.cause)
         self.node = node
 
     def of(self, node: Node) -> NotSymbolic:

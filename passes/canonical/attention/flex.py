@@ -69,7 +69,7 @@ class FlexAttention(Masks):
             if why is None:
                 self._attention(node, *self._conditions(node))
         except (NotSymbolic, SpError) as error:
-            why = str(error)
+            why = error.cause
         if why is not None:
             self.refused(node, f"it runs on whole q, k and v: {why}")
         return why is None

@@ -188,7 +188,7 @@ class MaskForm:
 class Masks(base.Spelling):
     """Rewrites the attentions of one graph."""
 
-    requires = frozenset({"attention is fused", "heads are stacked"})  # one mask for all heads
+    requires = frozenset({"attention is fused"})
     provides = frozenset({"canonical", "masks are predicates"})
 
     def edit(self, graph: Graph) -> Self:
@@ -209,7 +209,7 @@ class Masks(base.Spelling):
             self._without(data, node, call)
         except (NotSymbolic, SpError) as why:  # SpError: of a size that the graph cannot compute from its inputs
             if data.op == "call_function":
-                self.refused(data, f"the mask stays data: {why}")
+                self.refused(data, f"the mask stays data: {why.cause}")
             return False
         return True
 
@@ -277,7 +277,7 @@ class Masks(base.Spelling):
             try:
                 self.masks[key] = read()
             except (NotSymbolic, SpError) as why:
-                self.masks[key] = str(why)  # the exception itself would keep every frame
+                self.masks[key] = why.cause  # the exception itself would keep every frame
         mask = self.masks[key]
         if isinstance(mask, str):
             raise NotSymbolic(mask)

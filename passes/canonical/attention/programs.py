@@ -57,7 +57,7 @@ def program_text(
         score.check(text)
     except (NotSymbolic, SpError) as why:
         editor.drop(*writer.made)
-        raise NotSymbolic(str(why)) from None
+        raise NotSymbolic(why.cause) from None
     return ScoreText(text, writer.heads, writer.tables)
 
 

@@ -59,7 +59,7 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
     try:
         score.check(text)
     except SpError as why:
-        raise NotSymbolic(str(why)) from None
+        raise NotSymbolic(why.cause) from None
     return text, reader.heads
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile._compat import statically_known_true
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.mutation import is_mutation
 from sp_compile.sharding.matchers import is_cast, is_copy, keeps_order, order_of
@@ -180,7 +180,7 @@ def link_of(node: Node) -> Link | None:
     op = str(call.get("reduce_op", "")).lower()
     if op and op not in FAMILIES and op not in OTHERS:
         known = ", ".join((*FAMILIES, *OTHERS))
-        raise SpError(f"{node.name} at {at(node)}: no reduction is called {op!r}; known: {known}")
+        raise SpError("SP561", f"reduce_op: expected one of {known}, got {op!r} in {describe_node(node)}.")
     group = group_of(node)
     return None if group is None else Link(node, kind, op, group, _chunks(call, kind))
 

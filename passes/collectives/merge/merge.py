@@ -31,7 +31,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.config import CHOICES
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.fakes import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
@@ -77,7 +77,7 @@ class MergeReductions(CollectivePass):
         super().__init__(cost=cost)
         allowed = CHOICES["merge_reductions"]
         if policy not in allowed:
-            raise SpError(f"merge_reductions={policy!r}: expected one of {', '.join(map(repr, allowed))}")
+            raise SpError("SP905", f"policy: expected one of {', '.join(map(repr, allowed))}, got {policy!r}.")
         self.groups, self.policy, self.strict = groups, policy, strict
 
     def apply(self, gm: GraphModule, job: Job) -> int:
@@ -121,14 +121,12 @@ class MergeReductions(CollectivePass):
             return "the policy is 'never'"
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
         if undeclared is not None:
-            known = ", ".join(map(repr, sorted(self.groups.members))) or "none is"
-            why = (
-                f"group {undeclared.group!r} is not declared ({known}): call sp_compile.declare_groups(mesh) with its "
-                "mesh on every rank, before the graph is made"
-            )
+            known = ", ".join(map(repr, sorted(self.groups.members))) or "none"
+            used = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
+            error = SpError("SP611", f"{used} was not declared; declared groups: {known}.")
             if self.strict:
-                raise SpError(f"{undeclared.node.name} at {at(undeclared.node)}: {why}")
-            return why
+                raise error
+            return str(error)
         value = known_value(chain.links[-1].node)
         rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
         if rounds and any(link.op == "avg" for link in chain.links):

@@ -13,7 +13,7 @@ from torch.fx import Node
 from sp_compile._compat import size_hint, statically_known_true
 from sp_compile.cost.line import Line, bytes_of
 from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.spmd.groups import Groups, Partition, gathered, reduced, scattered
 
 from .chains import Chain
@@ -149,9 +149,7 @@ def known_value(node: Node) -> torch.Tensor:
     """The value that the graph tells. Raises SpError if it tells none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        raise SpError(
-            f"{node.name} at {at(node)}: the graph does not tell the shape of its values: run FakeTensorProp on it"
-        )
+        raise SpError("SP906", f"{describe_node(node)} has no fake tensor, so its shape is not known.")
     return value
 
 

@@ -56,7 +56,7 @@ class JoinPermutes(Pass):
         found = match(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAll) else exchange
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
-                self.note(node, str(found), f"not {DONE}")
+                self.refused(node, str(found), DONE)
             return False
         self._rewrite(exchange, found)
         return True

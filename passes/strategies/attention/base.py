@@ -52,11 +52,6 @@ class AttentionPass(Rewrite):
         asked = choice.kind if choice is not None else self.job.attention
         return self.takes_rest or asked in ("auto", self.name)
 
-    def others(self) -> str:
-        """What to ask for instead: the other strategies and "auto"."""
-        names = [repr(s.name) for s in attention_strategies() if s.rewrite.name != self.name]
-        return f"{', '.join(names)} or 'auto'"
-
 
 def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> ExitStack:
     """Make a strategy known to everything: for good, or `with register(...):` for a block. Its rule is that of its op.
@@ -66,7 +61,7 @@ def register(strategy: Strategy, rule: RuleFunction = sharded_attention) -> Exit
     """
     if strategy.rewrite.name != strategy.name and not strategy.rewrite.takes_rest:
         name = strategy.rewrite.name
-        raise SpError(f"the pass of the strategy {strategy.name!r} is called {name!r} and never chosen: name it alike")
+        raise SpError("SP904", f"strategy.rewrite.name: expected {strategy.name!r}, the strategy's name, got {name!r}.")
     added = STRATEGIES.register(strategy.name, strategy)
     if strategy.op is not None:
         added.enter_context(RULES.register(strategy.op, rule))

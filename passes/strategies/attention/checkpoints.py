@@ -18,7 +18,7 @@ from sp_compile._compat import has_policy, keep, size_hint
 from sp_compile.cost.memory import GIB
 from sp_compile.graph.sizes import bytes_now
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Note
+from sp_compile.passes.job import Note, NoteKind
 from sp_compile.sharding.attention import attending_nodes
 
 
@@ -37,13 +37,13 @@ class KeepAttention(Pass):
         what = f"results of {sum(times)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
         if memory is not None and job.offload == "never" and memory.least + taken > memory.device:
             why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device"
-            self.notes.append(Note("not kept", "attention", what, why))
+            self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
             return 0
         if memory is not None:
             job.memory[-1] = replace(memory, kept=memory.kept + taken)
         for node in found:
             keep(node)
-        self.notes.append(Note("kept", "attention", what, "the backward attends no second time"))
+        self.notes.append(Note(NoteKind.SAVED, "attention", "the backward attends no second time", where=what))
         return len(found)
 
 

@@ -22,25 +22,25 @@ from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates_in_order, choose
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError, at
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.modes import autocast_dtype
 from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
-from sp_compile.lowering.frames import LAYOUTS, RowOrder
+from sp_compile.lowering.frames import DEALT, LAYOUTS, RowOrder
 from sp_compile.lowering.masks.blocks import FULL, Kind, Window
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Note, Settings
+from sp_compile.passes.job import Job, Note, NoteKind, Settings
 from sp_compile.passes.localize.deal import dealt_inputs
 from sp_compile.passes.localize.gradients import differentiable_nodes
 from sp_compile.sharding.attention import attention_nodes, predicate_of
 from sp_compile.sharding.placement import Plan, Shard
 
 from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
-from .layouts import OtherOrder, orders, reason, seconds_to_deal, seconds_to_undo, why_not_dealt
+from .layouts import orders, seconds_to_deal, seconds_to_undo, why_not_dealt
 from .memory import memory_needed
 
 MANY = 1 << 20
@@ -104,15 +104,20 @@ class ChooseAttention(Pass):
         plan: Plan,
         job: Job,
     ) -> RowOrder:
-        """That order, or the best of the others where it may not be. Raises SpError: what was asked for may not."""
+        """Return that order, or the best of the others where the program does not allow it.
+
+        Raises:
+            SpError: The option names the order. Where inputs come in it, it is the job's refusal instead.
+        """
         given = bool(dealt_inputs(job))
         apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
-        error = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
-        if error is not None and (given or job.layout != "auto"):
-            raise OtherOrder(str(error)) if job.inputs else error
+        refusal = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if given or job.layout != "auto":
+            if refusal is not None and not job.inputs:
+                raise refusal.error()
+            job.refusal = refusal
             return dealt
-        why = reason(error) if error is not None else ""
+        why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.dealt), key=lambda order: seconds[order])
         lost, of_what = (0.0, "") if why else seconds_to_undo(gm, plan, job)
         saved = seconds[best] - seconds[dealt]
@@ -127,13 +132,7 @@ class ChooseAttention(Pass):
         return best
 
     def _not_balanced(self, why: str) -> None:
-        self.notes.append(Note("not balanced", "layout", "the whole graph", why))
-
-
-OTHER_LAYOUT = (
-    "attention at {}: attention={!r} keeps rows in the order in which an earlier graph left them, and layout={!r} is "
-    "another; use layout='auto', or one layout for all of them"
-)
+        self.notes.append(Note(NoteKind.DECLINED, DEALT.name, why))
 
 
 def _decisions(
@@ -173,19 +172,25 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
     if asked is None or asked.rewrite.explains:
         return None
     if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
-        raise SpError(OTHER_LAYOUT.format(at(node), job.attention, job.layout))
-    raise SpError(_unfit(node, job, allowed, {c.kind for c in found if c.legal is None}))
+        raise SpError(
+            "SP403",
+            f"layout={job.layout!r}: attention={job.attention!r} keeps the order of an earlier graph, which is "
+            f"another, in {describe_node(node)}.",
+        )
+    raise _unfit(node, job, allowed, {c.kind for c in found if c.legal is None})
 
 
-def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> str:
+def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
     n, (key_heads, heads) = job.ranks.n, heads_of(Call(node))
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
-    return (
-        f"{node.name} ({node.target}) at {at(node)}: attention={job.attention!r} on {n} ranks"
-        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis," if job.ranks.ulysses else "")
-        + f" cannot take its {heads} query heads and {key_heads} key heads"
-        + (f" ({why})" if why else f": no U with 1 < U < {n} divides both {n} and the query heads")
-        + f"; use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh"
+    cause = (
+        f"attention={job.attention!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
+        + (f", {job.ranks.ulysses} of them along the mesh's 'ulysses' axis" if job.ranks.ulysses else "")
+        + f", in {describe_node(node)}: "
+        + (why or f"no U with 1 < U < {n} divides both {n} and the query heads")
+    )
+    return SpError(
+        "SP401", f"{cause}.", f"Use attention={', '.join(map(repr, ['auto', *sorted(legal)]))}, or another mesh."
     )
 
 

@@ -22,6 +22,7 @@ from sp_compile.cost.attention import Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
 from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides
@@ -47,11 +48,8 @@ class Hybrid(ShardedAttention):
         n, (_, heads) = self.job.ranks.n, heads_of(call)
         given = self.job.ranks.ulysses
         which = f"{given}, of the mesh's 'ulysses' axis, does not divide" if given else f"no U with 1 < U < {n} divides"
-        raise self.error(
-            call.node,
-            f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads; use another mesh, "
-            f"{self.others()}",
-        )
+        cause = f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads"
+        raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 
     def last(self, node: Node) -> tuple[Any, ...]:
         return self._ulysses(Call(node)), ring_grads(node)

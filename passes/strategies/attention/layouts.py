@@ -10,37 +10,26 @@ order; a graph that cannot keep that takes them whole (`seconds_to_undo`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from sp_compile.cost.attention import Shape
-from sp_compile.errors import SpError, at
+from sp_compile.errors import at, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.closure import reached
 from sp_compile.graph.mutation import is_pure
 from sp_compile.graph.sizes import bytes_now, size
 from sp_compile.lowering.frames import CONTIGUOUS, DEALT, LAYOUTS, RowOrder, row_order
-from sp_compile.passes.job import Job, Settings
+from sp_compile.passes.job import Job, Refusal, RefusalKind, Settings
 from sp_compile.passes.localize.deal import KEPT_ENDS, dealt_inputs
 from sp_compile.passes.results import options_of_results, why_whole
 from sp_compile.sharding.placement import Plan, Replicate, Shard
 
-BALANCED = "layout='balanced'"  # as users search for it
 KEEP_DEALS = ("auto", DEALT.name)
 """The layouts with which a graph keeps the order of rows that an earlier one has dealt."""
 ORDERED = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
 DEAL, DEAL_ROW = 3e-3, 5e-8
 """CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
-
-
-class OtherOrder(SpError):
-    """The graph cannot keep the rows that it was given in their order: it has to take them whole."""
-
-
-def reason(error: Any) -> str:
-    """Why, without the option and what to do."""
-    return str(error).removeprefix(f"{BALANCED}: ").partition("; use ")[0]
 
 
 def orders(shapes: Iterable[Shape], plan: Plan, job: Settings) -> list[RowOrder]:
@@ -76,37 +65,36 @@ def seconds_to_deal(shapes: Iterable[Shape]) -> float:
     return DEAL + DEAL_ROW * max(shape.q_len for shape in shapes)
 
 
-def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> SpError | None:
-    """What is in the way of dealt chunks, if anything is. nodes: the attention that would run on them."""
+def why_not_dealt(nodes: Iterable[Node], plan: Plan, job: Settings) -> Refusal | None:
+    """Return the reason against the balanced order, if there is one. nodes: the attention that would run in it."""
     given = bool(dealt_inputs(job))
+
+    def refuse(code: str, text: str) -> Refusal:
+        return Refusal(RefusalKind.ROW_ORDER, code, f"layout={job.layout!r}", text)
+
     if given and job.layout not in KEEP_DEALS:
-        return SpError(f"layout={job.layout!r} is not the order in which rows come from an earlier graph")
+        return refuse("SP414", "an earlier graph returned the rows in another order")
     if job.inputs and not given:
-        return SpError(f"{BALANCED}: inputs come in shards of another order; use inputs='global' and one graph")
+        return refuse("SP412", "inputs come in shards of another order")
     if _returns_shards(job):
-        return SpError(f"{BALANCED}: outputs='local' returns rows whose positions nobody knows; use outputs='gather'")
+        return refuse("SP413", "outputs='local' is not supported")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in Call(node).get(name) or []):
         if not all(_at_hand(n, plan) for n in reached([vector], lambda n: n.all_input_nodes)):
-            return SpError(
-                f"{BALANCED}: {vector.name} at {at(vector)}, which a mask looks up, is computed from what ranks hold "
-                "in shards, so it cannot say how to share them out; use layout='auto'"
-            )
+            return refuse("SP411", f"{describe_node(vector)}, which a mask looks up, is computed from shards")
     kinds = ORDERED if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
-            return SpError(
-                f"{BALANCED}: {demand.node.name} ({demand.node.target}) at {at(demand.node)} depends on the order of "
-                f"the sequence: {demand.why}; use layout='auto'"
-            )
+            node = describe_node(demand.node)
+            return refuse("SP411", f"{node} depends on the order of the sequence: {demand.why}")
     placed = [p for placements in plan.placements.values() for p in placements]
     frames = dict.fromkeys(p.frame for p in placed if isinstance(p, Shard))
     lengths = dict.fromkeys(frame.size for frame in frames)
     if len(lengths) > 1:
         several = " and of ".join(map(str, lengths))
-        return SpError(f"{BALANCED}: there are sequences of {several} positions; use layout='auto'")
+        return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if given and not all(isinstance(end, int) and end <= KEPT_ENDS for end in ends):
-        return SpError(f"{BALANCED}: it cuts more than {KEPT_ENDS} off an end of the sequence; use layout='auto'")
+        return refuse("SP411", f"more than {KEPT_ENDS} positions at an end of the sequence are cut off")
     return None
 
 

@@ -27,6 +27,7 @@ from torch.fx import Node
 
 from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
 from sp_compile.cost.machine import Machine
+from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides, same, sizes
@@ -52,7 +53,7 @@ class Ulysses(AttentionPass):
             return ""
         why = self._unfit(Call(node))
         if why is not None and self.job.attention == self.name:
-            raise self.error(node, f"attention='ulysses': {why}; use {self.others()}")
+            raise SpError("SP402", f"attention='ulysses' does not support {describe_node(node)}: {why}.")
         return why
 
     def _unfit(self, call: Call) -> str | None:
@@ -97,7 +98,7 @@ class Ulysses(AttentionPass):
             why = "its heads have masks, scores, sinks or random draws of their own"
         if chunks == 1 or why is None:
             return int(chunks)
-        self.note(node, f"ulysses_chunks={chunks}: {why}", done="not chunked")
+        self.refused(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
         return 1
 
     def _parts(

@@ -18,7 +18,6 @@ from sp_compile.errors import SpError
 from sp_compile.verify import explain, verify
 
 from .page import page
-from .picture import picture
 from .plan import plan
 from .record import of_plan, of_report
 
@@ -33,14 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, others = _parser().parse_known_args(argv)
     try:
         if others:
-            raise SpError(
-                f"no argument {' '.join(others)!r}: the backend's options are --option NAME=VALUE{_memory(args)}"
-            )
-        for path in filter(None, (args.json, args.html, args.png)):
+            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(others)!r}{_memory(args)}.")
+        for path in filter(None, (args.json, args.html)):
             _check_place(path)
         return _run(args)
     except OSError as error:  # what the check before has not seen
-        sys.stderr.write(f"sp_compile {args.command}: {_unwritten(error.filename, error)}\n")
+        sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
     except SpError as error:
         sys.stderr.write(f"sp_compile {args.command}: {error}\n")
@@ -57,15 +54,11 @@ def _run(args: argparse.Namespace) -> int:
     else:
         given |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
     if both := sorted(given.keys() & options.keys()):
-        raise SpError(f"--option {both[0]}: no option of the backend, but an argument of {args.command}{_memory(args)}")
+        raise SpError("SP732", f"--option {both[0]}: an argument of {args.command}{_memory(args)}.")
     if args.command == "plan":
         made = plan(model, inputs, **given, **options)
         text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
-        if args.png:
-            picture(made, args.png)
     else:
-        if args.png:
-            raise SpError("--png draws plans: use it with plan, or --html")
         entry: Callable[..., Any] = explain if args.command == "explain" else verify
         report = entry(model, *inputs, **given, **options)
         text, found = str(report), of_report(report)
@@ -79,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _memory(args: argparse.Namespace) -> str:
-    return "; explain always predicts the memory" if args.command == "explain" else ""
+    return " (explain always predicts the memory)" if args.command == "explain" else ""
 
 
 def _check_place(path: Path) -> None:
@@ -89,13 +82,13 @@ def _check_place(path: Path) -> None:
         with path.open("a"):
             pass
     except OSError as error:
-        raise SpError(_unwritten(path, error)) from None
+        raise _cannot_write(path, error) from None
     if not there:
         path.unlink()
 
 
-def _unwritten(path: Any, error: OSError) -> str:
-    return f"{path}: nothing can be written there ({error.strerror}): name a file in a folder that is yours"
+def _cannot_write(path: Any, error: OSError) -> SpError:
+    return SpError("SP733", f"{path}: the file cannot be written ({error.strerror}).")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +106,6 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
         one.add_argument("--json", type=Path, help="write it as JSON, too")
         one.add_argument("--html", type=Path, help="write it as a page, too")
-        one.add_argument("--png", type=Path, help="write a picture of a plan (needs matplotlib)")
         if name == "plan":
             one.add_argument("--memory", default="80GB", help="of a device")
             one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
@@ -132,11 +124,11 @@ def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpError(f"{target!r}: expected module:function, importable from here: {error}") from None
+        raise SpError("SP734", f"target: expected module:function, got {target!r}: {str(error).rstrip('.')}.") from None
     found = function()
     form = isinstance(found, tuple) and 2 <= len(found) <= 3 and isinstance(found[1], tuple | list)
     if not form or not isinstance(found[-1], dict if len(found) == 3 else tuple | list):
-        raise SpError(f"{target!r}: expected it to give (model, args) or (model, args, kwargs), args a tuple")
+        raise SpError("SP735", f"target: expected {target!r} to return (model, args) or (model, args, kwargs).")
     return found[0], found[1], found[2] if len(found) == 3 else {}
 
 
@@ -144,14 +136,14 @@ def _ranks(words: Sequence[str]) -> list[int]:
     """Numbers, with commas or spaces between them."""
     found = [one for word in words for one in word.split(",") if one]
     if not found or not all(one.isdecimal() for one in found):
-        raise SpError(f"--ranks {' '.join(words)}: expected numbers of ranks, as in --ranks 8 16 64")
+        raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(words)!r}.")
     return list(map(int, found))
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise SpError(f"--option {text!r}: expected NAME=VALUE, such as attention=ring")
+        raise SpError("SP731", f"--option: expected NAME=VALUE such as attention=ring, got {text!r}.")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from sp_compile.capture.traced import Traced
-from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates, candidates_in_order, choose
 from sp_compile.cost.exchanges import collectives_of
 from sp_compile.cost.layers import checkpointed
@@ -32,6 +31,7 @@ from sp_compile.cost.weights import ModelBytes
 from sp_compile.errors import SpError
 from sp_compile.graph.sizes import typical
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
+from sp_compile.passes.job import NoteKind
 from sp_compile.verify import Look, alike, attentions_of, explain_each
 
 SHARDED, WHOLE = STATES = ("sharded", "on every rank")
@@ -111,7 +111,7 @@ class _Held:
     @staticmethod
     def of(step: StepMemory, n: int) -> _Held:
         points = list(step.points())
-        lines = {point.moment.where for point in points if _is_attention(point.moment.name)} - {""}
+        lines = {point.moment.where for point in points if point.moment.attends} - {""}
         most: dict[tuple[bool, bool], Largest] = {}
         for point in points:
             for whole in (False, True):
@@ -138,10 +138,6 @@ class _Held:
         if not whole:
             return self.step.peak_in_shards(int(values), n), phase
         return self.step.state + max(values, self.step.weights.learned), phase
-
-
-def _is_attention(name: str) -> bool:
-    return "attend" in name or "attention" in name
 
 
 @dataclass
@@ -171,7 +167,7 @@ class LookedStep:
     @property
     def attends_again(self) -> bool:
         """Is attention computed again in the backward?"""
-        return any(note.done == "not kept" and note.node == "attention" for note in self.look.report.notes)
+        return bool(self.look.report.find_notes(NoteKind.RECOMPUTED))
 
     def as_it_is(self, attend: Attend) -> Attend:
         """What the attentions are in fact, if it is theirs. On one rank nothing is decided."""
@@ -225,7 +221,7 @@ class LookedStep:
         """Seconds of the exchanges besides attention's and gradients'."""
         found = 0.0
         for exchange in self.look.report.exchanges:
-            if exchange.op in STRATEGIES or exchange.op.endswith("_attention") or exchange.op == "reduce_grad":
+            if exchange.of_attention or exchange.op == "reduce_grad":
                 continue
             for kind, sent in zip(collectives_of(exchange), map(typical, (exchange.forward, exchange.backward))):
                 found += machine.line(kind, self.way.ranks).seconds(sent) if sent else 0.0

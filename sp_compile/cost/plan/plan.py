@@ -25,6 +25,7 @@ from sp_compile.cost.layers import checkpoint_blocks
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.weights import ModelBytes, state_per_weight
 from sp_compile.errors import SpError
+from sp_compile.passes.job import NoteKind
 from sp_compile.verify import sorted_out
 
 from .looks import SHARES, LookedStep, PlanWay, StepPlanner, merged_options
@@ -40,7 +41,7 @@ AS_GOOD = 1.01
 """Times the seconds that nothing can be below."""
 MOST_ROWS = 8
 """Of a table, for each number of ranks."""
-REFUSED = dict.fromkeys(("mesh", "mesh_dim"), "looks at numbers of ranks and has none: leave it out")
+REFUSED = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ class StepPlan:
         """The fastest that fits, with the least on the host. Raises SpError: nothing does; it says what to change."""
         fitting = [row for row in self.rows if row.fits]
         if not fitting:
-            raise SpError("plan: nothing fits: " + "; ".join([*self.changes.values(), *self.notes]))
+            raise SpError(
+                "SP723", f"plan: nothing fits: {'; '.join([*self.changes.values(), *self.notes]).rstrip('.')}."
+            )
         return min(fitting, key=_by_time)
 
     def of(self, ranks: int) -> Variant | None:
@@ -202,13 +205,13 @@ def plan(
     model that is no module.
     """
     if not isinstance(model, nn.Module):
-        raise SpError(f"plan: expected an nn.Module, whose weights and layers are counted, and not {model!r:.80}")
+        raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     host = None if host_memory is None else bytes_of_text(host_memory, "host_memory")
     device, wanted = bytes_of_text(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not wanted or not all(type(n) is int and n > 0 for n in wanted):
-        raise SpError(f"ranks={ranks!r}: expected numbers of ranks, 1 or more")
+        raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
     options, found_kwargs = sorted_out(model, {**config, "kwargs": {**named, **(kwargs or {})}})
     SPConfig.of(options).refuse("plan", **REFUSED)
     where = next((x.device.type for x in model.parameters()), "cpu")
@@ -295,7 +298,7 @@ def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], a
 
 def _breaks(looked: LookedStep) -> list[str]:
     """Where the program is several graphs."""
-    return [f"{note.where}: {note.why}; {SEVERAL}" for note in looked.look.report.notes if note.done == "graph break"]
+    return [f"{one.where}: {one.text}; {SEVERAL}" for one in looked.look.report.find_notes(NoteKind.GRAPH_BREAK)]
 
 
 SEVERAL = "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"

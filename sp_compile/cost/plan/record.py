@@ -1,7 +1,8 @@
 """Reports and plans as JSON: names and units stay as they are while "version" is 1; fields may be added.
 
     {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
-     "rewrites":    [{"done": "ulysses", "node": "...", "where": "FILE:12: y = f(x)", "why": "..."}],
+     "rewrites":    [{"kind": "rewritten", "subject": "ulysses", "done": "ulysses", "node": "...",
+                      "where": "FILE:12: y = f(x)", "why": "..."}],
      "collectives": [{"op": "all_to_all", "node", "where", "shape", "forward_bytes", "backward_bytes"}],
      "attention":   [{"attention": "batch 1, ...", "nodes": 32, "chosen": "ring", "layout": "zigzag", "seconds": 0.1,
                       "memory_bytes": 1}],
@@ -56,7 +57,17 @@ def of_report(report: Report) -> dict[str, Any]:
         "ranks": report.n,
         "inputs": {name: list(dims) for name, dims in report.inputs.items()},
         "constraints": list(report.constraints),
-        "rewrites": [{"done": n.done, "node": n.node, "where": n.where, "why": n.why} for n in report.notes],
+        "rewrites": [
+            {
+                "kind": note.kind.name.lower(),
+                "subject": note.subject,
+                "done": note.label,
+                "node": note.node,
+                "where": note.where,
+                "why": note.text,
+            }
+            for note in report.notes
+        ],
         "collectives": [
             {
                 "op": e.op,
@@ -153,13 +164,13 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
             lines.setdefault(moment.where)
         for held in graph.backward.alive(0) if graph.backward is not None else []:
             kept[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
-    lines.update((one.where, None) for one in [*report.exchanges, *report.notes])
+    lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
     sent: Counter[str] = Counter()
     for e in report.exchanges:
         sent[e.where] += typical(e.forward) + typical(e.backward)
     done: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
-        done[note.where].append(note.done)
+        done[note.where].append(note.label)
     whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
 
     def kind(where: str) -> str:

@@ -43,6 +43,6 @@ def _parsed(memory: str | float, name: str) -> tuple[float, str]:
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     known = {name.upper(): name for name in UNITS} | {"": ""}
     if match is None or match[2].upper() not in known or not float(match[1]):
-        raise SpError(f'{name}={memory!r}: expected bytes or a size such as "80GB" or "75GiB"')
+        raise SpError("SP722", f"{name}: expected bytes or a size, got {memory!r}.")
     unit = known[match[2].upper()]
     return float(match[1]) * UNITS[unit or "B"], unit

@@ -73,7 +73,8 @@ class Moment:
     """A node as it runs, and the bytes of all values in memory then.
 
     results: of these, what the graph returns. idle: what is only kept for a later buffer. layer: of the model, by its
-    path. traffic: bytes that the node reads and writes if it is no product; flops: of one, without attention.
+    path. traffic: bytes that the node reads and writes if it is no product; flops: of one, without attention. attends:
+    whether the node is an attention.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Moment:
     layer: str = ""
     traffic: int = 0
     flops: int = 0
+    attends: bool = False
 
 
 @dataclass
@@ -148,9 +150,9 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
             traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
-        flops = 0 if node.target in ATTENTIONS else flops_of(ran)
-        memory = total, results, idle, product
-        found.moments.append(Moment(node.name, _line(node), *memory, layer_of(node), traffic, flops))
+        attends, memory = node.target in ATTENTIONS, (total, results, idle, product)
+        flops = 0 if attends else flops_of(ran)
+        found.moments.append(Moment(node.name, _line(node), *memory, layer_of(node), traffic, flops, attends))
     found.end = sum(held.nbytes for held in places.left.values())
     return found
 

@@ -47,10 +47,10 @@ def announcing(
         if is_lost(error):
             place, found = exchange_of(error, places), raised_meanwhile()
             if found is None:
-                raise SpError(wire.lost(what, time.monotonic() - begun, error, place)) from error
-            words = wire.end(found, f"{what}, in {place}" if place else str(what))
+                raise wire.lost(what, time.monotonic() - begun, error, place) from error
+            ended = wire.end(found, f"{what}, in {place}" if place else str(what))
             end_groups(found)
-            raise SpError(words) from error
+            raise ended from error
         wire.raised = _announce(error, str(what), line_of(error, lines) or exchange_of(error, places))
         raise
 

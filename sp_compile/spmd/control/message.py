@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
+
+from sp_compile.errors import SpError
 
 
 class HashedFields(dict[str, str]):
@@ -37,7 +39,7 @@ class Message:
     number: int = 0
     fields: Mapping[str, str] = field(default_factory=dict)
     standing: HashedFields = field(default_factory=HashedFields)
-    error: str = ""
+    error: SpError | None = None
     asks: bool = False
     answer: Any = None
     model: int = 0
@@ -53,7 +55,7 @@ class Message:
         """Equal on all ranks where nobody has to read the bodies."""
         told = [self.doing, self.subject, self.model, self.number, self.standing.digest, *self.fields.items()]
         compared = hashed(json.dumps(told))
-        return [compared, bool(self.error), self.asks]
+        return [compared, self.error is not None, self.asks]
 
     @property
     def body(self) -> bytes:
@@ -70,21 +72,14 @@ class Message:
 CALLS = "calls"
 COMPILES = "compiles"
 READS = "reads"  # a value that lies in shards
-TOGETHER = (
-    "The first op on such a result makes it whole, and takes every rank: read it on all ranks (.full() does), not "
-    "under `if rank == 0`, or compile with outputs='gather', or outputs={'<result>': 'gather'}, which returns it whole"
-)
 LIKELY = (
     "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
     "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
     "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
     "this step and gone on, or has begun a collective of its own over the group (a barrier or all_reduce under "
-    "`if rank == 0`)"
+    "`if rank == 0`)."
 )
-GROUP_ENDED = (
-    "The process group cannot be used any more, as exchanges were under way: mend the error and restart the processes, "
-    "or destroy_process_group and init_process_group"
-)
+GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
 STOPS = Message("stops")
 MEASURES = Message("measures", "how fast the ranks are")
@@ -131,6 +126,8 @@ def sendable(one: type) -> type:
 def _packed(value: Any) -> Any:
     if is_dataclass(value) and type(value).__name__ in _sendable:
         return {"of": type(value).__name__, "is": [(f.name, _packed(getattr(value, f.name))) for f in fields(value)]}
+    if isinstance(value, SpError):
+        return {"of": "SpError", "is": [value.code, value.cause, value.fix]}
     if isinstance(value, Mapping):
         return {"of": "dict", "is": [[_packed(k), _packed(v)] for k, v in value.items()]}
     if isinstance(value, tuple):
@@ -146,5 +143,10 @@ def _unpacked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     parts = [_unpacked(one) for one in value["is"]]
-    makers = {"dict": dict, "tuple": tuple, "frozenset": frozenset}
+    makers: dict[str, Callable[[Any], Any]] = {
+        "dict": dict,
+        "tuple": tuple,
+        "frozenset": frozenset,
+        "SpError": lambda parts: SpError(*parts),
+    }
     return makers[value["of"]](parts) if value["of"] in makers else _sendable[value["of"]](**dict(parts))

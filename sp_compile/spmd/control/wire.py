@@ -39,11 +39,12 @@ from sp_compile._compat import (
     real_tensors,
 )
 from sp_compile.config import Ranks
+from sp_compile.error_codes import ERRORS
 from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, TOGETHER, Message, Stop
+from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, Message, Stop
 from .store import answered, of_all
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
@@ -55,10 +56,7 @@ FEW = 8  # integers of an exchange whose memory is kept for the next one
 POLL = 0.005  # seconds between looks for ranks that have not connected
 STOPPED = 1000  # characters of why a rank stopped, which may have heard it of another
 BEAT = 2.0  # seconds between the signs of life of a rank that compiles
-TWO_THREADS = (
-    "two threads of this process call programs over one process group, whose exchanges would meet in any order: call "
-    "them from one thread, or give each thread's model a mesh with groups of its own"
-)
+TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +144,7 @@ class Wire:
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
         """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
         if os.getpid() != self.process:  # whose bytes would be taken for those of the rank
-            raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group")
+            raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         self.refuse_broken()
         begun, finished = time.monotonic(), False
         _waiting.set()
@@ -163,7 +161,7 @@ class Wire:
         except RuntimeError as error:
             if not is_lost(error):
                 raise
-            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+            raise self.lost(saying, time.monotonic() - begun, error) from error
         finally:
             _waiting.clear()
             if not finished:  # an interrupt, too, leaves the others' words on the way
@@ -189,7 +187,7 @@ class Wire:
             me = self.ranks.index(dist.get_rank())
             self.gloo = gloo_group(self.store, me, len(self.seen), min(self.timeout, CONNECTING))
         except RuntimeError as error:
-            raise SpError(self.lost(saying, time.monotonic() - begun, error)) from error
+            raise self.lost(saying, time.monotonic() - begun, error) from error
         finally:
             if self.gloo is None and came:
                 answered(lambda: self.store.add("here", -1), 0)
@@ -198,13 +196,13 @@ class Wire:
         """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
         waited, alive = time.monotonic() - begun, self._someone_compiles(begun)
         if saying.doing == READS and waited > READING and self.warned != begun:
-            self.warned = begun
-            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_of_read(saying), TOGETHER)
+            self.warned, advice = begun, ERRORS["SP604"].fix
+            log.warning("rank %d %s %s: it waits for the others. %s", dist.get_rank(), *_of_read(saying), advice)
         too_long = waited > self.timeout.total_seconds() and not alive
         stopped = self._stopped(saying) if waited > PATIENCE else NOBODY
         gone = not stopped.goes_on or (stopped.raised and (saying.doing != CALLS or waited > COMES_BACK))
         if too_long or gone:
-            raise SpError(self.lost(saying, waited))
+            raise self.lost(saying, waited)
 
     @property
     def last(self) -> str:
@@ -221,11 +219,11 @@ class Wire:
         me = threading.get_ident()
         if self.thread not in (0, me) and any(thread.ident == self.thread for thread in threading.enumerate()):
             stop(TWO_THREADS, goes_on=True)
-            raise SpError(TWO_THREADS)
+            raise SpError("SP624", TWO_THREADS)
         self.thread = me
 
-    def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> str:
-        """What is known of a wait that ends in nothing; the group is broken since. place: the exchange that waited."""
+    def lost(self, saying: Message, waited: float, error: BaseException | None = None, place: str = "") -> SpError:
+        """Return the error of a wait that was in vain, since which the group is broken. place: the exchange."""
         stopped = self._stopped(saying)
         if stopped.raised:
             return self.end(stopped, str(saying))
@@ -237,14 +235,13 @@ class Wire:
         found = (f", in {place}" if place else "") + heard
         what = f"{' '.join(_of_read(saying)).strip()} and waited {waited:.0f} s for ranks that did not come{found}"
         why = [f"rank {stopped.rank} stopped: {stopped.words}"] if stopped.words else []
-        ends = [f"  {why[0]}" if why else LIKELY, *([TOGETHER] if saying.doing == READS else [])]
-        self.broken = "\n".join([f"rank {me} {what}", *others, *ends])
+        self.broken = "\n".join([f"rank {me} {what}", *others, f"  {why[0]}" if why else LIKELY])
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
         stop(told[:STOPPED], of={self.name: self.talks}, within=self.name)  # to other groups it may come
-        return self.broken
+        return SpError("SP622", self.broken) if saying.doing == READS else SpError("SP621", self.broken)
 
-    def end(self, found: Stop, saying: str) -> str:
-        """The group is broken, as a rank has raised in a program; what is known of that. saying: what this rank did.
+    def end(self, found: Stop, saying: str) -> SpError:
+        """Return the error of a group that is broken as a rank has raised in a program. saying: what this rank did.
 
         It is left in the store for those that wait for this rank.
         """
@@ -252,12 +249,12 @@ class Wire:
         self.broken = f"rank {found.rank} raised {found.words}{here}\n  {GROUP_ENDED}"
         self.ended = replace(found, talks={self.name: self.talks}, within=self.name, goes_on=False)
         _leave(self.ended)
-        return self.broken
+        return SpError("SP661", self.broken)
 
     def refuse_broken(self) -> None:
         """Raise SpError if the group cannot be used any more."""
         if self.broken:
-            raise SpError(f"this group of ranks is broken since\n{self.broken}")
+            raise SpError("SP623", f"this group of ranks is broken since\n{self.broken}")
 
     def raised_meanwhile(self) -> Stop | None:
         """Who has raised in a program since the last exchange, as far as others have left it in the store."""

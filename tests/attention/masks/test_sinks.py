@@ -14,6 +14,7 @@ from support.models import check, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor, nn
 
+from sp_compile.passes.job import NoteKind
 from sp_compile.passes.report import Report
 
 SIZES = [(1, 7), (2, 17), (3, 13), (4, 16), (4, 18), (4, 3)]
@@ -86,7 +87,7 @@ def test_zigzag(attention: str) -> None:
 def test_balanced(attention: str) -> None:
     report = run("documents", 4, 18, attention=attention, layout="balanced")
     assert not report.fallbacks
-    assert [note for note in report.notes if note.done == "balanced"]
+    assert report.find_notes(NoteKind.REWRITTEN, subject="balanced")
 
 
 class OpenAI(nn.Module):
@@ -146,7 +147,7 @@ def test_groups_with_masks_of_their_own_stay() -> None:
 
     x = torch.randn(13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     report = check(seeded(lambda: Biased(0)), x, sp=2)
-    assert any("sinks are not a number of each head" in note.why for note in report.notes)
+    assert report.find_notes(NoteKind.DECLINED, subject="eager_attention")
 
 
 def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

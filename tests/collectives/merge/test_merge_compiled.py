@@ -32,7 +32,7 @@ def compiled(fn: Callable[[Tensor], Tensor]) -> tuple[float, list[int], list[str
         seen.append(count(gm))
         plain(self, gm)
         seen.append(count(gm))
-        notes.extend(f"{note.done}: {note.why}" for note in self.report.notes)
+        notes.extend(note.label for note in self.report.notes)
 
     torch.manual_seed(dist.get_rank())
     x = torch.randn(SIZES, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_dtensor_partials(ranks: Ranks) -> None:
     for error, seen, notes in ranks.run(4, redistributed):
         assert error < 1e-12
         assert seen == [2, 1]
-        assert any(note.startswith("merge_reductions: over") for note in notes)
+        assert "merge_reductions" in notes
 
 
 def by_rank() -> tuple[float, list[int], list[str]]:
@@ -89,7 +89,7 @@ def test_a_factor_of_each_ranks_own_is_left_where_it_is(ranks: Ranks) -> None:
     for error, (before, after), notes in ranks.run(4, by_rank):
         assert error < 1e-12
         assert before <= after
-        assert any("the ranks' programs differ" in note for note in notes)
+        assert "not merge_reductions" in notes
 
 
 def of_no_mesh() -> tuple[float, list[int], list[str]]:
@@ -102,7 +102,7 @@ def test_a_group_of_no_declared_mesh_is_left_alone(ranks: Ranks) -> None:
     for error, (before, after), notes in ranks.run(4, of_no_mesh):
         assert error < 1e-12
         assert before <= after
-        assert any("or their groups are no grid" in note for note in notes)
+        assert "not merge_reductions" in notes
 
 
 def unknown(everywhere: bool) -> str:
@@ -120,5 +120,6 @@ def unknown(everywhere: bool) -> str:
 def test_an_unknown_reduction_is_an_error_on_every_rank(ranks: Ranks, everywhere: bool) -> None:
     """In eager mode it is one on the ranks that write it, and the others wait."""
     for error in ranks.run(4, unknown, everywhere, timeout=60):
-        assert "no reduction is called 'median'; known: sum, avg" in error
+        assert "SP561" in error
+        assert "'median'" in error
         assert everywhere or "rank 1" in error or "rank 0:" in error

@@ -61,7 +61,7 @@ def test_any_chain(program: tuple[Groups, list], dtype: torch.dtype) -> None:
     singles = (node for node in gm.graph.nodes if getattr(node.meta.get("val"), "dtype", None) == torch.float32)
     tolerance = 1e-3 if any(singles) else 1e-10  # whatever the result's dtype: integers become float32 when divided
     torch.testing.assert_close(on_mesh.run(gm, groups, inputs), before, rtol=tolerance, atol=tolerance)
-    assert (len(collectives(gm)) < count) == any(note.done == "merge_reductions" for note in notes)
+    assert (len(collectives(gm)) < count) == any(note.label == "merge_reductions" for note in notes)
 
 
 def gather(x: Tensor, n: int, name: str, dim: int) -> Tensor:

@@ -119,7 +119,7 @@ def redistributed(
         before.append(count(gm))
         notes = notes_of(MergeReductions(groups, "always", strict=False), gm)
         after.append(count(gm))
-        assert (before[-1] > after[-1]) == any(note.done == "merge_reductions" for note in notes), notes
+        assert (before[-1] > after[-1]) == any(note.label == "merge_reductions" for note in notes), notes
 
     def keep(gm: GraphModule, inputs: Any) -> GraphModule:
         merge(gm)

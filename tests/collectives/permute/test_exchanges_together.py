@@ -38,7 +38,7 @@ def attention(x: Tensor, w: Tensor, group: Any) -> Tensor:
 def test_q_k_and_v_go_together(group: Any) -> None:
     x, w = torch.randn(2, 3, 40), torch.randn(40, 80)
     gm = traced(lambda x, w: attention(x, w, group), x, w)
-    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"] * 4 + ["packed"]
+    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"] * 4 + ["packed"]
     assert_expected_inline(
         show(gm),
         """\
@@ -112,5 +112,5 @@ def test_a_program_of_the_function(group: Any) -> None:
         return sp_compile.all_to_all_permute(x, 2, 1) * sp_compile.all_to_all_permute(y, 2, 1)
 
     gm = traced(step, torch.randn(2, 3, 8), torch.randn(2, 3, 8))
-    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == ["packed"]
+    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["packed"]
     assert count(gm, "sp.all_to_all.default") == 1

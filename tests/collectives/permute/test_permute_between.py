@@ -40,7 +40,7 @@ def test_found_whatever_is_between(spelling: Callable[..., Tensor], between: str
     xs = [torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(N)]
     with one_of(N) as group:
         gm = exported(lambda x: spelling(x, group, BETWEEN[between]), xs[0])
-    assert [n.done for n in notes_of(PermuteAllToAll(), gm)] == [
+    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == [
         "not permute_all_to_all" if between in ENDS else "permute_all_to_all"
     ]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))) if between not in ENDS else ():

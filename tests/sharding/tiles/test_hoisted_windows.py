@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.job import settings
+from sp_compile.passes.job import NoteKind, settings
 from sp_compile.passes.strategies.hoist import Hoist
 from sp_compile.passes.tiles.tiles import programs_of
 
@@ -153,7 +153,7 @@ def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
 def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
     found = sp_compile.verify(Model(row_by_row).double(), *batch(16), sp=2)
     assert found.worst < EXACT
-    assert not [note for note in found.notes if note.done == "hoist"]
+    assert not found.find_notes(NoteKind.REWRITTEN, subject="hoist")
 
 
 @pytest.mark.parametrize(("loss", "cut"), [(narrowed, False), (last, True)])
@@ -161,7 +161,7 @@ def test_rows_that_were_dealt_out(loss: Loss, cut: bool) -> None:
     """A window's own sequence would be in another order; a row that every rank has is in none."""
     found = sp_compile.verify(Model(loss).double(), *batch(19), sp=3, tiles=3, layout="balanced")
     assert found.worst < EXACT
-    assert bool([note for note in found.notes if note.done == "hoist"]) == cut
+    assert bool(found.find_notes(NoteKind.REWRITTEN, subject="hoist")) == cut
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -172,7 +172,7 @@ def test_most_of_the_rows_stay_where_they_are(n: int) -> None:
         return F.cross_entropy(head(h)[:, 5:].flatten(0, 1), ids[:, 5:].flatten())
 
     found = sp_compile.explain(Model(most).double(), *batch(16), sp=n, tiles=3)
-    assert not [note for note in found.notes if note.done in ("hoist", "gather")]
+    assert not [note for note in found.notes if note.label in ("hoist", "gather")]
     assert found.tiled
 
 
@@ -251,7 +251,4 @@ logsumexp: [2, 2] = aten.logsumexp(tanh_default, [-1])
 sum_1: [] = aten.sum(logsumexp)
 return (sum_1,)""",
         )
-        self.assertExpectedInline(
-            "\n".join(f"{note.done} {note.node}: {note.why}" for note in notes),
-            """hoist tanh_default: the window is cut from select, which is narrower than tanh""",
-        )
+        self.assertExpectedInline("\n".join(f"{note.label} {note.node}" for note in notes), """hoist tanh_default""")

@@ -234,7 +234,7 @@ LOSSES: tuple[Loss, ...] = (
 )
 NOT_BALANCED = {
     advantages: "depends on the order",
-    **dict.fromkeys((kept, focal, chunked), r"there are sequences of 17 and of \d+"),
+    **dict.fromkeys((kept, focal, chunked), r"sequences of 17 and of \d+"),
 }
 """Need their rows in the program's order, or have rows that are a sequence of their own: refused, and said."""
 WAYS = [(n, tiles, seq) for n in (1, 2, 3) for tiles in (2, 3) for seq in (13, 17)]

@@ -32,6 +32,7 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
+from sp_compile.passes.job import NoteKind
 from sp_compile.passes.tiles import amount
 from sp_compile.passes.tiles import tiles as tiling
 
@@ -56,8 +57,10 @@ RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
 def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     found = report_of(loss, n, tiles, seq)
     assert found.worst < EXACT
-    assert [one.where for one in found.tiled] == [note.where for note in found.notes if note.done == "tiles"] != []
-    assert any("computes it again" in note.why for note in found.notes) == (loss in AGAIN)
+    assert found.tiled
+    notes = found.find_notes(NoteKind.REWRITTEN, subject="tiles")
+    assert [one.where for one in found.tiled] == [note.where for note in notes]
+    assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
 
 @pytest.mark.sampled(every=10)
@@ -92,7 +95,7 @@ def test_reductions_and_weights(way: int) -> None:
     found = report_of(loss, n, tiles, seq, **HEADS_OF_MODELS[head])
     assert found.worst < EXACT
     assert found.tiled
-    assert not any("computes it again" in note.why for note in found.notes)
+    assert not any(one.recomputed for one in found.tiled)
 
 
 @pytest.mark.parametrize("how", [{"tied": True}, {"bias": True}], ids=["tied", "bias"])
@@ -436,7 +439,7 @@ def test_logits_that_are_returned(n: int) -> None:
     """They are made for whoever reads them, and the loss holds a tile of its own; a gradient comes back on both ways."""
     found = sp_compile.verify(Both(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
-    assert any("made once more" in note.why for note in found.notes)
+    assert any(one.repeated for one in found.tiled)
 
 
 @pytest.mark.sampled(every=4)
@@ -568,7 +571,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.ceil(one.rows / one.tiles) == 1
     mlps = sp_compile.explain(Decoder(layers=1).double(), *text(16), sp=2)
     assert not mlps.tiled
-    assert any("does no work again" in note.why for note in mlps.notes)
+    assert mlps.find_notes(NoteKind.DECLINED, subject="tiles")
 
 
 @pytest.mark.sampled(every=2)

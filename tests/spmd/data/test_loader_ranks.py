@@ -88,11 +88,11 @@ def one_differs(what: str) -> str:
 
 
 WORDS = {
-    "length": "batches of a replica 2.*batches of a replica 3",
+    "length": "SP807.*batches of a replica 2.*batches of a replica 3",
     "seed": "seed 0.*seed 1",
-    "no loader": "rank 3 could not read: SequenceLoader: this rank has no loader",
-    "fails": "rank 3 could not read: OSError: the disk is gone",
-    "cannot hand on": "rank 0 could not read: batch is a object.*reads='all'",
+    "no loader": "SP801: rank 3 could not read: loader: ",
+    "fails": "SP806: rank 3 could not read: OSError: the disk is gone",
+    "cannot hand on": "SP805: rank 0 could not read: ",
 }
 
 
@@ -115,4 +115,4 @@ def test_axes_say_who_takes_which_batch(ranks: Ranks) -> None:
     assert ranks.run(4, who, ("dp", "sp")) == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
     assert ranks.run(4, who, ("tp", "sp")) == [(0, 1, True)] + [(0, 1, False)] * 3
     (message, *_) = ranks.run(4, who, ("a", "b"))
-    assert "none of its axes ('a', 'b') is one of the sequence: name it by mesh_dim" in message
+    assert "SP814: mesh: expected an axis of the sequence, got ('a', 'b')" in message

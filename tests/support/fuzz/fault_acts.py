@@ -319,7 +319,7 @@ def a_child_calls(loop: Loop, step: int) -> None:
         try:
             loop.run(*loop.batch(step))
         except SpError as error:
-            os._exit(0 if "SP682" in str(error) else 2)
+            os._exit(0 if error.code == "SP682" else 2)
         os._exit(1)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise Wrong("a child was not told that it has no part in the group")

@@ -208,19 +208,19 @@ def compiles_for_long_at_first(loop: Loop) -> None:
     loop.compile_takes = 2 * TIMEOUT
 
 
-VALUES = "different values"
-ASTRAY = "about to do different things"
-WAITS = "for ranks that did not come"
+VALUES = "SP63[34568]"
+ASTRAY = "SP60[15]"
+WAITS = "SP62[12]"
 RAISED = r"rank \d raised"
-STOPPED = f"{WAITS}|broken since|{RAISED}"
+STOPPED = f"{WAITS}|SP623|{RAISED}"
 MEASURED = {"cost": None}
 TRAINS: Any = {"prepares": training.trains}
 REPLICAS: Any = {"prepares": replicas.of_replicas(), "ranks": replicas.RANKS}
 UNUSED: Any = {"prepares": replicas.of_replicas(find_unused_parameters=True), "ranks": replicas.RANKS}
-ANEW = f"{VALUES}|different|compiles the program anew|{ASTRAY}"
+ANEW = f"{VALUES}|different|SP602|{ASTRAY}"
 PARALLEL: Any = {"prepares": parallel.tensor_parallel}
 GRID: Any = {"prepares": parallel.grid, "ranks": parallel.GRID}
-NOT_COMPILED = "could not be compiled on rank.*of the fault"
+NOT_COMPILED = "could not be compiled.*of the fault"
 INTERRUPTED = "stopped: KeyboardInterrupt when it compiles"
 CAUGHT = (MemoryError, KeyboardInterrupt)
 AT_OP: Any = {"own": (IndexError, RuntimeError)}
@@ -234,8 +234,8 @@ FAULTS: dict[str, Fault] = {
     "a second backward, tensor-parallel": Fault(f"{ASTRAY}|{STOPPED}", backward_twice, **PARALLEL),
     "a weight that differs, tensor-parallel": Fault(f"{VALUES}.*weight", changed("norm.weight"), late=True, **PARALLEL),
     "no_grad, tensor-parallel": Fault("mode", under(torch.no_grad), **PARALLEL),
-    "another scale of the loss, tensor-parallel": Fault("different gradients|other gradients", other_scale, **PARALLEL),
-    "a number that differs, tensor-parallel": Fault("different|compiles the program anew", other_number, **PARALLEL),
+    "another scale of the loss, tensor-parallel": Fault("SP671|SP637", other_scale, **PARALLEL),
+    "a number that differs, tensor-parallel": Fault("different|SP602", other_number, **PARALLEL),
     "other options, tensor-parallel": Fault(
         "option activation_memory_budget", begins=option(activation_memory_budget=0.5), **PARALLEL
     ),
@@ -246,17 +246,17 @@ FAULTS: dict[str, Fault] = {
     "a skipped call": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", skip_step),
     "a skipped backward": Fault(f"{ASTRAY}|{STOPPED}", skip_backward),
     "a second backward": Fault(f"{ASTRAY}|{STOPPED}", backward_twice),
-    "another scale of the loss": Fault("other gradients", other_scale),
+    "another scale of the loss": Fault("SP637", other_scale),
     "other tokens": Fault(f"{VALUES}.*ids", other_input(0)),
     "other labels": Fault(f"{VALUES}.*labels", other_input(1)),
     "other floats": Fault(f"{VALUES}.*noise", other_input(2)),
-    "another length": Fault("different sizes|compiles the program anew", other_length),
-    "another batch size": Fault("different sizes|compiles the program anew", other_batch_size),
+    "another length": Fault("SP632|SP602", other_length),
+    "another batch size": Fault("SP632|SP602", other_batch_size),
     "other strides": Fault("", other_strides),
-    "another dtype": Fault("different|compiles the program anew", other_dtype),
-    "an input that requires grad": Fault("different|compiles the program anew", input_requires_grad),
+    "another dtype": Fault("different|SP602", other_dtype),
+    "an input that requires grad": Fault("different|SP602", input_requires_grad),
     "a weight that differs": Fault(f"{VALUES}.*weight", changed("head.weight")),
-    "a number that differs": Fault("different|compiles the program anew", other_number),
+    "a number that differs": Fault("different|SP602", other_number),
     "numbers that differ": Fault("different", everyone=other_numbers, late=True),
     "a weight that changes before backward": Fault(STOPPED, writes_before_backward, own=(RuntimeError,), late=True),
     "a flop counter": Fault(f"{ASTRAY}|{STOPPED}", under(partial(FlopCounterMode, display=False)), deaf=True),
@@ -288,12 +288,10 @@ FAULTS: dict[str, Fault] = {
     "SIGKILL": Fault(STOPPED, kill(signal.SIGKILL), ends=True),
     "SIGSTOP": Fault(STOPPED, kill(signal.SIGSTOP), ends=True),
     "SIGINT while waiting": Fault(f"{ASTRAY}|{STOPPED}", interrupts_another, own=CAUGHT),
-    "a second thread": Fault(f"two threads|{ASTRAY}|{STOPPED}", in_a_thread),
+    "a second thread": Fault(f"SP624|{ASTRAY}|{STOPPED}", in_a_thread),
     "force_eager": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", force_eager),
     "the recompile limit": Fault(f"{VALUES}|{ASTRAY}|{STOPPED}", everyone=recompiles_too_often, deaf=True, anew=True),
-    "MemoryError while compiling anew": Fault(
-        "could not be compiled on rank", everyone=fails_to_recompile(MemoryError), anew=True
-    ),
+    "MemoryError while compiling anew": Fault("SP607", everyone=fails_to_recompile(MemoryError), anew=True),
     "compiling anew for long": Fault("", everyone=compiles_for_long, anew=True),
     "a rank that leaves": Fault("", everyone=leaves),
     "ranks renumbered": Fault("", everyone=renumbered),
@@ -303,22 +301,20 @@ FAULTS: dict[str, Fault] = {
     "other param_grads": Fault("option param_grads", begins=option(param_grads="partial")),
     "another cost": Fault("option cost", begins=option(cost={"all_reduce_latency": 1.0})),
     "other inputs": Fault("different", begins=option(inputs="local")),
-    "a branch by rank": Fault(f"different programs|{ASTRAY}", begins=branches),
+    "a branch by rank": Fault(f"SP631|{ASTRAY}", begins=branches),
     "another fallback": Fault("option fallback", begins=option(fallback="error")),
     "another attention": Fault("different", begins=option(attention="gather")),
     "another layout": Fault("different", begins=option(layout="zigzag")),
     "another compiler": Fault("different", begins=option(compiler="aot_eager")),
     "other outputs": Fault("different", begins=option(outputs="local")),
     "other seq_dims": Fault("different", begins=option(seq_dims={"ids": 1})),
-    "an unknown option": Fault("unknown option", begins=option(atention="ring")),
-    "frozen parameters": Fault("different|gradients of", begins=frozen),
+    "an unknown option": Fault("SP102", begins=option(atention="ring")),
+    "frozen parameters": Fault("different|SP639", begins=frozen),
     "other weights": Fault(f"{VALUES}.*weight", begins=weight_from_the_start),
     "another buffer": Fault(f"{VALUES}.*scale", begins=buffer_from_the_start),
     "a mesh of two axes": Fault("", prepares=two_meshes),
-    "a mesh axis that is none": Fault(f"axis|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
-    "a mesh that is none": Fault(
-        f"expected a torch.distributed DeviceMesh|{ASTRAY}|{STOPPED}", begins=option(mesh="sp")
-    ),
+    "a mesh axis that is none": Fault(f"SP11[45]|{ASTRAY}|{STOPPED}", begins=option(mesh_dim="sq")),
+    "a mesh that is none": Fault(f"SP111|{ASTRAY}|{STOPPED}", begins=option(mesh="sp")),
     "compiling is disabled": Fault(f"{ASTRAY}|{STOPPED}", begins=disabled, deaf=True),
     "another backend": Fault(f"{ASTRAY}|{STOPPED}", begins=other_backend, deaf=True),
     "a forked child": Fault("", forks),
@@ -326,21 +322,21 @@ FAULTS: dict[str, Fault] = {
     "a checkpoint": Fault("", everyone=loads),
     "no HOME": Fault("", begins=homeless, options=MEASURED),
     "broken constants": Fault("", begins=broken_constants, options=MEASURED),
-    "MemoryError while compiling": Fault("could not be compiled on rank", begins=fails_to_compile(MemoryError)),
+    "MemoryError while compiling": Fault("SP607", begins=fails_to_compile(MemoryError)),
     "KeyboardInterrupt while compiling": Fault(INTERRUPTED, begins=fails_to_compile(KeyboardInterrupt), own=CAUGHT),
     "compiling for long": Fault("", begins=compiles_for_long_at_first),
     "other values of a weight": Fault(f"{VALUES}.*weight", exchanged),
-    "another weight": Fault(f"{ASTRAY}.*not called it with before", replaced, late=True),
+    "another weight": Fault("SP605", replaced, late=True),
     "a weight that is frozen": Fault("different", freezes),
     "another seed": Fault("", seeds),
     "deterministic algorithms": Fault("deterministic algorithms", under(deterministic)),
     "a forked child that calls the model": Fault("", a_child_calls),
     "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
-    "a checkpointed part": Fault("different programs.*in checkpoint 0", begins=checkpointed_part),
+    "a checkpointed part": Fault("SP631.*in checkpoint 0", begins=checkpointed_part),
     "torch.func": Fault(f"{ASTRAY}|{STOPPED}", under_func, deaf=True),
-    "a buffer of another dtype": Fault("different programs.*scale: torch.float32", buffer_as_float, late=True),
+    "a buffer of another dtype": Fault("SP631.*scale: torch.float32", buffer_as_float, late=True),
     "a weight without memory": Fault(f"{VALUES}.*head.weight.*its memory was freed", without_memory, late=True),
-    "lengths as symbols": Fault("different programs.*dynamic=True", begins=changing_lengths),
+    "lengths as symbols": Fault("SP631.*dynamic=True", begins=changing_lengths),
     "nothing, under DDP": Fault("", slow, prepares=under_ddp),
     "no_sync": Fault("mode.*no_sync", without_sync, prepares=under_ddp),
     "another default device": Fault("", other_default_device),
@@ -363,9 +359,7 @@ FAULTS: dict[str, Fault] = {
     "averages that stay": Fault(f"{VALUES}.*weight", training.averages, late=True),
     "averages and back": Fault("", training.averages_and_back),
     "another checkpoint": Fault(f"{VALUES}.*weight", training.loads_other, late=True),
-    "a checkpoint whose tensors become weights": Fault(
-        f"{ASTRAY}.*not called it with before", training.assigns, late=True
-    ),
+    "a checkpoint whose tensors become weights": Fault("SP605", training.assigns, late=True),
     "tied weights": Fault(ANEW, training.ties, late=True),
     "a model in float32": Fault(ANEW, training.casts(torch.float32), late=True),
     "a model in bfloat16": Fault(ANEW, training.casts(torch.bfloat16), late=True),
@@ -379,7 +373,7 @@ FAULTS: dict[str, Fault] = {
     "a length that is marked": Fault(ANEW, training.marks_dynamic, late=True),
     "NaN in an input": Fault(f"{VALUES}.*noise", training.nan_input),
     "NaN in an input of all ranks": Fault("", everyone=training.nan_input),
-    "NaN in a loss": Fault("other gradients", training.nan_loss),
+    "NaN in a loss": Fault("SP637", training.nan_loss),
     "NaN in a weight": Fault(f"{VALUES}.*weight", training.nan_weight),
     "a buffer that is replaced": Fault(f"{VALUES}.*scale", training.other_buffer),
     "another default dtype": Fault(
@@ -405,7 +399,7 @@ FAULTS: dict[str, Fault] = {
         "option param_grads", everyone=training.compiles_again(param_grads="partial"), late=True
     ),
     "a closed cache of Inductor": Fault(
-        "could not be compiled on rank", everyone=training.closes_cache, prepares=training.by_inductor, late=True
+        "SP607", everyone=training.closes_cache, prepares=training.by_inductor, late=True
     ),
     "a damaged cache of Inductor": Fault("", everyone=training.damages_cache, prepares=training.by_inductor, late=True),
     "a hook on a module": Fault("", training.hooks_module, late=True),
@@ -429,9 +423,7 @@ FAULTS: dict[str, Fault] = {
         f"{VALUES}|{ASTRAY}|{STOPPED}", training.fails_before(SystemExit), own=(SystemExit,)
     ),
     "a copy of what is compiled": Fault("", everyone=training.copied_by(copy.deepcopy)),
-    "a copy of what is compiled, on one rank": Fault(
-        f"{ASTRAY}.*not called it with before", training.copied_by(copy.deepcopy), late=True
-    ),
+    "a copy of what is compiled, on one rank": Fault("SP605", training.copied_by(copy.deepcopy), late=True),
     "a pickle of what is compiled": Fault("", everyone=training.copied_by(training.pickled)),
     "a file of what is compiled": Fault("", everyone=training.copied_by(training.saved)),
     # Two replicas of two ranks each, under DDP.
@@ -450,7 +442,7 @@ FAULTS: dict[str, Fault] = {
         f"{name}, {where}": Fault(hears, begins=begins, **more, **given)
         for where, given in (("tensor-parallel", PARALLEL), ("grid", GRID))
         for name, hears, begins, more in (
-            ("another option of layers", "different options.*linear", option(sequence_parallel_linear="never"), {}),
+            ("another option of layers", "SP610.*linear", option(sequence_parallel_linear="never"), {}),
             ("MemoryError while compiling", NOT_COMPILED, parallel.while_compiling(parallel.raises(MemoryError)), {}),
             (
                 "KeyboardInterrupt while compiling",
@@ -462,5 +454,5 @@ FAULTS: dict[str, Fault] = {
             ("a rank that does not come to compile", WAITS, parallel.comes_late, {}),
         )
     },
-    "a mesh axis that is none, grid": Fault("no axis", begins=option(mesh_dim="sq"), **GRID),
+    "a mesh axis that is none, grid": Fault("SP114|SP115", begins=option(mesh_dim="sq"), **GRID),
 }

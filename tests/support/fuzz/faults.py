@@ -18,8 +18,8 @@ from support.fuzz.outcomes import Outcome, Result
 from support.ranks import forkserver
 
 PATIENCE = 240.0  # seconds for all ranks of a case, on a busy machine
-BROKEN = "this group of ranks is broken since|The process group cannot be used any more"
-OUT_OF_STEP = "about to do different things|for ranks that did not come"
+BROKEN = "SP623|SP661"
+OUT_OF_STEP = "SP60[15]|SP62[12]"
 AFTERWARDS = {
     **dict.fromkeys(
         [
@@ -44,7 +44,7 @@ AFTERWARDS = {
     **dict.fromkeys(["a later memory budget", "another memory budget"], "activation_memory_budget"),
     "another setting of functorch": "recompute_views",
     "deterministic algorithms": "deterministic algorithms",
-    "another default dtype": "different values",
+    "another default dtype": "SP63[34568]",
 }
 """Faults that last, that end a group, or behind which ranks stand at different places: what another model over the
 group may be told then. Behind all others it is right."""

@@ -186,7 +186,7 @@ class _SimulatedRanks:
 
     @property
     def fallbacks(self) -> str:
-        return ", ".join(dict.fromkeys(f"{note.done} {note.node}" for one in self.reports for note in one.fallbacks))
+        return ", ".join(dict.fromkeys(f"{note.label} {note.node}" for one in self.reports for note in one.fallbacks))
 
     def run(self) -> list[Run]:
         """Every rank's values."""

@@ -45,7 +45,6 @@ class Trained:
     alone: float = 0.0
     where: list[str] = field(default_factory=list)
     modes: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def take(self, kind: str, name: str, found: Tensor | None, right: Tensor | None, floor: float) -> None:
         error = difference(found, right, floor)
@@ -62,7 +61,6 @@ def watched(found: Trained) -> Iterator[None]:
     def call(self: Any, gm: torch.fx.GraphModule) -> None:
         plain(self, gm)
         found.modes.append("".join(layer.mode[0] for layer in self.report.layers))
-        found.notes += [f"{note.done}: {note.why}" for note in self.report.notes]
 
     JointPasses.__call__ = call
     try:

@@ -52,7 +52,7 @@ _forced: Override[tuple[str, TileSizes | None]] = Override()
 def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
     """Every scan inside, on any thread, goes this way."""
     if name not in WAYS:
-        raise SpError(f"scan: there is no way {name!r}, but {', '.join(WAYS)}")
+        raise SpError("SP551", f"name: expected one of {', '.join(WAYS)}, got {name!r}.")
     return _forced.to((name, sizes))
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from sp_compile import sharding_rule
 
 KINDS = 4  # ids are below
-BROKEN = "this group of ranks is broken since|group cannot be used any more"
+BROKEN = "SP623|SP661"
 ODD = "the odd rank alone has failed"
 _odd = -1  # the rank on which `raises_here` raises at once, in its process
 

@@ -38,7 +38,7 @@ def on_rank(scene: Scene) -> Played:
     options = {**given, **scene.options, "mesh": mesh()}
     with lowered_programs() as programs, _quiet():
         values = scene.play(partial(_compiled, options), scene.inputs())
-    notes = [f"{note.done} {note.node}" for program in programs for note in program.report.fallbacks]
+    notes = [f"{note.label} {note.node}" for program in programs for note in program.report.fallbacks]
     return Played(values, ", ".join(dict.fromkeys(notes)))
 
 

@@ -1,0 +1,111 @@
+"""Prose of the tree: banned words, summaries, documented arguments. The counts in prose.json may only fall.
+
+`EXPECTTEST_ACCEPT=1` writes counts that have fallen to prose.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tree.test_layers import FILES, ROOT
+
+LIST = Path(__file__).with_name("prose.json")
+FOLDERS = ("sp_compile", "passes", "lowering", "tests", "benchmarks", "examples", "docs", "top")
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+CLAUSE = re.compile(  # a noun clause, a question or a fragment in place of an imperative sentence
+    r"(?:What|Which|Where|How|Why|Whether|Who|When|Is|Are|Does|Do|Has|Have|May|Can|Would|Will|Must|Could|Of|As|Those"
+    r"|The same)\b"
+)
+
+
+@cache
+def listed() -> dict[str, dict[str, str | int]]:
+    """Return the patterns of banned words, the public files, and the largest count of each kind."""
+    return json.loads(LIST.read_text())
+
+
+def files_to_read() -> Iterator[tuple[str, Path]]:
+    """Yield every Python and Markdown file with its top folder; links are left out."""
+    for folder in FOLDERS:
+        found = ROOT.glob("*.md") if folder == "top" else (ROOT / folder).rglob("*")
+        for path in sorted(found):
+            if path.suffix in (".py", ".md") and path.resolve() == path:
+                yield folder, path
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Yield each string, comment and defined identifier of a Python file, and each line of a Markdown file."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield from text.splitlines()
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            yield token.string
+    seen: set[tuple[type, str]] = set()
+    for node in ast.walk(ast.parse(text)):
+        name = None
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        if name and (type(node), name) not in seen:
+            seen.add((type(node), name))
+            yield " ".join(WORD.findall(name)).lower()
+
+
+@cache
+def counts() -> dict[str, int]:
+    """Count what the list limits."""
+    found: Counter[str] = Counter()
+    banned = [re.compile(pattern) for pattern in listed()["banned words"].values()]
+    for folder, path in files_to_read():
+        found[f"banned words in {folder}"] += sum(len(p.findall(text)) for text in texts_of(path) for p in banned)
+    public = tuple(listed()["public files"])
+    for file in FILES.values():
+        tree, name = ast.parse(file.read_text()), file.relative_to(ROOT).as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                doc = ast.get_docstring(node)
+                found["summaries that are clauses or questions"] += doc is not None and bool(CLAUSE.match(doc))
+                is_public = not getattr(node, "name", "").startswith("_")
+                found["public definitions without a docstring"] += doc is None and is_public
+        for node in tree.body if name.startswith(public) else ():
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                doc = ast.get_docstring(node) or ""
+                section = doc.partition("Args:")[2]
+                names = [arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)]
+                missing = [arg for arg in names if not re.search(rf"^\s*\*{{0,2}}{arg}\b", section, re.MULTILINE)]
+                found["public arguments that are not in Args:"] += len(missing)
+                found["public functions without Returns:"] += "Returns:" not in doc
+    return dict(found)
+
+
+@pytest.mark.parametrize("kind", listed()["largest counts"])
+def test_counts_only_fall(kind: str) -> None:
+    largest = listed()["largest counts"]
+    found = counts()[kind]
+    assert found <= largest[kind]
+    if found < largest[kind] and os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        largest[kind] = found
+        LIST.write_text(json.dumps(listed(), indent=2) + "\n")
+
+
+def test_every_count_is_limited() -> None:
+    assert counts().keys() == listed()["largest counts"].keys()
+
+
+def test_public_files_exist() -> None:
+    assert not [name for name in listed()["public files"] if not (ROOT / name).exists()]
