@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -39,6 +38,7 @@ from ._compat import (
     TorchRuntimeError,
     flex_on_any_device,
     is_compiling,
+    line_of_meta_constant,
     losses_on_meta,
     memory_budget,
     partitioned,
@@ -378,11 +378,10 @@ def _constants_on_meta(entry: str) -> Iterator[None]:
     try:
         yield
     except TorchRuntimeError as error:
-        text = str(error)
-        if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
+        line = line_of_meta_constant(error)
+        if line is None:
             raise
-        *_, line = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text) or [("an unknown file", "?")]
-        what = f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {':'.join(line)} reads."
+        what = f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {line} reads."
         raise SpError("SP202", what) from error
 
 

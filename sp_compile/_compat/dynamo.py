@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -264,3 +265,12 @@ def _ddp() -> torch.nn.parallel.DistributedDataParallel | None:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Is it what `torch.compile` made of a model, or has `model.compile(...)` been called?"""
     return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
+
+
+def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
+    """Return the line "file:12" whose `torch.tensor` on the meta device the error is about; None of other errors."""
+    text = str(error)
+    if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
+        return None
+    lines = re.findall(r'File ".*?([^/\\"]+)", line (\d+)', text)
+    return ":".join(lines[-1]) if lines else "an unknown file"

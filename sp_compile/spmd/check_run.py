@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from .agree import (
 )
 from .between import OnWhole, are_traced, have_shards, read_arguments, refusal
 from .control.failures import agreeing, announcing, end_if_connected
-from .control.message import BACKWARD, CALLS, STOPS, HashedFields, Message
+from .control.message import BACKWARD, CALLS, STOPS, Field, FieldKind, HashedFields, Message
 from .control.watch import involved, running
 from .control.wire import Wire, wire_of
 from .fingerprint import InputName, Program
@@ -49,13 +49,8 @@ from .settings import mode
 
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
-INPUT = "input "  # fields of a message that tell of an input
-WEIGHT = "weight "  # and of one that is a parameter, of which most calls say nothing
-CHECKED = " with checksum "
 PROGRAM = "program"
 GRADIENTS = "gradients"
-EARLIER = "value "  # of fields that tell of an earlier call
-PART = "part of "  # of fields that tell of some of an input's values
 
 
 @dataclass(eq=False)
@@ -194,30 +189,31 @@ class CheckedProgram:
             end_if_connected(wire, everyone or (), mine)
         raise (problem if different is not None else problem.with_context(raised)) from self.error
 
-    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[str, str]:
+    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[Any, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.
 
         Of values that lie on a device it is said at the next call, whichever that is: the device has come to them then.
         """
         compared = self.always | self.equal if everything else self.always
         looked_at = frozenset() if everything else self.arguments
-        out = {"mode": mode()}
-        away: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
+        out: dict[Any, str] = {"mode": mode()}
+        away: defaultdict[torch.device, dict[Field, torch.Tensor]] = defaultdict(dict)
         for i, name, shown in self._names_shown if everything else self._spoken_of:
             given = args[i]
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
             a = local_of(given) if asked else given
             where = f" in shards {given.lies}" if isinstance(given, Sharded) else ""
-            what = (WEIGHT if isinstance(given, torch.nn.Parameter) and name not in self.always else INPUT) + shown
-            out[what] = _size(given) + where
+            is_weight = isinstance(given, torch.nn.Parameter) and name not in self.always
+            out[Field(FieldKind.WEIGHT if is_weight else FieldKind.INPUT, shown)] = _size(given) + where
             some = asked and name not in compared and not is_small(a)
             a = part(a, FEW, mine.number) if some else a
             if asked and wire is not None and is_away(a):
-                away[a.device][f"{EARLIER}of {PART * some}{shown} when it {mine}"] = a
+                what = f"{Field(FieldKind.PART, shown) if some else shown} when it {mine}"
+                away[a.device][Field(FieldKind.EARLIER, what)] = a
             elif some:
-                out[PART + shown] = checksum(a)
+                out[Field(FieldKind.PART, shown)] = checksum(a)
             elif asked and (value := checksum(a)):
-                out[what] += f"{CHECKED}{value}"
+                out[Field(FieldKind.CHECKSUM, shown)] = value
         if wire is not None:
             found = ({name: x for name, x in each.items() if x.numel()} for each in away.values())
             wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in found if tensors]
@@ -233,14 +229,14 @@ class CheckedProgram:
         common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
         if other := unlike_fields(common, OTHER_OPTIONS):
             return SpError("SP610", other)
-        earlier = [_only(one, lambda name: name.startswith(EARLIER)) for one in everyone]
+        earlier = [_only_kind(one, FieldKind.EARLIER) for one in everyone]
         if other := unlike_fields(earlier, OTHER_VALUES_EARLIER):
             return SpError("SP638", other)
         lines: list[str] = []
         if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
         arguments, shared = ({_shown(n) for n in self.names if n in some} for some in (self.arguments, self.shared))
-        parts = unlike_fields([_only(one, lambda name: name.startswith(PART)) for one in everyone], OTHER_VALUES)
+        parts = unlike_fields([_only_kind(one, FieldKind.PART) for one in everyone], OTHER_VALUES)
         held = set()
         if everyone[0].number > 1:
             held = {_shown(name) for name in self.names if name in self.equal - self.arguments - self.always}
@@ -282,8 +278,8 @@ class CheckedProgram:
             if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or wraps_others(grad):
                 fields[name] = "none" if grad is None else ""
             elif wire is not None and is_away(grad):
-                call = f"{EARLIER}of the {name} when it {mine}"
-                wire.later.append(([call], sent(summary(grad)[None])))
+                earlier = Field(FieldKind.EARLIER, f"the {name} when it {mine}")
+                wire.later.append(([earlier], sent(summary(grad)[None])))
             else:
                 fields[name] = _about(grad)
         everyone = exchanged(self.ranks, replace(mine, fields=fields))
@@ -324,8 +320,12 @@ def _about(grad: torch.Tensor) -> str:
     return sent(summary(grad)[None]).read()[0]
 
 
-def _only(message: Message, wanted: Callable[[str], bool]) -> Message:
+def _only(message: Message, wanted: Callable[[Any], bool]) -> Message:
     return replace(message, fields={name: value for name, value in message.fields.items() if wanted(name)})
+
+
+def _only_kind(message: Message, kind: FieldKind) -> Message:
+    return _only(message, lambda name: isinstance(name, Field) and name.kind == kind)
 
 
 OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
@@ -353,18 +353,15 @@ def explained(
     lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
     those of which every rank has to pass the whole. held: those equal at an earlier call. own: are others shards?
     """
-    weights = set.intersection(*({k for k in one.fields if k.startswith(WEIGHT)} for one in everyone))
-    inputs = [
-        {k.partition(" ")[2]: v for k, v in one.fields.items() if k.startswith(INPUT) or k in weights}
-        for one in everyone
-    ]
+    inputs = _inputs_of(everyone)
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
     if len(known) == min(map(len, inputs)):  # what a rank has more than others, the lines of its program show
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
-    names.sort(key=lambda name: "(" not in first.get(name, "("))  # tensors before symbols
-    rows, heading = rows_by_rank(inputs, names), "What differs"
+    names.sort(key=lambda name: name in first and not first[name].is_tensor)  # tensors before symbols
+    rows = rows_by_rank([{name: str(value) for name, value in one.items()} for one in inputs], names)
+    heading = "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
     unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
     if unlike is not None and not names:
@@ -377,7 +374,7 @@ def explained(
     rows = [row or "the same inputs as the others" for row in rows]
     given = f"the {len(inputs)} ranks of this group were given"
     if sizes_differ:
-        numbers = bool(names) and "(" not in first[names[0]]
+        numbers = bool(names) and not first[names[0]].is_tensor
         what = "different numbers" if numbers else "inputs of different sizes"
         return SpError("SP632", what_differs(f"{given} {what}", rows))
     if not same_names or not same_program:
@@ -406,14 +403,44 @@ def _shown(name: str) -> str:
     return name.shown if isinstance(name, InputName) else name
 
 
-def _sizes_differ(inputs: Sequence[Mapping[str, str]], names: Sequence[str]) -> bool:
-    return len({str([one[name].partition(CHECKED)[0] for name in names]) for one in inputs}) > 1
+class InputFields(NamedTuple):
+    """The statements of a rank on one input: its size or its number, and its checksum, "" if not stated."""
+
+    size: str
+    checksum: str
+
+    @property
+    def is_tensor(self) -> bool:
+        """Return whether the input is a tensor with dims, and no number."""
+        return "(" in self.size
+
+    def __str__(self) -> str:
+        return f"{self.size} with checksum {self.checksum}" if self.checksum else self.size
 
 
-def _differ(values: Sequence[str | None]) -> bool:
-    """Do they? A checksum that a rank does not tell differs from none."""
-    parts = [(None, "", "") if value is None else value.partition(CHECKED) for value in values]
-    return len({size for size, *_ in parts}) > 1 or len({value for *_, value in parts if value}) > 1
+def _inputs_of(everyone: Sequence[Message]) -> list[dict[str, InputFields]]:
+    """Return the inputs that each rank states. Parameters count where all ranks state them."""
+    kinds = FieldKind.INPUT, FieldKind.WEIGHT
+    named = [[key for key in one.fields if isinstance(key, Field) and key.kind in kinds] for one in everyone]
+    common = set.intersection(*map(set, named))
+    return [
+        {
+            key.name: InputFields(one.fields[key], one.fields.get(Field(FieldKind.CHECKSUM, key.name), ""))
+            for key in keys
+            if key.kind == FieldKind.INPUT or key in common
+        }
+        for one, keys in zip(everyone, named)
+    ]
+
+
+def _sizes_differ(inputs: Sequence[Mapping[str, InputFields]], names: Sequence[str]) -> bool:
+    return len({tuple(one[name].size for name in names) for one in inputs}) > 1
+
+
+def _differ(values: Sequence[InputFields | None]) -> bool:
+    """Return whether the ranks' inputs differ. A checksum that a rank does not state differs from none."""
+    sizes, sums = ({value and value[i] for value in values} for i in range(2))
+    return len(sizes) > 1 or len({one for one in sums if one}) > 1
 
 
 def _size(a: Any) -> str:

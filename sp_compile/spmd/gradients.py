@@ -18,8 +18,7 @@ from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import opaque
 
 from .agree import different_work, exchanged
-from .check_run import EARLIER
-from .control.message import BACKWARD, Message
+from .control.message import BACKWARD, Field, FieldKind, Message
 from .control.wire import Wire, wire_of
 from .inputs import is_away
 
@@ -39,7 +38,7 @@ def shared(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tenso
     until that group's timeout.
     """
     ranks = Ranks(n, group)
-    wire, given = wire_of(ranks), {f"{i} {name}": x for i, (name, x) in enumerate(zip(names, xs, strict=True))}
+    wire, given = wire_of(ranks), dict(zip(enumerate(names), xs, strict=True))
     away = {key: x for key, x in given.items() if wire is not None and is_away(x)}
     if wire is not None and away:
         _compare_later(wire, away)
@@ -49,24 +48,24 @@ def shared(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tenso
     return [x.clone() for x in xs]
 
 
-def _compare_later(wire: Wire, given: Mapping[str, Tensor]) -> None:
+def _compare_later(wire: Wire, given: Mapping[tuple[int, str], Tensor]) -> None:
     """Leave them to the next call, which reads what the device has come to. given: as of `_compare`."""
-    found: defaultdict[torch.device, dict[str, Tensor]] = defaultdict(dict)
-    for key, x in given.items():
-        number, _, name = key.partition(" ")
-        found[x.device][f"{EARLIER}of gradient {number}, of the result {name}, when it {wire.last}"] = summary(x)
+    found: defaultdict[torch.device, dict[Field, Tensor]] = defaultdict(dict)
+    for (number, name), x in given.items():
+        what = f"gradient {number}, of the result {name}, when it {wire.last}"
+        found[x.device][Field(FieldKind.EARLIER, what)] = summary(x)
     wire.later += [(list(each), sent(torch.stack([*each.values()]))) for each in found.values()]
 
 
-def _compare(ranks: Ranks, given: Mapping[str, Tensor]) -> None:
+def _compare(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) -> None:
     """Raise SpError, on every rank, if they differ. given: by a number and a name."""
-    names = dict.fromkeys(key.partition(" ")[2] for key in given)
-    sums = {key: str(total(x).item()) for key, x in given.items()}
+    names = dict.fromkeys(name for _, name in given)
+    sums = {f"{key}": str(total(x).item()) for key, x in given.items()}
     everyone = exchanged(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
     if different := different_work(everyone or ()):
         raise different
-    differ = [key for key in given if len({one.fields[key] for one in everyone or ()}) > 1]
-    wrong = dict.fromkeys(key.partition(" ")[2] for key in differ if not _rounded(given[key], ranks))
+    differ = [key for key in given if len({one.fields[f"{key}"] for one in everyone or ()}) > 1]
+    wrong = dict.fromkeys(key[1] for key in differ if not _rounded(given[key], ranks))
     if wrong:
         raise SpError(
             "SP671",

@@ -17,7 +17,7 @@ import sp_compile
 from sp_compile import SpError
 from sp_compile._compat import argument_name
 from sp_compile.spmd.check_run import explained
-from sp_compile.spmd.control.message import CALLS, Message
+from sp_compile.spmd.control.message import CALLS, Field, FieldKind, Message
 from sp_compile.spmd.fingerprint import input_names
 
 
@@ -119,8 +119,10 @@ def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
 
 def test_of_many_weights_a_few_are_shown() -> None:
     def said(rank: int) -> Message:
-        fields = {f"input layers.{i}.weight": f"(4, 4) with checksum {rank}" for i in range(12)}
-        return Message(CALLS, "forward", 1, {"program": "1", **fields})
+        names = [f"layers.{i}.weight" for i in range(12)]
+        sizes = {Field(FieldKind.INPUT, name): "(4, 4)" for name in names}
+        sums = {Field(FieldKind.CHECKSUM, name): f"{rank}" for name in names}
+        return Message(CALLS, "forward", 1, {"program": "1", **sizes, **sums})
 
     message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
     assert message is not None
@@ -131,7 +133,8 @@ def test_of_many_weights_a_few_are_shown() -> None:
 
 def test_other_data_are_explained_by_a_sampler() -> None:
     def said(rank: int) -> Message:
-        return Message(CALLS, "forward", 1, {"program": "1", "input ids": f"(4,) with checksum {rank}"})
+        ids = {Field(FieldKind.INPUT, "ids"): "(4,)", Field(FieldKind.CHECKSUM, "ids"): f"{rank}"}
+        return Message(CALLS, "forward", 1, {"program": "1", **ids})
 
     message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
     assert message is not None

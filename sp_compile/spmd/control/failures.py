@@ -79,7 +79,8 @@ def _announce(error: BaseException, doing: str, line: str) -> tuple[int, str]:
     cause = f"{type(error).__name__}: {str(error)[:CAUSE]}".removesuffix(": ")
     stop(f"{cause}, {where}"[:STOPPED], goes_on=True, raised=True)
     own = f"rank {dist.get_rank()} raised this {where}"
-    if len(error.args) == 1 and str(error) == error.args[0]:
+    is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
+    if is_plain and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{own}",)
     else:
         error.add_note(own)

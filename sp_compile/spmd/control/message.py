@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +30,7 @@ class Message:
     """doing: a verb; with subject, model and number of what: the program, whose of several models it is, and its
     call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
     is all that there is to say of a call.
-    standing: more fields, which other ranks receive among the `fields`.
+    fields: by names, or by a Field each. standing: more fields, which other ranks receive among the `fields`.
     error: why this rank stops. raised: its rank, and what it has raised in a program since the last exchange.
     asks: does every rank want to know every other's `answer`?
     """
@@ -37,7 +38,7 @@ class Message:
     doing: str
     subject: str = ""
     number: int = 0
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[Any, str] = field(default_factory=dict)
     standing: HashedFields = field(default_factory=HashedFields)
     error: SpError | None = None
     asks: bool = False
@@ -54,7 +55,7 @@ class Message:
     def header(self) -> list[int]:
         """Equal on all ranks where nobody has to read the bodies."""
         told = [self.doing, self.subject, self.model, self.number, self.standing.digest, *self.fields.items()]
-        compared = hashed(json.dumps(told))
+        compared = hashed(json.dumps(told, default=str))
         return [compared, self.error is not None, self.asks]
 
     @property
@@ -121,6 +122,33 @@ def sendable(one: type) -> type:
     """Let a dataclass be part of an answer; a decorator."""
     _sendable[one.__name__] = one
     return one
+
+
+class FieldKind(StrEnum):
+    """The kinds of fields of a message that state something of one value. Values are what errors show."""
+
+    INPUT = "input"
+    """The size of an input. Every call states it."""
+    WEIGHT = "weight"
+    """The size of an input that is a parameter. Most calls do not state it."""
+    CHECKSUM = "checksum of"
+    """The checksum of an input."""
+    PART = "part of"
+    """The checksum of some values of an input."""
+    EARLIER = "value of"
+    """The checksum of a value of an earlier call."""
+
+
+@sendable
+@dataclass(frozen=True)
+class Field:
+    """The name of a field that states something of one value."""
+
+    kind: FieldKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
 
 
 def _packed(value: Any) -> Any:

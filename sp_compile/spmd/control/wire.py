@@ -44,7 +44,7 @@ from sp_compile.errors import SpError
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 
-from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, Message, Stop
+from .message import CALLS, GROUP_ENDED, LIKELY, NOBODY, READS, Field, Message, Stop
 from .store import answered, of_all
 
 SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
@@ -107,7 +107,7 @@ class Wire:
     raised: tuple[int, str] | None = None
     thread: int = 0
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    later: list[tuple[list[str], Later]] = field(default_factory=list)
+    later: list[tuple[list[Field], Later]] = field(default_factory=list)
     known: int = 0
     talks: int = 0
     beats: tuple[float, int, float] = (0.0, 0, 0.0)
@@ -280,7 +280,7 @@ class Wire:
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 
-    def earlier_fields(self) -> dict[str, str]:
+    def earlier_fields(self) -> dict[Any, str]:
         """The checksums that earlier calls left to be read."""
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
