@@ -99,7 +99,7 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
     """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
 
     def meet(error: Exception | None) -> None:
-        if problem := stopped(exchanged(ranks, replace(saying, error=wrapped(error))) or ()):
+        if problem := stopped(exchanged(ranks, replace(saying, error=wrap_error(error))) or ()):
             raise problem from error
 
     return meet
@@ -214,7 +214,7 @@ def is_close(a: str, b: str) -> bool:
     return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
 
 
-def wrapped(error: Exception | None) -> SpError | None:
+def wrap_error(error: Exception | None) -> SpError | None:
     """Return the error as one of the package's."""
     if error is None or isinstance(error, SpError):
         return error

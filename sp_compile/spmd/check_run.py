@@ -36,7 +36,7 @@ from .agree import (
     way,
     what_differs,
     who_raised,
-    wrapped,
+    wrap_error,
 )
 from .between import OnWhole, are_traced, have_shards, read_arguments, refusal
 from .control.failures import agreeing, announcing, end_if_connected
@@ -173,7 +173,9 @@ class CheckedProgram:
         has_raised = wire is not None and wire.raised is not None
         everyone = exchanged(self.ranks, mine)
         raised, different = who_raised(everyone or ()), different_work(everyone or ())
-        problem = different or (self._difference(everyone) if everyone is not None else wrapped(self.error) or refused)
+        problem = different or (
+            self._difference(everyone) if everyone is not None else wrap_error(self.error) or refused
+        )
         if problem is None:
             self.called.add(which)
             return mine

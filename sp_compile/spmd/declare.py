@@ -21,7 +21,7 @@ from sp_compile.config import Ranks
 from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
 
-from .agree import answers, failure, meeting, wrapped
+from .agree import answers, failure, meeting, wrap_error
 from .control.message import MEASURES, sendable
 from .groups import Groups, Partition, reduced, subsets
 
@@ -110,7 +110,7 @@ def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
         }
         return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
     except Exception as error:
-        return _Declaration(host, error=wrapped(error))
+        return _Declaration(host, error=wrap_error(error))
 
 
 def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:

@@ -28,7 +28,7 @@ from sp_compile.graph.places import node_lines, places_of
 from sp_compile.passes.job import Settings
 from sp_compile.passes.progress import show, working
 
-from .agree import meeting, wrapped
+from .agree import meeting, wrap_error
 from .between import Edges, OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep
 from .check_run import CheckedProgram, InProcesses
@@ -251,7 +251,7 @@ class Session:
             return error
         if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
             stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
-        found = wrapped(error)
+        found = wrap_error(error)
         assert found is not None
         raise RanksDiffer(found.code, found.cause, found.fix) from error
 

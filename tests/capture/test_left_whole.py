@@ -175,7 +175,7 @@ def test_what_runs_whole(ranks: Ranks) -> None:
     assert [words for _, words in others] == [[]]
     assert len(told) == len(WHOLE)
     assert all("test_left_whole.py" in words and "runs whole on every rank" in words for words in told)
-    reasons = "torch cannot trace it", "under no_grad", "escaped from its region", "no derivative below a transform"
+    reasons = "torch cannot trace it", "under no_grad", "out of the compiled region", "register a derivative"
     for words, reason in zip(told, reasons, strict=True):
         assert reason in words
 
@@ -249,7 +249,8 @@ def on_one_rank() -> str:
 def test_ranks_take_one_way(ranks: Ranks) -> None:
     for words in ranks.run(2, on_one_rank):
         assert "SP609" in words
-        assert "rank 0: as backend='sp' compiles it\n  rank 1: whole: injected" in words
+        assert "rank 0: as backend='sp' compiles it\n  rank 1: whole: " in words
+        assert "injected" in words
 
 
 def state() -> tuple[Any, ...]:

@@ -131,17 +131,16 @@ def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) ->
     """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""
     for found in ranks.run(2, errors, name):
         for one in found:
-            assert "SP306: inputs='local': dim 1 of 'inputs[0]'" in one
+            assert "SP306" in one
+            assert "dim 1 of 'inputs[0]'" in one
 
 
 @pytest.mark.parametrize("name", ["branch", "rounds_of_sums"])
 def test_what_the_program_asks_of_its_length_is_so_of_the_whole(ranks: Ranks, name: str) -> None:
     (first, second), again = ranks.run(2, errors, name)
     assert [first, second] == again
-    assert (
-        "SP235: inputs='local': a branch or a shape of the program depends on its length: length < 14 holds" in first
-        or (name != "branch")
-    )
+    assert "SP235" in first
+    assert "length < 14 holds" in first or name != "branch"
     assert "holds for the rows of one rank, but not for the sequence" in first + second
 
 

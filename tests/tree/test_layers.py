@@ -16,7 +16,7 @@ MOST_ENTRIES = 16
 MARKERS = ("__init__.py", "__main__.py", "py.typed")  # where Python and tools look for them, wherever its parts are
 
 LAYERS = """
-_compat                         lowering/triton
+_compat                         lowering/triton             error_codes
 errors
 lowering
 lowering/masks                  lowering/tiles

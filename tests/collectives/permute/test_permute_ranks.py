@@ -207,10 +207,10 @@ def _other_sizes_declared(rank: int, group: Any) -> bool:
 WRONG = {
     _unequal: "rank 1: all_to_all_permute of x [3, 4]",
     _other_dims: "scatter_dim=1, gather_dim=0",
-    _indivisible: "SP543: all_to_all_permute",
-    _wrong_on_one_rank: "rank 1: SP503: all_to_all_permute: scatter_dim",
+    _indivisible: "SP543: rank 0, 1: all_to_all_permute",
+    _wrong_on_one_rank: "SP503: rank 1: all_to_all_permute: scatter_dim",
     _on_meta: "rank 0: all_to_all_permute of x [2, 2] torch.float32 on meta",
-    _dtensor: "rank 1: SP541: all_to_all_permute",
+    _dtensor: "SP541: rank 1: all_to_all_permute",
     _other_sizes_declared: "rank 1: size=65",
 }
 
