@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sp_compile._compat import FakeTensor, is_functorch_tensor
+from sp_compile._compat import is_functorch_tensor
 from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
 from sp_compile.lowering.frames import LAYOUTS
@@ -82,13 +82,6 @@ def frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
     return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
 
 
-def observable(x: Tensor) -> bool:
-    """May Python look at the values of x?"""
-    if torch.compiler.is_compiling():
-        return False
-    return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
-
-
 def operator_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
     """The operator; its body where one of these is inside torch.func, which does not see into operators.
 
@@ -141,7 +134,6 @@ def wrong_dim(shape: Sequence[int], dim: int) -> Iterator[str]:
         yield f"dim {dim} is out of range for x of shape {list(shape)}: expected {-ndim} to {ndim - 1}"
 
 
-def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> str:
+def unknown(kind: str, word: str, known: Iterable[str]) -> str:
     """The problem with a word that is none of these."""
-    guess = did_you_mean(word, known) if meant is None else f" (did you mean {meant!r}?)"
-    return f"unknown {kind} {word!r}{guess}; known: {', '.join(known)}"
+    return f"unknown {kind} {word!r}{did_you_mean(word, known)}; known: {', '.join(known)}"
