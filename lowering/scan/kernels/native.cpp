@@ -27,12 +27,9 @@ namespace {
 struct Half { uint16_t bits; };
 struct BFloat { uint16_t bits; };
 
-template <class T, int N>
-struct VectorOf { typedef T type __attribute__((vector_size(sizeof(T) * N))); };
-template <class T, int N>
-using Vec = typename VectorOf<T, N>::type;
-template <class V>
-constexpr int size_of = sizeof(V) / sizeof(std::declval<V>()[0]);
+template <class T, int N> struct VectorOf { typedef T type __attribute__((vector_size(sizeof(T) * N))); };
+template <class T, int N> using Vec = typename VectorOf<T, N>::type;
+template <class V> constexpr int size_of = sizeof(V) / sizeof(std::declval<V>()[0]);
 template <class C>  // the integers that compare along with C
 using Bits = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
 
@@ -64,8 +61,7 @@ INLINE Vec<int32_t, N> narrow(Vec<int32_t, N> bits, Half) {
   return (size < 0x38800000 ? tiny : size >= 0x47800000 ? huge : normal) | (bits >> 16 & 0x8000);
 }
 
-template <class E>
-constexpr bool is_packed = std::is_same_v<E, Half> || std::is_same_v<E, BFloat>;
+template <class E> constexpr bool is_packed = std::is_same_v<E, Half> || std::is_same_v<E, BFloat>;
 template <class V, class E>
 using Raw = Vec<std::conditional_t<is_packed<E>, uint16_t, E>, size_of<V>>;
 
@@ -106,8 +102,7 @@ INLINE V moved(V a, V before) {
 template <class V> INLINE V last_of(V a) { return shuffle(a, a, [](int) { return size_of<V> - 1; }); }
 template <class V> INLINE V backwards(V a) { return shuffle(a, a, [](int i) { return size_of<V> - 1 - i; }); }
 
-template <class V>
-INLINE V polynomial(V x, std::initializer_list<double> factors) {
+template <class V> INLINE V polynomial(V x, std::initializer_list<double> factors) {
   V sum{};
   for (double factor : factors) sum = sum * x + factor;
   return sum;
@@ -159,6 +154,7 @@ struct Machine {
   template <class V> static INLINE void lift(V* s, V x, V, V) { s[0] = x; }
   template <class V> static INLINE V value(const V* s) { return s[0]; }
   template <class V> static INLINE V before(const V* s, V) { return s[0]; }
+  template <class V> static INLINE bool is_same(const V*, V) { return false; }  // after all lanes of x
 };
 
 template <class C, class Op>
@@ -171,6 +167,10 @@ template <class C, class Op>
 struct Extremes : Machine<C>, Op {
   static constexpr int planes = 2, carried = 2, outputs = 2, vectors = 4;
   template <class V> static INLINE void lift(V* s, V x, V, V row) { s[0] = x, s[1] = row; }
+  template <class V> static INLINE bool is_same(const V* s, V x) {
+    auto later = Op::wins(x, s[0]), none = later ^ later;
+    return std::memcmp(&later, &none, sizeof(later)) == 0;
+  }
   template <class V> static INLINE void join(const V* left, V* s) {
     auto later = Op::wins(s[0], left[0]);
     s[0] = later ? s[0] : left[0], s[1] = later ? s[1] : left[1];
@@ -236,8 +236,7 @@ struct Walk {
   }
 
   C* state(int plane) const { return p.states + (plane * p.outer + outer) * p.inner + column; }
-  template <class V>
-  INLINE void emit(int64_t at, V value, V index) const {
+  template <class V> INLINE void emit(int64_t at, V value, V index) const {
     if constexpr (M::outputs > 0) store(p.out + at, value);
     if constexpr (M::outputs > 1) store(p.indices + at, index);
   }
@@ -291,6 +290,7 @@ struct Walk {
       int64_t low = p.reverse ? i + L - 1 : i, at = place(low);
       V x = turned(load<V>(p.x + at)), b = x;
       if constexpr (M::inputs == 2) b = turned(load<V>(p.b + at));
+      if (!segmented && M::is_same(carry, x)) { emit(at, carry[0], carry[P - 1]); continue; }
       Mask begins{}, begun{};
       if constexpr (segmented) begun = begins = turned(load<Mask>(start(low))) != 0;
       M::lift(s, x, b, rows);
