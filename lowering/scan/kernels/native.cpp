@@ -276,7 +276,8 @@ struct Walk {
   void walk_line(int64_t begin, int64_t end) const {
     using V = Vec<C, L>;
     using Mask = Vec<Bits<C>, L>;
-    auto turned = [this](auto v) INLINE_LAMBDA { return p.reverse ? backwards(v) : v; };
+    const int64_t step = p.reverse ? -L : L;
+    auto turned = [=](auto v) INLINE_LAMBDA { return step < 0 ? backwards(v) : v; };
     auto join = [](const V* left, V* s, Mask begun) INLINE_LAMBDA {
       V own[P];
       each<P>([&](auto q) INLINE_LAMBDA { own[q] = s[q]; });
@@ -286,13 +287,12 @@ struct Walk {
     V carry[P], empty[P], s[P], left[P], rows;
     each<P>([&](auto q) INLINE_LAMBDA { carry[q] = V{} + *state(q), empty[q] = V{} + M::identity(q, p.empty); });
     each<L>([&](auto l) INLINE_LAMBDA { rows[int(l)] = C(row(begin + l)); });
-    for (int64_t i = begin; i < end; i += L, rows += C(p.reverse ? -L : L)) {
-      int64_t low = p.reverse ? i + L - 1 : i, at = place(low);
+    for (int64_t i = begin, at = place(i + (step < 0) * (L - 1)); i < end; i += L, at += step, rows += C(step)) {
       V x = turned(load<V>(p.x + at)), b = x;
       if constexpr (M::inputs == 2) b = turned(load<V>(p.b + at));
       if (!segmented && M::is_same(carry, x)) { emit(at, carry[0], carry[P - 1]); continue; }
       Mask begins{}, begun{};
-      if constexpr (segmented) begun = begins = turned(load<Mask>(start(low))) != 0;
+      if constexpr (segmented) begun = begins = turned(load<Mask>(start(i + (step < 0) * (L - 1)))) != 0;
       M::lift(s, x, b, rows);
       each<5>([&](auto power) INLINE_LAMBDA {
         constexpr int width = 1 << power;
