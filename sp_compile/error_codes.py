@@ -302,11 +302,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "A dtype to accumulate in that does not fit the result",
         "Pass the dtype that the message names, or leave accumulate_dtype out.",
     ),
-    "SP527": ErrorInfo(
-        "Segments that are not grouped",
-        "Sort x by the ids or, if every run of equal ids is a segment of its own, pass runs=True.",
-    ),
-    "SP528": ErrorInfo("An integer that overflows", "Pass a wider dtype=, or check=False to let it wrap around."),
     "SP541": ErrorInfo("A DTensor in an exchange of shards", "Use x.redistribute(...), or pass x.to_local()."),
     "SP542": ErrorInfo(
         "An exchange of one dim with itself",

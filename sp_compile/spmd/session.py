@@ -182,7 +182,7 @@ class Session:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
-        title = (lambda: f"compiling {subject_of(gm)}"), done, threading.get_ident()
+        title = (lambda: f"compiling {subject_of(gm)}"), done
         shown = threading.Thread(target=show, args=title, daemon=True)
         thread.start()
         shown.start()
