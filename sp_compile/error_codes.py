@@ -347,11 +347,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "Make such tensors on every rank: look for load_state_dict(assign=True), a copy of the model, a weight that is "
         "set, tied or added on some ranks only.",
     ),
-    "SP606": ErrorInfo(
-        "A Python number that only some ranks have changed",
-        "Change a number of the model on every rank: look for a schedule or a setting under `if rank == 0`. Pass "
-        "numbers that are meant to differ as tensors, or let them differ from the first call on.",
-    ),
     "SP607": ErrorInfo(
         "A model that could not be compiled on a rank",
         "Correct the error of that rank. If it says `Failed to import`, `No space left` or `Read-only`, Inductor's "
