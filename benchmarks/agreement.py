@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from sp_compile.config import SPConfig, ranks_of
+from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives.checksums import checksum
+from sp_compile.passes.options import SPConfig
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.fingerprint import Program
 from sp_compile.spmd.settings import settings

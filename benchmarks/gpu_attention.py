@@ -44,12 +44,12 @@ from measuring.clock import Clock, Job
 from measuring.handwritten import zigzag
 from measuring.tables import markdown, processor
 
-from sp_compile.config import Ranks
 from sp_compile.functional import attention as functional
 from sp_compile.lowering import triton as triton_kernels
 from sp_compile.lowering.attention.case import Case, Kernel, Need
 from sp_compile.lowering.attention.kernels import KERNELS
 from sp_compile.lowering.attention.merge import merge_pointwise
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole

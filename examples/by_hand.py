@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import analyse, settings

@@ -12,7 +12,7 @@ from on_ranks import Here, Pairs, compiled, crossing, everywhere, finish, say
 from torch import Tensor, nn
 
 from sp_compile import exclusive_scan, inclusive_scan
-from sp_compile.config import Mesh
+from sp_compile.lowering.base.ranks import Mesh
 
 ROWS, CLASSES, WIDTH = 5, 96, 8
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sp_compile
-from sp_compile.config import Mesh, Ranks
+from sp_compile.lowering.base.ranks import Mesh, Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 SIMULATED = 4

@@ -32,10 +32,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from sp_compile._compat import trace_graph, traces
-from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.edit import Editor
 from sp_compile.graph.layers import layer_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.table import Table
 
 from .job import Job, Lap, Note, NoteKind, Settings, settings

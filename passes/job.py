@@ -9,18 +9,19 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import Asked, Ranks, SPConfig
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.layers import FewLayers
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.memory import Memory
 from sp_compile.errors import SpError
 from sp_compile.graph.call import is_tensor, tensors_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.frames import DEALT, LAYOUTS
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Placement, Plan, Shard
 from sp_compile.sharding.rule import unchanged
 
+from .options import Asked, SPConfig
 from .propagate import propagate
 from .windows import begun_in_windows
 

@@ -12,13 +12,13 @@ from sp_compile.lowering import sorted_rows as _sorted_rows  # noqa: F401
 from sp_compile.lowering import tiles as _tiles  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
 from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (the ways to run scans register themselves)
+from sp_compile.passes.options import SPConfig
 from sp_compile.passes.report import Report
 from sp_compile.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
 from sp_compile.sharding.rule import rule as sharding_rule
 from sp_compile.spmd.declare import declare_groups
 from sp_compile.spmd.weights import compare_weights
 
-from .config import SPConfig
 from .cost.plan.plan import StepPlan, plan
 from .errors import SpError
 from .pipeline import parallelize

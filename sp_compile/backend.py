@@ -25,31 +25,33 @@ from sp_compile.graph.random import decorrelated, draws
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import same, sizes
 from sp_compile.graph.strides import order_of_strides
+from sp_compile.lowering.base.ranks import ALONE, Ranks
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.edges.edges import EdgePasses
+from sp_compile.passes.edges.graph_boundary import Edges, Result
 from sp_compile.passes.edges.job import EdgesJob
 from sp_compile.passes.job import Note, NoteKind, Refusal, RefusalKind, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.job import HalvesJob, JointJob
 from sp_compile.passes.joint.joint import JointPasses
+from sp_compile.passes.options import AnyOptions, SPConfig
 from sp_compile.passes.progress import now
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, why_whole
 from sp_compile.passes.tiles.tiles import programs_of
 from sp_compile.sharding.axes import find_sequences, name_axes
 from sp_compile.sharding.placement import Shard
-from sp_compile.spmd.between import Edges, Result, have_left_results, leave_results, symbols_of
+from sp_compile.spmd.between import have_left_results, leave_results, symbols_of
 from sp_compile.spmd.fingerprint import subject_of
 from sp_compile.spmd.inputs import local_tensors
 from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
-from sp_compile.spmd.session import ALONE, Session
+from sp_compile.spmd.session import Session
 
 from . import _compat
-from .config import AnyOptions, Ranks, SPConfig
 from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
 from .pipeline import run_pipeline
 

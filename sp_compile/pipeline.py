@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from sp_compile.capture.capture import capture_export
 from sp_compile.cost.decision import merged
 from sp_compile.cost.exchanges import exchanges_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
 from sp_compile.passes.canonical.associative_scan import Trees
@@ -22,6 +23,7 @@ from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.lookups import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.prove import Prove
+from sp_compile.passes.options import SPConfig
 from sp_compile.passes.report import Report
 from sp_compile.passes.results import RESULTS, results_of
 from sp_compile.passes.rewrite import Rewrite, Rounds
@@ -43,7 +45,6 @@ from sp_compile.passes.strategies.windows import Halo
 from sp_compile.passes.tiles.tiles import Tiles
 from sp_compile.sharding.placement import Shard
 
-from .config import Ranks, SPConfig
 from .errors import SpError
 
 

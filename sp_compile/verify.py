@@ -23,16 +23,18 @@ from sp_compile.cost.unroll import Unroll
 from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
 from sp_compile.graph.edit import copied
 from sp_compile.graph.outcome import errors_of, outcome_of
+from sp_compile.lowering.base.ranks import ALONE, Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import Note, NoteKind, Settings
 from sp_compile.passes.joint.checkpoints import ask_policies
 from sp_compile.passes.joint.halves import Halves
 from sp_compile.passes.joint.offload import Offload
+from sp_compile.passes.options import SPConfig
 from sp_compile.passes.progress import now, working
 from sp_compile.passes.report import Report
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd.between import as_if_sharded, make_views
-from sp_compile.spmd.session import ALONE, Session
+from sp_compile.spmd.session import Session
 
 from ._compat import (
     TorchRuntimeError,
@@ -47,7 +49,6 @@ from ._compat import (
     unprinted,
 )
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower_or_keep
-from .config import Ranks, SPConfig
 from .errors import SpError, did_you_mean, user_line
 from .pipeline import BEHIND
 

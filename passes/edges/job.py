@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.passes.job import Job
 from sp_compile.passes.results import RESULTS
-from sp_compile.spmd.between import Edges
+
+from .graph_boundary import Edges
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.graph.call import is_tensor, tangents_of
 from sp_compile.graph.sizes import all_same, sizes
-from sp_compile.spmd.inputs import Facts
+from sp_compile.sharding.input_facts import Facts
 
 
 def joint_facts(gm: GraphModule, facts: Facts, shapes: Sequence[tuple[Any, ...]]) -> Facts | None:

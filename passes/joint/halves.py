@@ -7,9 +7,9 @@ from torch.fx import GraphModule
 from sp_compile import passes
 from sp_compile._compat import DRAWS_AGAIN, FakeTensor
 from sp_compile.graph.fakes import infer
+from sp_compile.lowering.base.ranks import ALONE
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes.base import Passes, check_order, passes_in
-from sp_compile.spmd.session import ALONE
 
 from .job import HalvesJob
 from .offload import Offload

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from sp_compile.config import Ranks
 from sp_compile.cost.offload import OnHost
+from sp_compile.lowering.base.ranks import ALONE, Ranks
 from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
 from sp_compile.passes.tensor_parallel.scatter import Layer
-from sp_compile.spmd.session import ALONE
 
 
 @dataclass

@@ -14,13 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile import _compat, passes
-from sp_compile.config import Ranks
 from sp_compile.errors import at
 from sp_compile.graph.call import is_tensor, tangents_of
 from sp_compile.graph.closure import closure
 from sp_compile.graph.edit import copied
 from sp_compile.graph.inline import lower_exchanges
 from sp_compile.graph.record import erase, mark
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import argument_name, size_hint
+from sp_compile._compat import argument_name, known_process_group, size_hint
 from sp_compile.errors import SpError, at, describe_node
 from sp_compile.graph.call import is_tensor
-from sp_compile.graph.record import record
+from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import divides, same
 from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job, Note, NoteKind, Refusal, RefusalKind
 from sp_compile.passes.results import GATHER, options_of_results, why_whole
 from sp_compile.sharding.axes import Axes
 from sp_compile.sharding.placement import Plan, Shard
-from sp_compile.spmd.inputs import mark_across
+from sp_compile.spmd.named_groups import is_collective, named_groups
 
 BETWEEN_BREAKS = "a piece between graph breaks that has no sequence; every rank runs it whole"
 LOST_IN_EAGER_CODE = (
@@ -194,3 +196,11 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
         elif isinstance(have, Shard):
             out[f"{n} ranks divide the {have.frame.size} heads (dim {have.dim})"] = None
     return list(out)
+
+
+def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
+    """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
+    for node in gm.graph.nodes:
+        named = named_groups(node) if is_collective(node) else set()
+        if any(known_process_group(name) and name not in aligned for name in named):
+            mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import known_process_group, process_group
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError, at
 from sp_compile.graph.call import shape_of
 from sp_compile.graph.edit import copied
 from sp_compile.graph.sizes import Sizes
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.job import Job, Note, NoteKind
 from sp_compile.passes.localize.localize import Localize
@@ -31,8 +31,8 @@ from sp_compile.passes.localize.memory_order import KeepOrder
 from sp_compile.passes.localize.prove import Prove
 from sp_compile.passes.rewrite import Rounds
 from sp_compile.passes.strategies.reduce import Means, Reduce
+from sp_compile.sharding.input_facts import Facts
 from sp_compile.sharding.placement import Shard
-from sp_compile.spmd.inputs import Facts
 
 from .bucket import BucketReductions
 from .choose import choose_cuts, common_inputs, work_on_rows

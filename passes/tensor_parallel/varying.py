@@ -24,10 +24,10 @@ from sp_compile.passes.base import Pass
 from sp_compile.passes.job import Job
 from sp_compile.passes.propagate import propagate
 from sp_compile.sharding.axes import Axes, name_axes
+from sp_compile.sharding.input_facts import Facts
 from sp_compile.sharding.matchers import behind
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
 from sp_compile.sharding.rule import Factors, lookup, transfer_of, unchanged
-from sp_compile.spmd.inputs import Facts
 from sp_compile.spmd.named_groups import Grid, group_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp

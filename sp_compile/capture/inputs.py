@@ -33,12 +33,13 @@ from sp_compile._compat import (
     trace_again_with_symbols,
     unified,
 )
-from sp_compile.config import Asked, Ranks, stronger_output
 from sp_compile.errors import SpError, at
 from sp_compile.graph.record import mark, record
 from sp_compile.graph.sizes import size
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.passes.options import Asked, stronger_output
 from sp_compile.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.sharding.placement import Frame, Placement, Shard
 

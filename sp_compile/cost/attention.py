@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
+from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS, RowOrder
 
 from .machine import Machine

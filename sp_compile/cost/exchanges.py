@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile._compat import namespace_of
-from sp_compile.config import Ranks
 from sp_compile.errors import PARAMETERS_LINE, RESULTS_LINE, at
 from sp_compile.graph.call import Call, is_tensor, tensors_of
 from sp_compile.graph.layers import layer_of
@@ -22,6 +21,7 @@ from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, product, same, size, sizes
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import HEADS
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.frames import edges_elsewhere, rows_held
 from sp_compile.lowering.library import MOVES
 from sp_compile.sharding.attention import strategy_of

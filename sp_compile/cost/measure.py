@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sp_compile._compat import process_group
-from sp_compile.config import Ranks
 from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.attention.case import Kernel, Need
 from sp_compile.lowering.attention.kernels import expected_kernel
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.masks.blocks import Kind
 from sp_compile.lowering.masks.spans import whole

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.spmd.agree import exchanged
 from sp_compile.spmd.control.message import Message
 from sp_compile.spmd.control.wire import wire_of

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from sp_compile.config import Mesh
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Mesh
 from sp_compile.spmd.agree import different_work, unlike_fields
 from sp_compile.spmd.control.message import Message
 from sp_compile.spmd.control.wire import stop

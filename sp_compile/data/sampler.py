@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from sp_compile.config import Mesh
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Mesh
 
 from .replica import replica_of
 

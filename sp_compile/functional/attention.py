@@ -34,12 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
 from sp_compile.lowering.attention.args import ShardArgs
 from sp_compile.lowering.attention.masked import autocast
 from sp_compile.lowering.attention.ring import WAYS_HOME, hops_of_window
+from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.dtypes import LEAST_FILL
 from sp_compile.lowering.frames import LAYOUTS, FrameArg
 from sp_compile.lowering.library import tag_programs

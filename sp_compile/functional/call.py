@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sp_compile._compat import is_functorch_tensor
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError, did_you_mean
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.frames import LAYOUTS
 from sp_compile.spmd.agree import agree
 from sp_compile.spmd.control.message import CALLS, Message

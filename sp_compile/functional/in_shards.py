@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.held import Layout, Origin
 from sp_compile.lowering.collectives.sharded import leaving
 from sp_compile.lowering.frames import rows_held

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from sp_compile import _compat
 from sp_compile._compat import FakeTensor
-from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, PermuteProblem, choose
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.spmd.agree import answers

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.config import Ranks
 from sp_compile.cost.scan import INDEX_BYTES
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.scan import ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
 from sp_compile.lowering.scan.table import SMALL_SCAN

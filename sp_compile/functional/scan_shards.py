@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from sp_compile.config import Mesh, Ranks, ranks_of
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import choose_exchange, offsets_of_steps
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
+from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
 from sp_compile.lowering.library import tag_programs
 

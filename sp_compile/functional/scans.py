@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_compile.config import Mesh
+from sp_compile.lowering.base.ranks import Mesh
 
 from .scan_call import LinearCall, ScanCall, as_tensor
 from .scan_shards import shards_of

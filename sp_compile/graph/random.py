@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from sp_compile._compat import OpOverload, schema_of
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 
 from .call import Call, packet_of
 

@@ -25,8 +25,8 @@ from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, re
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile._compat import is_lost
-from sp_compile.config import ranks_of
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.spmd.agree import answers, what_differs
 from sp_compile.spmd.control.message import Message
 from sp_compile.spmd.control.wire import wire_of

@@ -16,9 +16,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import flex_attention_op, pytree, varlen_attention
-from sp_compile.config import STRATEGIES
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
+from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.dtypes import LEAST_FILL
 from sp_compile.lowering.masks.predicate import symbols
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import ABOUT
 
 from .control.message import COMPILES, READS, STOPS, Message

@@ -25,16 +25,16 @@ from sp_compile._compat import (
     versions,
     wraps_others,
 )
-from sp_compile.capture.views import ResultView
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError, user_line
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, size
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.held import Layout, Orders, Origin
 from sp_compile.lowering.collectives.late import LateGraph
 from sp_compile.lowering.collectives.sharded import Sharded, entering, known_whole, leaving, leaving_late, write
 from sp_compile.lowering.collectives.views import HeldView, make_view
 from sp_compile.lowering.masks.deal import undealt
+from sp_compile.passes.edges.graph_boundary import Edges, Result, first_dealt
 
 from .agree import different_work, exchanged
 from .control.message import READS, Message
@@ -103,11 +103,6 @@ def _taken(a: Any, layout: Layout | None, orders: Orders | None) -> Any:
     return arrived(a) if isinstance(a, AsyncCollectiveTensor) else a
 
 
-def first_dealt(layouts: Mapping[int, Layout]) -> int | None:
-    """The number of the argument whose order the program keeps, if it takes rows that are dealt."""
-    return next((i for i, layout in layouts.items() if layout.is_dealt), None)
-
-
 def orders_given(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Orders | None:
     """The order in which the rows of a call are dealt; that of the program where they are not."""
     given = first_dealt(layouts)
@@ -115,59 +110,6 @@ def orders_given(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Orders |
         return None
     a, layout = args[given], layouts[given]
     return a.lies.dealt or Orders(*undealt(a.shape[layout.dim], layout.n, a.device))
-
-
-@dataclass(frozen=True)
-class Result:
-    """One result that stays in shards. name: in the user's code. where: the line that makes it.
-
-    layout: how it lies, but for `parts`: Layout's outer, inner, before and after, which a call may have to tell.
-    length: of the dim. ticket: the number of the result that is a ticket for its gradient, see
-    `lowering/collectives/tickets.py`. late: what makes it when somebody reads it; shape: of the whole then.
-    """
-
-    name: str
-    where: str
-    layout: Layout
-    length: Size
-    parts: Mapping[str, Size] = field(default_factory=dict)
-    ticket: int | None = None
-    late: LateGraph | None = None
-    shape: tuple[Size, ...] = ()
-
-
-@dataclass(frozen=True)
-class Edges:
-    """What a program takes and returns in shards, by number. symbols: see `symbols_of`.
-
-    own: how many results the graph returned itself, behind which lie tickets and what results are made of.
-
-    rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
-    program writes to an input in shards, by the number of that; nobody else is given it. deal: three results more that
-    are `Orders`, or none.
-
-    views: the results that are made of other results, or of arguments, as views of them; hidden: how many results the
-    program returns for these alone. written: the arguments that the program changes in place.
-
-    own_rows: the inputs of which each rank passes rows of its own, as plain tensors.
-    """
-
-    layouts: Mapping[int, Layout] = field(default_factory=dict)
-    results: Mapping[int, Result] = field(default_factory=dict)
-    rows: frozenset[int] = frozenset()
-    writes: Mapping[int, int] = field(default_factory=dict)
-    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
-    own: int | None = None
-    deal: tuple[int, ...] = ()
-    views: Sequence[ResultView] = ()
-    hidden: int = 0
-    written: Sequence[int] = ()
-    own_rows: frozenset[int] = frozenset()
-
-    @property
-    def given(self) -> int | None:
-        """The number of the input whose order the program keeps."""
-        return first_dealt(self.layouts)
 
 
 @dataclass(eq=False)

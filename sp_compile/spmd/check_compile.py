@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sp_compile.config import Ranks
 from sp_compile.errors import RanksDiffer, RemoteError, SpError
+from sp_compile.lowering.base.ranks import Ranks
 
 from .agree import different_work, exchanged, failure, not_compiled
 from .control.message import COMPILES, STOPS, Message

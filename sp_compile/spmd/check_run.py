@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sp_compile._compat import FakeTensor, compiled_backwards, pytree, wraps_others
-from sp_compile.config import Ranks
 from sp_compile.errors import RemoteError, SpError
 from sp_compile.graph.places import Place
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
 from sp_compile.lowering.collectives.held import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms

@@ -7,7 +7,6 @@ other times on other ranks. So a program says once which mesh it reduces over.
 from __future__ import annotations
 
 import platform
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,21 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile._compat import group_timeout, process_groups
-from sp_compile.config import Ranks
 from sp_compile.cost.measure import lines_of_reductions
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.spmd.groups import add_declared
 
 from .agree import answers, failure, meeting, wrap_error
 from .control.message import MEASURES, sendable
 from .groups import Groups, Partition, reduced, subsets
-
-_declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
-
-
-def declared() -> Groups:
-    """All that was declared in this process; an empty table if nothing was."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return _declared.get(world, Groups()) if world is not None else Groups()
 
 
 def declare_groups(
@@ -70,7 +62,7 @@ def declare_groups(
             names, turns, _device(every[0].device), _device(where), meeting(ranks, MEASURES)
         )
         table = replace(table, lines=lines, turns=in_turn)
-    _declared[world] = _declared.get(world, Groups()).with_(table)
+    add_declared(table)
     return table
 
 

@@ -21,8 +21,8 @@ from sp_compile._compat import (
     real_tensors,
     size_hint,
 )
-from sp_compile.config import Ranks
 from sp_compile.errors import first_frame, source_line, trace_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import checksum
 
 from .agree import answers

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import PIECE, sent, summary, total
 from sp_compile.lowering.communicator import current
 from sp_compile.lowering.library import opaque

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
 
 from sp_compile.cost.line import Line
 from sp_compile.errors import SpError
@@ -135,3 +138,18 @@ def _disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:
 
 def _canonical(groups: Partition, ordered: bool) -> Partition:
     return tuple(sorted(group if ordered else tuple(sorted(group)) for group in groups))
+
+
+_declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
+
+
+def declared() -> Groups:
+    """All that was declared in this process; an empty table if nothing was."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return _declared.get(world, Groups()) if world is not None else Groups()
+
+
+def add_declared(table: Groups) -> None:
+    """Add groups to the declared ones of this process."""
+    world = dist.group.WORLD
+    _declared[world] = _declared.get(world, Groups()).with_(table)

@@ -5,8 +5,8 @@ They compare them before they run the program: by value, or by size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -14,42 +14,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import in_memory, is_module_state, is_python_number, known_process_group, real_tensors
+from sp_compile._compat import in_memory, is_module_state, is_python_number, real_tensors
 from sp_compile.errors import SpError
-from sp_compile.graph.record import mark, record
+from sp_compile.graph.record import record
 from sp_compile.lowering.collectives.checksums import is_one_number
 from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.sharding.input_facts import Facts
 
 from .control.message import sendable
 from .fingerprint import digest, input_names
-from .named_groups import Grid, is_collective, named_groups
 
 FEW = 4096  # floats that are compared on every call; of more, as many
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a graph's inputs, by name.
-
-    differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
-    blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
-    grid: how the program's other groups lie to this.
-    tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
-    gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
-    """
-
-    differ: frozenset[str] = frozenset()
-    equal: frozenset[str] | None = None
-    blank: frozenset[str] = frozenset()
-    grid: Grid | None = None
-    tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
-    gradients: Mapping[str, Node] = field(default_factory=dict)
-
-    def after(self, gone: Mapping[Node, Node]) -> Facts:
-        """The same of a graph in which other nodes, that are there, stand for those that are gone."""
-        gradients = {name: gone.get(node, node) for name, node in self.gradients.items()}
-        tangents = {name: [gone.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
-        return replace(self, gradients=gradients, tangents=tangents)
 
 
 def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
@@ -95,14 +70,6 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
         raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
-
-
-def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
-    for node in gm.graph.nodes:
-        named = named_groups(node) if is_collective(node) else set()
-        if any(known_process_group(name) and name not in aligned for name in named):
-            mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:

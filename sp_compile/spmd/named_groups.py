@@ -24,12 +24,12 @@ from sp_compile._compat import (
     pytree,
     schema_of,
 )
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import packet_of
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.sharding.placement import REPLICATE, VARYING, Placement
 
-from .declare import declared
+from .groups import declared
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 TORCH_EXCHANGES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces

@@ -20,16 +20,20 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile._compat import argument_name, around_late_backward, on_recompile_limit
-from sp_compile.config import AnyOptions, Ranks, SPConfig, resolve, splits_sequence, unchecked
+from sp_compile.config import splits_sequence, unchecked
 from sp_compile.cost import measure
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import RanksDiffer, SpError
 from sp_compile.graph.places import node_lines, places_of
+from sp_compile.lowering.base.ranks import ALONE, Ranks, resolve
+from sp_compile.passes.edges.graph_boundary import Edges
 from sp_compile.passes.job import Settings
+from sp_compile.passes.options import AnyOptions, SPConfig
 from sp_compile.passes.progress import show, working
+from sp_compile.sharding.input_facts import Facts
 
 from .agree import meeting, wrap_error
-from .between import Edges, OnWhole, ShardedProgram, have_shards
+from .between import OnWhole, ShardedProgram, have_shards
 from .check_compile import Lockstep
 from .check_run import CheckedProgram, InProcesses
 from .control.message import MEASURES, hashed, sendable
@@ -37,7 +41,6 @@ from .control.store import ANSWERS
 from .control.wire import BEAT, STOPPED, broken_within, stop, wire_of
 from .fingerprint import Program, fingerprint, input_names, program_of, subject_of
 from .inputs import (
-    Facts,
     check_options,
     common_weights,
     digests_of,
@@ -50,7 +53,6 @@ from .inputs import (
 from .named_groups import Grid, check_groups, grids, groups_of, is_collective, named_groups
 from .settings import settings
 
-ALONE = Ranks(1, "")
 sendable(Machine)
 on_recompile_limit(partial(stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges

@@ -13,8 +13,8 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
 from sp_compile._compat import active_flash_attention, in_checkpoint, is_under_no_sync
-from sp_compile.config import SPConfig
 from sp_compile.lowering.library import sources_digest
+from sp_compile.passes.options import SPConfig
 
 OF_RANKS = ("mesh",)  # names the ranks of one rank's row
 FUNCTORCH = """

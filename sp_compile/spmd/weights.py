@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sp_compile.config import Ranks, resolve
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks, resolve
 
 from .agree import different_work, exchanged, rows_by_rank, saying_why, what_differs
 from .control.message import Message

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from support.golden import captured, show
 
 from sp_compile import explain, verify
-from sp_compile.config import Ranks
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.masks.predicate import over, symbols
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize

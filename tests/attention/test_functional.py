@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 DOCUMENTS = torch.stack([torch.arange(16) // 5, torch.arange(16) // 7])

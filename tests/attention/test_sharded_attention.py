@@ -12,7 +12,7 @@ import torch
 from support.attention import toy_strategy
 from torch import Tensor
 
-from sp_compile.config import STRATEGIES
+from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp

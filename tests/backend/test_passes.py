@@ -7,7 +7,7 @@ from support.decoders import Decoder, decode
 from support.golden import captured, show
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import analyse, settings

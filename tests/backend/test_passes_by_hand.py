@@ -6,7 +6,7 @@ from support.decoders import Decoder
 from support.golden import captured
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.localize.localize import Localize

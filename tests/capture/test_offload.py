@@ -21,12 +21,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import sp_compile
 from sp_compile._compat import storage_of
-from sp_compile.config import SPConfig
 from sp_compile.cost.step import StepMemory
 from sp_compile.cost.walk.liveness import nbytes_of
 from sp_compile.graph.call import tensors_of
 from sp_compile.lowering import offload as ops
 from sp_compile.passes.joint.halves import Halves
+from sp_compile.passes.options import SPConfig
 
 sp = torch.ops.sp
 

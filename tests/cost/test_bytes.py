@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from support.golden import captured
 from torch import Tensor
 
-from sp_compile.config import Ranks
 from sp_compile.cost.line import bytes_of
 from sp_compile.cost.machine import CPU, Machine
 from sp_compile.cost.scan import Carries, choose_exchange
 from sp_compile.lowering import routes
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.job import Settings
 from sp_compile.passes.report import Report

@@ -13,7 +13,7 @@ from support.scans.scan_shards import DIM, OPS, Case, Recurrence, cut, joined, r
 from torch import Tensor
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.communicator import Communicator, current, use
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.simulate import GROUP, run_ranks

@@ -7,8 +7,8 @@ import torch
 from support.golden import captured, show
 
 import sp_compile
-from sp_compile.config import Ranks
 from sp_compile.cost.machine import Machine
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.job import Settings
 from sp_compile.passes.localize.localize import Localize

@@ -10,11 +10,11 @@ from support.golden import captured
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.config import Ranks
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.scan import choose_exchange
 from sp_compile.errors import SpError
 from sp_compile.lowering import routes
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.job import NoteKind, Settings, analyse, settings
 from sp_compile.passes.strategies.scan import Scan

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile._compat import FakeTensorMode, real_tensors
-from sp_compile.config import Ranks, resolve
+from sp_compile.lowering.base.ranks import Ranks, resolve
 from sp_compile.lowering.collectives import checksums
 from sp_compile.spmd import fingerprint as spmd_fingerprint
 from sp_compile.spmd.agree import is_close

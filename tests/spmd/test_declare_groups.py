@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
 from sp_compile._compat import process_groups
-from sp_compile.config import ranks_of
 from sp_compile.cost import measure
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.passes.collectives.merge.merge import MergeReductions
 
 

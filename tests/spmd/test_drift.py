@@ -17,7 +17,7 @@ from support.ranks import mesh
 from torch import Tensor, nn
 
 from sp_compile import SpError, compare_weights
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.spmd import check_run
 from sp_compile.spmd.check_run import CheckedProgram
 from sp_compile.spmd.control import failures

@@ -17,7 +17,7 @@ from support.ranks import Ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_compile.config import ranks_of
+from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives import checksums
 from sp_compile.spmd import check_run, gradients
 from sp_compile.spmd.check_run import CheckedProgram

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_compile.backend import compile_local, lower
 from sp_compile.capture.capture import capture
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.spmd.session import Session
 

@@ -18,7 +18,7 @@ from support.parallel.tensor_parallel import (
     weights,
 )
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 
 

@@ -16,7 +16,7 @@ from support.parallel.parallel_variants import DIM, Hidden
 from support.ranks import Ranks as Pool
 from torch import Tensor
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
 from sp_compile.spmd import session
 

@@ -13,7 +13,7 @@ from support.parallel.tensor_parallel import GROUP, Copy, Reduce, all_reduce, jo
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import Job, settings
 from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from tree.test_layers import FILES
 
-from sp_compile.config import STRATEGIES
+from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.frames import LAYOUTS
 
 OTHER_MEANINGS = {

@@ -8,7 +8,7 @@ from support.golden import captured, show
 from torch import nn
 
 import sp_compile
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.strategies.gather import Gather

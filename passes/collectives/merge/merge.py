@@ -30,15 +30,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.config import CHOICES
 from sp_compile.errors import SpError, describe_node
 from sp_compile.graph.call import Call
 from sp_compile.graph.fakes import infer
 from sp_compile.passes.base import CollectivePass, Pass, register
 from sp_compile.passes.collectives.job import CollectiveJob
 from sp_compile.passes.job import Job
-from sp_compile.spmd.declare import declared
-from sp_compile.spmd.groups import Groups
+from sp_compile.passes.options import CHOICES
+from sp_compile.spmd.groups import Groups, declared
 
 from .chains import COLLECTIVES, Chain, Chunks, chains
 from .ways import Chooser, LinkSet, compared, known_value, unmerged

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.config import STRATEGIES, Ranks
 from sp_compile.cost.attention import Strategy, attention_strategies
 from sp_compile.errors import SpError
 from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
+from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
 from sp_compile.lowering.masks.program import has_fills
 from sp_compile.passes.rewrite import Rewrite
 from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of

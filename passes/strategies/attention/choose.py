@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile._compat import size_hint
-from sp_compile.config import STRATEGIES
 from sp_compile.cost.attention import Candidate, Shape, attention_strategies, candidates_in_order, choose
 from sp_compile.cost.decision import Decision
 from sp_compile.cost.machine import Machine
@@ -29,6 +28,7 @@ from sp_compile.graph.record import mark
 from sp_compile.graph.sizes import divides
 from sp_compile.lowering.attention.case import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
+from sp_compile.lowering.base.ranks import STRATEGIES
 from sp_compile.lowering.frames import DEALT, LAYOUTS, RowOrder
 from sp_compile.lowering.masks.blocks import FULL, Kind, Window
 from sp_compile.lowering.masks.predicate import over, symbols, within_documents

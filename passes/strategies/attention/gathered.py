@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from sp_compile.config import Ranks
 from sp_compile.cost.attention import BACKWARD_FLOPS, Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
@@ -23,6 +22,7 @@ from sp_compile.cost.machine import Machine
 from sp_compile.graph.call import Call
 from sp_compile.graph.sizes import Size
 from sp_compile.lowering import routes
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.frames import LAYOUTS
 
 from .base import ShardedAttention, register

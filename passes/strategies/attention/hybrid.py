@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.config import Ranks
 from sp_compile.cost.attention import Candidate, Shape, Strategy
 from sp_compile.cost.exchanges import Heads
 from sp_compile.cost.line import bytes_of
@@ -27,6 +26,7 @@ from sp_compile.graph.call import Call
 from sp_compile.graph.record import record
 from sp_compile.graph.sizes import Size, divides
 from sp_compile.lowering import routes
+from sp_compile.lowering.base.ranks import Ranks
 
 from .base import ShardedAttention, heads_of, register
 from .ring import candidate, ring_grads, sends

@@ -20,12 +20,12 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from sp_compile.config import OFFLOAD, SPConfig
 from sp_compile.cost.layers import checkpoint_blocks
 from sp_compile.cost.machine import Machine
 from sp_compile.cost.weights import ModelBytes, state_per_weight
 from sp_compile.errors import SpError
 from sp_compile.passes.job import NoteKind
+from sp_compile.passes.options import OFFLOAD, SPConfig
 from sp_compile.verify import sorted_out
 
 from .looks import SHARES, LookedStep, PlanWay, StepPlanner, merged_options

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from sp_compile._compat import backward_threads, end_waits, every_group
-from sp_compile.config import Ranks, ranks_of
+from sp_compile.lowering.base.ranks import Ranks, ranks_of
 
 from .message import Stop
 from .store import ANSWERS

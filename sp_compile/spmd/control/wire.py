@@ -38,9 +38,9 @@ from sp_compile._compat import (
     process_groups,
     real_tensors,
 )
-from sp_compile.config import Ranks
 from sp_compile.error_codes import ERRORS
 from sp_compile.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import Later
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 

@@ -14,8 +14,7 @@ from sp_compile.cost.line import Line, bytes_of, fitted
 from sp_compile.cost.machine import Machine
 from sp_compile.errors import SpError
 from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.declare import declared
-from sp_compile.spmd.groups import Groups
+from sp_compile.spmd.groups import Groups, declared
 
 # Groups.
 

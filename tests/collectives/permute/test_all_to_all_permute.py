@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile import SpError, all_to_all_permute
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
 from sp_compile.lowering.simulate import GROUP, SimulationError, run_ranks
 

@@ -11,7 +11,7 @@ from support.golden import captured, show
 from torch.fx import GraphModule
 from tree.test_layers import LAYERS, ROOT
 
-from sp_compile.config import Ranks
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.job import analyse, settings

@@ -35,9 +35,9 @@ from sp_compile.backend import RankProgram, lower_or_keep
 from sp_compile.capture import inputs as inputs_of_backend
 from sp_compile.capture.capture import capture
 from sp_compile.capture.views import VIEWS
-from sp_compile.config import Ranks
 from sp_compile.graph.edit import copied
 from sp_compile.graph.random import draws
+from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.communicator import FunctionalCommunicator, current
 from sp_compile.lowering.simulate import GROUP, run_ranks
 from sp_compile.passes.report import Report
