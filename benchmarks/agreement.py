@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives.checksums import checksum
-from sp_compile.passes.options import SPConfig
-from sp_compile.spmd.check_run import CheckedProgram
-from sp_compile.spmd.fingerprint import Program
-from sp_compile.spmd.settings import settings
+from sp_compile.runtime.fingerprint import Program
+from sp_compile.runtime.guard import CheckedProgram
+from sp_compile.runtime.settings_digest import settings
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75

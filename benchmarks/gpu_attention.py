@@ -44,17 +44,17 @@ from measuring.clock import Clock, Job
 from measuring.handwritten import zigzag
 from measuring.tables import markdown, processor
 
-from sp_compile.functional import attention as functional
+from sp_compile.functional import attention_calls as functional
 from sp_compile.lowering import triton as triton_kernels
-from sp_compile.lowering.attention.case import Case, Kernel, Need
+from sp_compile.lowering.attention.kernel_args import Case, Kernel, Need
 from sp_compile.lowering.attention.kernels import KERNELS
-from sp_compile.lowering.attention.merge import merge_pointwise
+from sp_compile.lowering.attention.merge_blocks import merge_pointwise
 from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.lowering.triton.flex.texts import Pairs
+from sp_compile.lowering.triton.flex.flex_texts import Pairs
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
@@ -196,7 +196,7 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     }
     kernels: dict[str, Callable[..., Any]] = {"Inductor": compiled}
     if triton_kernels.usable(out):
-        from sp_compile.lowering.triton.merge import launch
+        from sp_compile.lowering.triton.merge_kernel import launch
 
         jobs["Triton"] = lambda: launch(*operands)
         kernels["Triton"] = launch

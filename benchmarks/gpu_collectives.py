@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measuring.clock import Clock, Job
 from measuring.tables import markdown, processor
 
-from sp_compile.lowering.triton import move
+from sp_compile.lowering.triton import move_kernel as move
 
 RESULTS = Path(__file__).parent / "results" / "collectives_gpu.md"
 BF16 = torch.bfloat16

@@ -41,8 +41,8 @@ from measuring.scan_values import CHECKED, F32, FEW, I64, ROW, Shape, draw, draw
 from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
-from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels.triton.ways import WAYS, TileSizes, using_way
+from sp_compile.lowering.scan import scan_table as table
+from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, TileSizes, using_way
 
 PARTS = ["values", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"

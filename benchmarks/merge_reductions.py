@@ -69,8 +69,8 @@ def program(nbytes: int, names: list[str]) -> GraphModule:
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     """What a rank does."""
     from sp_compile import declare_groups
-    from sp_compile.cost.line import bytes_of
-    from sp_compile.passes.collectives.merge.merge import MergeReductions
+    from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+    from sp_compile.passes.cost.collective_time import bytes_of
 
     with joined(rank, args.mesh[0] * args.mesh[1], folder):
         mesh = init_device_mesh("cpu", tuple(args.mesh), mesh_dim_names=("a", "b"))
@@ -95,7 +95,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def in_turn(jobs: list[GraphModule], x: Tensor, rounds: int) -> list[float]:
     """The slowest rank's seconds, the mean of the middle half of the rounds; the first one does not count."""
-    from sp_compile.cost.measure import mean_of_middle
+    from sp_compile.passes.cost.measure import mean_of_middle
 
     found = torch.zeros(rounds + 1, len(jobs), dtype=torch.float64)
     for times in found:

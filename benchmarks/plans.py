@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import nn
 
 import sp_compile
-from sp_compile.cost.plan.sizes import bytes_of_text
-from sp_compile.lowering.masks.plan import plan
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.spans import Segment
+from sp_compile.planner.byte_sizes import bytes_of_text
 
 PREDICATES = {
     "documents": "Eq(row0, col0)",

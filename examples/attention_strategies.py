@@ -4,7 +4,7 @@
     python examples/attention_strategies.py --million    1,048,576 tokens of an 8B Llama on 8 and 64 H100, and what fits
 
 One process, no GPU. The times are the cost model's for the hardware that `COST` describes; without `cost`, they are
-those of the device at hand, or what was measured on it (`sp_compile.cost.machine`).
+those of the device at hand, or what was measured on it (`sp_compile.passes.cost.machine`).
 """
 
 import argparse

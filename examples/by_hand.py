@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import analyse, settings
+from sp_compile.passes.context import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
-from sp_compile.passes.strategies.gather import Gather
-from sp_compile.passes.strategies.reduce import Means, Reduce
-from sp_compile.passes.strategies.scan import Scan
+from sp_compile.passes.localize.validate_shapes import validate
+from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
+from sp_compile.passes.strategies.gather_demands import Gather
+from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.strategies.scan_demands import Scan
 
 
 class Block(nn.Module):

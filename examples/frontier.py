@@ -92,7 +92,7 @@ def options(way: Way) -> dict:
 
 def host_apart(folder: str) -> torch.library.Library:
     """While this is held, copies that wait on the host are mapped files, memory that no limit on data counts."""
-    from sp_compile.lowering import offload  # noqa: F401  (registers the operator)
+    from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operator)
 
     def to_host(x: Tensor) -> Tensor:
         path = Path(folder) / f"host{os.getpid()}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Mesh, Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 SIMULATED = 4
 TOLERANCE = 1e-9  # all data is float64

@@ -31,15 +31,15 @@ from typing import Any, ClassVar, TypeVar
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile._compat import trace_graph, traces
-from sp_compile.errors import at
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.layers import layer_of
+from sp_compile.lowering.base.errors import at
+from sp_compile.lowering.base.layers import layer_of
+from sp_compile.lowering.base.progress import now
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.table import Table
+from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.torch_compat import trace_graph, traces
+from sp_compile.passes.graph.edit import Editor
 
-from .job import Job, Lap, Note, NoteKind, Settings, settings
-from .progress import now
+from .context import Job, Lap, Note, NoteKind, Settings, settings
 
 log = logging.getLogger(__name__)
 

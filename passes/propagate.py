@@ -15,20 +15,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.buckets import packed_in
-from sp_compile.graph.call import Call, is_tensor, overloads, result_number, shape_of
-from sp_compile.graph.mutation import is_written
-from sp_compile.graph.random import is_random
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, all_same, divides, product, same, typical
-from sp_compile.sharding.axes import Axes
-from sp_compile.sharding.factors import Dims, Factors, flat, parts
-from sp_compile.sharding.placement import REPLICATE, VARYING, Demand, Frame, Partial, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import has_rule, lookup, transfer_of
-from sp_compile.sharding.rules.exchanges import lies_as_written
-from sp_compile.sharding.windows import place
-
-from .results import options_of_results, why_whole
+from sp_compile.passes.boundary.outputs import options_of_results, why_whole
+from sp_compile.passes.graph.buckets import packed_in
+from sp_compile.passes.graph.call import Call, is_tensor, overloads, result_number, shape_of
+from sp_compile.passes.graph.mutation import is_written
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.rank_rng import is_random
+from sp_compile.passes.graph.sizes import Size, all_same, divides, product, same, typical
+from sp_compile.passes.sharding.axes import Axes
+from sp_compile.passes.sharding.factors import Dims, Factors, flat, parts
+from sp_compile.passes.sharding.placement import (
+    REPLICATE,
+    VARYING,
+    Demand,
+    Frame,
+    Partial,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+)
+from sp_compile.passes.sharding.rule import has_rule, lookup, transfer_of
+from sp_compile.passes.sharding.rules.exchange_rules import lies_as_written
+from sp_compile.passes.sharding.window_rules import place
 
 
 def located(rule: Factors, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int) -> Shard | None:
@@ -262,7 +271,7 @@ def propagate(
     inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
     where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
     shards had better not. outputs: which results stay in shards, see `options_of_results`. begins: nodes at which a
-    sequence begins as this window of another one (`windows.py`).
+    sequence begins as this window of another one (`window_starts.py`).
     """
     plan = Plan()
     whole = only_masks(gm) if begin else frozenset(gm.graph.nodes)

@@ -10,12 +10,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from sp_compile.cost.decision import Decision, merged
-from sp_compile.cost.exchanges import Exchange
-from sp_compile.cost.memory import Memory
-from sp_compile.cost.step import COLUMN, StepMemory, short, written
-from sp_compile.graph.sizes import Size
-from sp_compile.passes.job import FALLBACKS, Lap, Note, NoteKind, RegionInTiles, laps_by_pass
+from sp_compile.passes.cost.attention_memory import Memory
+from sp_compile.passes.cost.decision import Decision, merged
+from sp_compile.passes.cost.exchange_cost import Exchange
+from sp_compile.passes.cost.step_memory import COLUMN, StepMemory, short, written
+from sp_compile.passes.graph.sizes import Size
+
+from .context import FALLBACKS, Lap, Note, NoteKind, RegionInTiles, laps_by_pass
 
 
 @dataclass

@@ -1,28 +1,32 @@
 """Sequence parallelism for unmodified PyTorch models: `torch.compile(model, backend="sp")`."""
 
-from sp_compile.capture.capture import capture_export
-from sp_compile.functional.attention import gathered_attention, hybrid_attention, ring_attention, ulysses_attention
+from sp_compile.functional.attention_calls import (
+    gathered_attention,
+    hybrid_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from sp_compile.functional.in_shards import in_shards
-from sp_compile.functional.permute import all_to_all_permute, declare_symmetric_memory
+from sp_compile.functional.permuted_all_to_all import all_to_all_permute, declare_symmetric_memory
 from sp_compile.functional.scans import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering import attention as _attention  # noqa: F401  (the rooms of lowering register the sp:: ops)
 from sp_compile.lowering import collectives as _collectives  # noqa: F401
+from sp_compile.lowering import expert_rows as _sorted_rows  # noqa: F401
 from sp_compile.lowering import scan as _scan  # noqa: F401
-from sp_compile.lowering import sorted_rows as _sorted_rows  # noqa: F401
 from sp_compile.lowering import tiles as _tiles  # noqa: F401
 from sp_compile.lowering import windows as _windows  # noqa: F401
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.scan import kernels as _kernels  # noqa: F401  (the ways to run scans register themselves)
-from sp_compile.passes.options import SPConfig
+from sp_compile.passes.capture.capture import capture_export
 from sp_compile.passes.report import Report
-from sp_compile.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
-from sp_compile.sharding.rule import rule as sharding_rule
-from sp_compile.spmd.declare import declare_groups
-from sp_compile.spmd.weights import compare_weights
-
-from .cost.plan.plan import StepPlan, plan
-from .errors import SpError
-from .pipeline import parallelize
-from .verify import explain, verify
+from sp_compile.passes.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
+from sp_compile.passes.sharding.rule import rule as sharding_rule
+from sp_compile.pipeline import parallelize
+from sp_compile.planner.plan import StepPlan, plan
+from sp_compile.runtime.declare import declare_groups
+from sp_compile.runtime.weights import compare_weights
+from sp_compile.verify import explain, verify
 
 __version__ = "0.1.0"
 

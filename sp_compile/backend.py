@@ -13,46 +13,46 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from sp_compile.capture.capture import capture, fix_lengths
-from sp_compile.capture.eager import tell_of_eager, tell_of_sharded_parts
-from sp_compile.capture.inputs import GlobalView, compiled_inputs, global_view
-from sp_compile.capture.whole import lowering, warn_of_unsplit, why_unsplit
-from sp_compile.cost.exchanges import declare_routes
-from sp_compile.cost.layers import FewLayers
-from sp_compile.cost.walk.liveness import nbytes_of
-from sp_compile.graph.call import tensors_of
-from sp_compile.graph.random import decorrelated, draws
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import same, sizes
-from sp_compile.graph.strides import order_of_strides
+from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
+from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.lowering.base.progress import now
 from sp_compile.lowering.base.ranks import ALONE, Ranks
-from sp_compile.lowering.collectives.held import Layout
+from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.lowering.library import sources_digest
+from sp_compile.passes.boundary.add_tokens import EdgePasses
+from sp_compile.passes.boundary.boundary_context import EdgesJob
+from sp_compile.passes.boundary.graph_boundary import Edges, Result
+from sp_compile.passes.boundary.outputs import RESULTS, why_whole
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.edges.edges import EdgePasses
-from sp_compile.passes.edges.graph_boundary import Edges, Result
-from sp_compile.passes.edges.job import EdgesJob
-from sp_compile.passes.job import Note, NoteKind, Refusal, RefusalKind, Settings
-from sp_compile.passes.joint.checkpoints import ask_policies
-from sp_compile.passes.joint.halves import Halves
-from sp_compile.passes.joint.job import HalvesJob, JointJob
+from sp_compile.passes.capture.capture import capture, fix_lengths
+from sp_compile.passes.capture.graph_inputs import GlobalView, compiled_inputs, global_view
+from sp_compile.passes.capture.uncaptured import lowering, warn_of_unsplit, why_unsplit
+from sp_compile.passes.context import Note, NoteKind, Refusal, RefusalKind, Settings
+from sp_compile.passes.cost.exchange_cost import declare_routes
+from sp_compile.passes.cost.few_layers import FewLayers
+from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.graph.call import tensors_of
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.rank_rng import decorrelated, draws
+from sp_compile.passes.graph.sizes import same, sizes
+from sp_compile.passes.graph.strides import order_of_strides
 from sp_compile.passes.joint.joint import JointPasses
-from sp_compile.passes.options import AnyOptions, SPConfig
-from sp_compile.passes.progress import now
+from sp_compile.passes.joint.joint_context import HalvesJob, JointJob
+from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.joint.save_attention import ask_policies
 from sp_compile.passes.report import Report
-from sp_compile.passes.results import RESULTS, why_whole
-from sp_compile.passes.tiles.tiles import programs_of
-from sp_compile.sharding.axes import find_sequences, name_axes
-from sp_compile.sharding.placement import Shard
-from sp_compile.spmd.between import have_left_results, leave_results, symbols_of
-from sp_compile.spmd.fingerprint import subject_of
-from sp_compile.spmd.inputs import local_tensors
-from sp_compile.spmd.named_groups import exchanges_by_itself, has_dtensors
-from sp_compile.spmd.session import Session
+from sp_compile.passes.sharding.axes import find_sequences, name_axes
+from sp_compile.passes.sharding.group_names import exchanges_by_itself, has_dtensors
+from sp_compile.passes.sharding.placement import Shard
+from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.runtime.eager_fallback import tell_of_eager, tell_of_sharded_parts
+from sp_compile.runtime.fingerprint import subject_of
+from sp_compile.runtime.input_checks import local_tensors
+from sp_compile.runtime.session import Session
+from sp_compile.runtime.sharded_values import have_left_results, leave_results, symbols_of
 
-from . import _compat
-from .errors import CaptureError, SpError, WriteError, at, did_you_mean, source_line
+from .lowering import torch_compat
 from .pipeline import run_pipeline
 
 log = logging.getLogger(__name__)
@@ -98,13 +98,13 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
             session.open(gm)
             with session.compiling(gm):
                 lowered, run = lower_or_keep(gm, example_inputs, options, session, partial(_compiled, mode=mode))
-        except _compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
+        except torch_compat.RestartAnalysis:  # Dynamo will trace the program again, on every rank
             raise
         except Exception as failure:
             error = _taught(failure, gm, example_inputs)
         error = session.finish(gm, error)
-    if _compat.is_cut_by_ddp(gm):
-        _compat.keep_first_call_fake()
+    if torch_compat.is_cut_by_ddp(gm):
+        torch_compat.keep_first_call_fake()
     if lowered is None:
         return session.guard(None, error, gm, example_inputs)
     of_groups = lowered.joint.given.common, lowered.joint.given.backward
@@ -114,7 +114,7 @@ def sp(gm: GraphModule, example_inputs: Sequence[Any], *, options: AnyOptions = 
     return session.guard(run, error, gm, example_inputs, lowered.graph, *of_groups, lowered.edges, *kept)
 
 
-_compat.on_eager(sp, tell_of_eager, tell_of_sharded_parts)
+torch_compat.on_eager(sp, tell_of_eager, tell_of_sharded_parts)
 
 
 def _taught(failure: Exception, gm: GraphModule, example_inputs: Sequence[Any]) -> Exception:
@@ -192,26 +192,26 @@ def lower_or_keep(
     finish: raises an error on which Dynamo falls back where the program cannot run.
     """
     try:
-        with _compat.kept_state():
-            with _compat.without_saved_tensor_hooks():  # not of a checkpoint around it
+        with torch_compat.kept_state():
+            with torch_compat.without_saved_tensor_hooks():  # not of a checkpoint around it
                 lowered = lower(gm, example_inputs, options, session, repeats)
             return lowered, finish(lowered)
-    except _compat.RestartAnalysis:
+    except torch_compat.RestartAnalysis:
         raise
     except Exception as failure:
         why, eager = why_unsplit(failure), isinstance(failure, WriteError)
         stays = not why or _splits_only(gm, example_inputs, options)
-        if stays and _compat.falls_back(failure):  # as Dynamo would
+        if stays and torch_compat.falls_back(failure):  # as Dynamo would
             raise CaptureError("SP212", f"{subject_of(gm)}: {why}") from failure
         if stays:
             raise
     kept = _kept(gm, example_inputs, options, session, why)
     if not eager:
         try:
-            with _compat.kept_state():
+            with torch_compat.kept_state():
                 return kept, finish(kept)
         except Exception as failure:
-            if not _compat.falls_back(failure):
+            if not torch_compat.falls_back(failure):
                 raise
     kept.eager = True
     return kept, finish(kept)
@@ -261,7 +261,7 @@ def _whole(
 ) -> RankProgram:
     """Not split. session: of the groups whose exchanges are looked at."""
     config = SPConfig.of(options)
-    if not _compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
+    if not torch_compat.is_fragment(gm):  # options of a sequence may be meant for other pieces of a model
         config.refuse("a program that exchanges by itself", NAME_RANKS, **OF_SEQUENCE)
     settings, plain = Settings.of(config, ALONE), compiled_inputs(example_inputs)
     return RankProgram(gm, settings, Report(1, list(notes)), plain, _joint(plain, settings, session))
@@ -355,7 +355,7 @@ def _taken_from_others(view: GlobalView, example_inputs: Sequence[Any], why: str
 
 def _ends_at_break(gm: GraphModule) -> Iterator[Note]:
     """What the report says of a graph that ends where Dynamo goes on in Python."""
-    if found := _compat.graph_break(gm):
+    if found := torch_compat.graph_break(gm):
         trace, reason = found
         yield Note(NoteKind.GRAPH_BREAK, "capture", f"{GOES_ON_IN_PYTHON}: {reason}", where=source_line(trace))
 
@@ -391,7 +391,7 @@ def _of_mode(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[st
         return {}
     if compiler != "inductor":
         raise SpError("SP107", f"mode={mode!r} is not supported with compiler={compiler!r}, only with 'inductor'.")
-    known = _compat.mode_options()
+    known = torch_compat.mode_options()
     if mode not in known:
         hint = did_you_mean(mode, known)
         raise SpError("SP103", f"mode: expected one of {', '.join(map(repr, known))}, got {mode!r}{hint}.")
@@ -412,7 +412,7 @@ def runs_as_written(gm: GraphModule, example_inputs: Sequence[Any], session: Ses
         Canonicalize()(graph)
         axes = name_axes(graph)
         find_sequences(graph, axes)
-    except _compat.RestartAnalysis:
+    except torch_compat.RestartAnalysis:
         raise
     except Exception:  # whoever compiles it says so
         return False
@@ -424,7 +424,7 @@ def _compiled(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
     if lowered.eager:
         return lowered.graph.forward
     if not lowered.whole:
-        with _compat.without_saved_tensor_hooks():
+        with torch_compat.without_saved_tensor_hooks():
             lowered.return_edges()
     return compile_local(lowered, mode)
 
@@ -433,18 +433,22 @@ def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[...
     """Hand the local graph to Inductor (or the compiler that the options name)."""
     settings, joint, local = lowered.settings, lowered.joint, lowered.graph
     patches, name = _of_mode(mode, settings.compiler), settings.compiler
-    compiler = _compat.compiler(name, patches)
+    compiler = torch_compat.compiler(name, patches)
     asks: AbstractContextManager[Any] = nullcontext()
     halves = lowered.halves()
-    if settings.has_place and (lowered.exchanges or halves is not None or _compat.has_regions(local)):
-        compiler = _compat.joint_compiler(name, joint, joint.key(), patches, halves)
+    if settings.has_place and (lowered.exchanges or halves is not None or torch_compat.has_regions(local)):
+        compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, halves)
         asks = ask_policies(local)
     elif lowered.exchanges:
         log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
     tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
-    with _compat.memory_budget(settings.activation_memory_budget), torch.compiler.config.patch(cache_key_tag=tag), asks:
+    with (
+        torch_compat.memory_budget(settings.activation_memory_budget),
+        torch.compiler.config.patch(cache_key_tag=tag),
+        asks,
+    ):
         now(f"compiler {name}" if isinstance(name, str) else "compiler")
-        inner, key = _compat.nested(_compat.compiler(name, patches)), (name, str(patches))
+        inner, key = torch_compat.nested(torch_compat.compiler(name, patches)), (name, str(patches))
         for program in programs_of(local):
             program.compile(inner, key, learns=torch.is_grad_enabled())
         run = compiler(local, lowered.inputs)

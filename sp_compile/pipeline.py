@@ -9,43 +9,42 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from sp_compile.capture.capture import capture_export
-from sp_compile.cost.decision import merged
-from sp_compile.cost.exchanges import exchanges_of
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP
+from sp_compile.lowering.comm.simulate import GROUP
 from sp_compile.passes.base import Pass, Passes, check_order, passes_in
+from sp_compile.passes.boundary.outputs import RESULTS, results_of
 from sp_compile.passes.canonical.associative_scan import Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import Job, Note, NoteKind, Refusal, Settings
-from sp_compile.passes.localize.deal import Deal
+from sp_compile.passes.capture.capture import capture_export
+from sp_compile.passes.context import Job, Note, NoteKind, Refusal, Settings
+from sp_compile.passes.cost.decision import merged
+from sp_compile.passes.cost.exchange_cost import exchanges_of
+from sp_compile.passes.localize.balance_layout import Deal
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.lookups import Lookups
+from sp_compile.passes.localize.mask_tables import Lookups
 from sp_compile.passes.localize.memory_order import RestoreStrides
-from sp_compile.passes.localize.prove import Prove
-from sp_compile.passes.options import SPConfig
+from sp_compile.passes.localize.validate_shapes import Prove
 from sp_compile.passes.report import Report
-from sp_compile.passes.results import RESULTS, results_of
-from sp_compile.passes.rewrite import Rewrite, Rounds
+from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.strategies.attention.base import attention_passes
-from sp_compile.passes.strategies.attention.checkpoints import KeepAttention
-from sp_compile.passes.strategies.attention.choose import ChooseAttention
+from sp_compile.passes.strategies.attention.checkpoint_attention import KeepAttention
+from sp_compile.passes.strategies.attention.choose_attention import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.begin import BeginAttention
-from sp_compile.passes.strategies.combine import CombineSums
-from sp_compile.passes.strategies.draws import Draws
-from sp_compile.passes.strategies.gather import Gather, Undo
+from sp_compile.passes.strategies.combine_partials import CombineSums
+from sp_compile.passes.strategies.discharge import Rewrite, Rounds
+from sp_compile.passes.strategies.gather_demands import Gather, Undo
+from sp_compile.passes.strategies.halo_demands import Halo
 from sp_compile.passes.strategies.hoist import Hoist
 from sp_compile.passes.strategies.local_scan import SlowScans
-from sp_compile.passes.strategies.pick import Pick
-from sp_compile.passes.strategies.reduce import Means, Reduce
-from sp_compile.passes.strategies.scan import NestedScan, Scan
-from sp_compile.passes.strategies.sequence import LocalOutputs, MarkExchanges, Sequences
-from sp_compile.passes.strategies.windows import Halo
-from sp_compile.passes.tiles.tiles import Tiles
-from sp_compile.sharding.placement import Shard
-
-from .errors import SpError
+from sp_compile.passes.strategies.random_draws import Draws
+from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.strategies.scan_demands import NestedScan, Scan
+from sp_compile.passes.strategies.select_row import Pick
+from sp_compile.passes.strategies.sequence_checks import LocalOutputs, MarkExchanges, Sequences
+from sp_compile.passes.strategies.shard_inputs import BeginAttention
+from sp_compile.passes.tiles.run_in_tiles import Tiles
 
 
 class Discharge(Rounds):

@@ -13,30 +13,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.capture.capture import captured_once
-from sp_compile.capture.traced import Traced
-from sp_compile.cost.decision import Decision
-from sp_compile.cost.fused import fuse_on_meta
-from sp_compile.cost.layers import Depth, FewLayers
-from sp_compile.cost.step import GraphStep, StepMemory
-from sp_compile.cost.unroll import Unroll
-from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
-from sp_compile.graph.edit import copied
-from sp_compile.graph.outcome import errors_of, outcome_of
+from sp_compile.lowering.base.errors import SpError, did_you_mean, user_line
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.progress import now, working
 from sp_compile.lowering.base.ranks import ALONE, Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.job import Note, NoteKind, Settings
-from sp_compile.passes.joint.checkpoints import ask_policies
-from sp_compile.passes.joint.halves import Halves
-from sp_compile.passes.joint.offload import Offload
-from sp_compile.passes.options import SPConfig
-from sp_compile.passes.progress import now, working
-from sp_compile.passes.report import Report
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
-from sp_compile.spmd.between import as_if_sharded, make_views
-from sp_compile.spmd.session import Session
-
-from ._compat import (
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.torch_compat import (
     TorchRuntimeError,
     flex_on_any_device,
     is_compiling,
@@ -48,8 +30,26 @@ from ._compat import (
     resumed,
     unprinted,
 )
+from sp_compile.passes.capture.capture import captured_once
+from sp_compile.passes.capture.is_traced import Traced
+from sp_compile.passes.context import Note, NoteKind, Settings
+from sp_compile.passes.cost.decision import Decision
+from sp_compile.passes.cost.few_layers import Depth, FewLayers
+from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
+from sp_compile.passes.cost.weight_memory import ADAMW, ModelBytes, state_per_weight
+from sp_compile.passes.graph.compare_runs import errors_of, outcome_of
+from sp_compile.passes.graph.edit import copied
+from sp_compile.passes.joint.offload_values import Offload
+from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.joint.save_attention import ask_policies
+from sp_compile.passes.report import Report
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
+from sp_compile.planner.fused import fuse_on_meta
+from sp_compile.planner.unroll import Unroll
+from sp_compile.runtime.session import Session
+from sp_compile.runtime.sharded_values import as_if_sharded, make_views
+
 from .backend import NO_COLLECTIVE_PASSES, RankProgram, lower_or_keep
-from .errors import SpError, did_you_mean, user_line
 from .pipeline import BEHIND
 
 MANY_ALIKE = 8

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from support.ranks import Ranks, without_timing_guards
 
-from sp_compile.lowering.library import tag_programs
+from sp_compile.lowering.base.library import tag_programs
 
 # pytest hands its handlers to loggers that do not propagate. To torch's, a handler means that somebody collects traces,
 # for whom it prints each graph after each pass: a third of the suite's time.

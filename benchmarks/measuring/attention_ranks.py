@@ -78,7 +78,7 @@ def build(case: Case, args: argparse.Namespace, rank: int, group: dist.ProcessGr
 def by_hand(case: Case, group: dist.ProcessGroup) -> Attend:
     if case.how == "by hand":
         return UlyssesAttention(group) if case.what == "ulysses" else ZigzagRingAttention(group)
-    from sp_compile.functional.attention import ring_attention, ulysses_attention
+    from sp_compile.functional.attention_calls import ring_attention, ulysses_attention
 
     op, layout = (ulysses_attention, "contiguous") if case.what == "ulysses" else (ring_attention, "zigzag")
 

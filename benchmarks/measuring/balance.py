@@ -14,11 +14,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from sp_compile.lowering.masks.balance_chunks import ChunkOrder
+from sp_compile.lowering.masks.balance_rows import dealt, new_order, reordered
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.blocks import pairs_before
-from sp_compile.lowering.masks.chunks import ChunkOrder
-from sp_compile.lowering.masks.deal import dealt, new_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import Rows, Segment, rows_of
 
 KEY_BYTES = 2 * 8 * 128 * 2

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_compile.lowering import simulate
+from sp_compile.lowering.comm import simulate
 
 Job = Callable[[], object]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import Pair
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.scan_table import Problem
 
 
 class Direct(NamedTuple):

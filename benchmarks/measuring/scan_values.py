@@ -7,9 +7,9 @@ import torch
 from measuring.scan_direct import Direct
 from torch import Tensor
 
-from sp_compile.lowering.scan.kernels.triton import scan as row
-from sp_compile.lowering.scan.kernels.triton.ways import WAYS, using_way
-from sp_compile.lowering.scan.table import LOWERINGS
+from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, using_way
+from sp_compile.lowering.scan.scan_table import LOWERINGS
 
 ROW, EXACT = Direct(row), Direct(LOWERINGS["blocked"])
 F32, F64, I64 = torch.float32, torch.float64, torch.int64

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _unregister_process_group
 from torch.distributed.distributed_c10d import _world
 
-from sp_compile._compat import process_group, register_process_group
+from sp_compile.lowering.torch_compat import process_group, register_process_group
 
 CPU = torch.device("cpu")
 _groups: list[dist.ProcessGroup] = []  # the registry holds them weakly

@@ -13,21 +13,21 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sp_compile._compat import size_hint
-from sp_compile.lowering.dtypes import accumulation_dtype
-from sp_compile.lowering.library import opaque
+from sp_compile.lowering.base.dtypes import accumulation_dtype
+from sp_compile.lowering.base.library import opaque
 from sp_compile.lowering.masks import score as score_text
 from sp_compile.lowering.masks.blocks import FULL, Block, Kind, PackedCall, Window
-from sp_compile.lowering.masks.program import has_fills
-from sp_compile.lowering.triton.flex.calls import CannotCompileError
+from sp_compile.lowering.masks.score_program import has_fills
+from sp_compile.lowering.torch_compat import size_hint
+from sp_compile.lowering.triton.flex.flex_calls import CannotCompileError
 
-from .args import LocalArgs
-from .case import Kernel, Need, bytes_copied, operand_bytes
+from .kernel_args import Kernel, Need, bytes_copied, operand_bytes
 from .kernels import expected_kernel, kernel_for
 from .masking import CallMask
-from .merge import Average, Sum, merge, rows_of_heads
+from .merge_blocks import Average, Sum, merge, rows_of_heads
+from .op_args import LocalArgs
 from .packed import by_length
-from .ring import keys_and_values
+from .ring_kernel import keys_and_values
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
 """The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is

@@ -1,6 +1,6 @@
 """Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
 
-Shapes, and rows that attend to nothing: see ``case.py``. The CPU has PyTorch's flash kernel, CUDA those of
+Shapes, and rows that attend to nothing: see ``kernel_args.py``. The CPU has PyTorch's flash kernel, CUDA those of
 ``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``triton/flex``), and
 what that refuses is arithmetic on all scores of a block.
 """
@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.dtypes import HALF, LEAST_FILL, accumulation_dtype
+from sp_compile.lowering.base.dtypes import HALF, LEAST_FILL, accumulation_dtype
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.program import has_fills
+from sp_compile.lowering.masks.score_program import has_fills
 from sp_compile.lowering.triton import AVAILABLE
-from sp_compile.lowering.triton.flex import calls as fused
+from sp_compile.lowering.triton.flex import flex_calls as fused
 
 from . import kernels_cuda as cuda
-from .case import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .kernel_args import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
 
 aten = torch.ops.aten
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import CAUSAL, FULL, Window
 
-from .case import Case, Gradients, finite_lse, padded
+from .kernel_args import Case, Gradients, finite_lse, padded
 from .packed import ALIGNED, PackedRows
 
 aten = torch.ops.aten

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.errors import SpError
-from sp_compile.lowering.communicator import current
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.comm.communicator import current
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import is_of_query
 from sp_compile.lowering.masks.spans import Rows, indices, intervals, take, valid_rows
-from sp_compile.lowering.triton.flex.texts import Pairs
+from sp_compile.lowering.triton.flex.flex_texts import Pairs
 
-from .args import LocalArgs
-from .case import Case, Kernel, Score
+from .kernel_args import Case, Kernel, Score
+from .op_args import LocalArgs
 from .packed import PackedSequences
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.

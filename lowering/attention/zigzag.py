@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_compile.lowering import routes
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.library import LinearMap
+from sp_compile.lowering.base.library import LinearMap
+from sp_compile.lowering.comm import routes
+from sp_compile.lowering.comm.communicator import current
 
-from .args import SEQUENCE
+from .op_args import SEQUENCE
 
 
 def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:

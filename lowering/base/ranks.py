@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import carrier, flat_mesh, known_process_group, process_group
-from sp_compile.errors import SpError
-from sp_compile.lowering.table import Table
+from sp_compile.lowering.torch_compat import carrier, flat_mesh, known_process_group, process_group
+
+from .errors import SpError
+from .registry import Table
 
 STRATEGIES: Table[Any] = Table("attention")
-"""Strategies, as `sp_compile.cost.attention.Strategy` describes them, by the value of the option that asks for them."""
+"""Attention strategies (`passes.cost.attention_cost.Strategy`) by the value of the option `attention`."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,19 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import triton
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg, by_rank, folds_of, in_order, known, pad, rows_held, rows_within, trim
-from sp_compile.lowering.library import composite
+from sp_compile.lowering.base.frames import (
+    FrameArg,
+    by_rank,
+    folds_of,
+    in_order,
+    known,
+    pad,
+    rows_held,
+    rows_within,
+    trim,
+)
+from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.comm.communicator import current
 
 
 class _Reshard(NamedTuple):

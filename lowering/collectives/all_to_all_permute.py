@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile._compat import symmetric_all_to_all
 from sp_compile.lowering import triton
-from sp_compile.lowering.communicator import FunctionalCommunicator, current
-from sp_compile.lowering.frames import known
-from sp_compile.lowering.library import composite
-from sp_compile.lowering.table import Table
+from sp_compile.lowering.base.frames import known
+from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.torch_compat import symmetric_all_to_all
 
 from .all_to_all import equal_reshard, exchange
 

@@ -62,7 +62,7 @@ def later(xs: Sequence[torch.Tensor]) -> Later:
     out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     for x, place in zip(xs, out):
         if triton.usable(x):
-            from sp_compile.lowering.triton import checksum as kernel
+            from sp_compile.lowering.triton import checksum_kernel as kernel
 
             kernel.add(_words(_plain(x).contiguous().view(-1)), place)
         else:

@@ -1,7 +1,7 @@
 """The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
 
 Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); what padded rows hold is defined in
-``padding.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
+``pad_rows.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
 whole on every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a
 sum.
 
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import (
+from sp_compile.lowering.base.frames import (
     FrameArg,
     by_rank,
     in_order,
@@ -31,9 +30,10 @@ from sp_compile.lowering.frames import (
     rows_within,
     trim,
 )
-from sp_compile.lowering.library import LinearMap, composite, opaque
+from sp_compile.lowering.base.library import LinearMap, composite, opaque
+from sp_compile.lowering.comm.communicator import current
 
-from .padding import fill_padding
+from .pad_rows import fill_padding
 
 # The maps. Each pair below names two of them.
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.library import opaque
+from sp_compile.lowering.base.library import opaque
+from sp_compile.lowering.comm.communicator import current
 
 
 def _empty_by_owner(parts: list[Tensor], *_: object) -> Tensor:

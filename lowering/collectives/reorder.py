@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sp_compile.lowering.frames import FrameArg, known, nearest_rows, rows_within
-from sp_compile.lowering.library import LinearMap, composite
+from sp_compile.lowering.base.frames import FrameArg, known, nearest_rows, rows_within
+from sp_compile.lowering.base.library import LinearMap, composite
 
 
 def _taken(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sp_compile._compat import (
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import rows_held
+from sp_compile.lowering.torch_compat import (
     OpOverload,
     end_of_view,
     hide_views,
@@ -34,13 +36,11 @@ from sp_compile._compat import (
     schema_of,
     wrapper_subclass,
 )
-from sp_compile.errors import SpError
-from sp_compile.lowering.frames import rows_held
 
-from .held import HeldRows, Layout, Orders, Origin
-from .late import LateRows
-from .tickets import leave
-from .views import HeldView, keeps_views, views_held
+from .deferred import LateRows
+from .grad_tokens import leave
+from .shard_storage import HeldRows, Layout, Orders, Origin
+from .shard_views import HeldView, keeps_views, views_held
 
 aten, sp = torch.ops.aten, torch.ops.sp
 

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sp_compile.lowering.library import opaque
+from sp_compile.lowering.base.library import opaque
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]

@@ -27,9 +27,9 @@ import torch
 from sympy.core.relational import Relational
 from torch import Tensor
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 
-from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, power, read_text
+from .mask_text import ARITHMETIC, SHOWN_CHARACTERS, Language, power, read_text
 
 Bounds = tuple[Any, Any]
 """The least and the greatest value, both inclusive."""

@@ -5,7 +5,7 @@
 
 A text is the ``str`` of a sympy expression over ``s``, the score; ``q`` and ``k``, the indices of the query and the
 key; ``head0, head1, ...``, a vector's value at the query head; ``row<i>`` and ``col<i>``, a vector's value at the query
-and at the key. ``""`` leaves scores as they are. What no expression says is a program (`program.py`), which the
+and at the key. ``""`` leaves scores as they are. What no expression says is a program (`score_program.py`), which the
 functions here take as well.
 """
 
@@ -21,10 +21,10 @@ import sympy
 import torch
 from torch import Tensor
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 
-from . import program
-from .text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
+from . import score_program as program
+from .mask_text import ARITHMETIC, SHOWN_CHARACTERS, Language, read_text
 
 SCORE = sympy.Symbol("s", real=True)
 _SYMBOL = re.compile(r"s|q|k|(head|row|col)\d+")

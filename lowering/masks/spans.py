@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.communicator import current
-from sp_compile.lowering.frames import FrameArg, folds_of
+from sp_compile.lowering.base.frames import FrameArg, folds_of
+from sp_compile.lowering.comm.communicator import current
 
 
 class Segment(NamedTuple):

@@ -1,3 +1,3 @@
 """Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
 
-from . import local, ops  # noqa: F401  (registers the operators)
+from . import local, scan_ops  # noqa: F401  (registers the operators)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.library import opaque
+from sp_compile.lowering.base.library import opaque
 
 from .monoids import Pair
-from .table import Problem, kernel
+from .scan_table import Problem, kernel
 
 
 @opaque(

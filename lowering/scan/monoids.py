@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile._compat import pytree
+from sp_compile.lowering.torch_compat import pytree
 
 Combine = Callable[[Any, Any], Any]
 Pair = tuple[Tensor, Tensor]

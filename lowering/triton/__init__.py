@@ -10,7 +10,7 @@ __all__ = ["AVAILABLE", "copy", "is_plain", "usable"]
 def copy(target: Tensor, source: Tensor) -> None:
     """target.copy_(source), of equal shape and dtype and any strides, reading and writing whole cache lines."""
     if usable(source):
-        from . import move
+        from . import move_kernel as move
 
         if move.copy(target, source):
             return

@@ -21,18 +21,18 @@ import sympy
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from sp_compile._compat import associative_scan_op
-from sp_compile.graph.call import Call
-from sp_compile.graph.edit import drop_dead
-from sp_compile.graph.fakes import traced
-from sp_compile.graph.record import mark
 from sp_compile.lowering.scan.kernels import tree
 from sp_compile.lowering.scan.monoids import scannable
+from sp_compile.lowering.torch_compat import associative_scan_op
 from sp_compile.passes.base import Pass, Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import order_of, origin, uncast
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.edit import drop_dead
+from sp_compile.passes.graph.fakes import traced
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.sharding.matchers import order_of, origin, uncast
 
-from .scan_ops import flips_along, scan
+from .scan_calls import flips_along, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 

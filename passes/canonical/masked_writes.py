@@ -16,13 +16,13 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, shape_of
-from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import Size, product, same
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, shape_of
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.sizes import Size, product, same
 
-from .sorted_rows import PUTS
+from .expert_loops import PUTS
 
 aten = torch.ops.aten
 

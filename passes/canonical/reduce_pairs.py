@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import autograd_function_apply, pytree, set_grad_enabled
-from sp_compile.graph.call import is_tensor
+from sp_compile.lowering.torch_compat import autograd_function_apply, pytree, set_grad_enabled
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import origin, steps_to, uncast
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.sharding.matchers import origin, steps_to, uncast
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 PASSED_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.closure import reached
-from sp_compile.graph.sizes import all_same, same, sizes
 from sp_compile.lowering.scan.monoids import MONOIDS
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import (
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.closure import reached
+from sp_compile.passes.graph.sizes import all_same, same, sizes
+from sp_compile.passes.sharding.matchers import (
     Pad,
     before_reshapes,
     dies_with,
@@ -36,10 +36,10 @@ from sp_compile.sharding.matchers import (
     slice_of,
     source_of,
 )
-from sp_compile.sharding.windows import plain
+from sp_compile.passes.sharding.window_rules import plain
 
-from .paddings import padding, uncut
-from .scan_ops import CUMULATIVE, flipped_dims, flips_along, has_scan, scan
+from .pad_inputs import padding, uncut
+from .scan_calls import CUMULATIVE, flipped_dims, flips_along, has_scan, scan
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
-from sp_compile.graph.sizes import same, sizes
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import PADS, Piece, constant_of, order_of, origin, pad_of, piece_of, slice_of
-from sp_compile.sharding.windows import plain
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.passes.graph.sizes import same, sizes
+from sp_compile.passes.sharding.matchers import PADS, Piece, constant_of, order_of, origin, pad_of, piece_of, slice_of
+from sp_compile.passes.sharding.window_rules import plain
 
 aten = torch.ops.aten
 COMBINATIONS = {aten.mul.Tensor: "prod", aten.add.Tensor: "sum", aten.logaddexp.default: "logsumexp"}

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import associative_scan_op, scan_op
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import same
+from sp_compile.lowering.torch_compat import associative_scan_op, scan_op
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import PADS, Piece, origin, pad_of, piece_of
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.sharding.matchers import PADS, Piece, origin, pad_of, piece_of
 
 aten = torch.ops.aten
 NO_SCAN = (

@@ -13,15 +13,11 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile import _compat, passes
-from sp_compile.errors import at
-from sp_compile.graph.call import is_tensor, tangents_of
-from sp_compile.graph.closure import closure
-from sp_compile.graph.edit import copied
-from sp_compile.graph.inline import lower_exchanges
-from sp_compile.graph.record import erase, mark
+from sp_compile import passes
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.errors import at
+from sp_compile.lowering.base.library import sources_digest
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.library import sources_digest
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (
     CAPTURED,
@@ -33,18 +29,23 @@ from sp_compile.passes.base import (
     passes_in,
     registered,
 )
-from sp_compile.passes.collectives.merge.chains import check_reductions
-from sp_compile.passes.job import Job, Note, NoteKind
+from sp_compile.passes.collectives.merge.find_chains import check_reductions
+from sp_compile.passes.context import Job, Note, NoteKind
+from sp_compile.passes.graph.call import is_tensor, tangents_of
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.edit import copied
+from sp_compile.passes.graph.inline import lower_exchanges
+from sp_compile.passes.graph.node_info import erase, mark
 from sp_compile.passes.report import Report
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
-from sp_compile.spmd import gradients  # noqa: F401 (an op)
-from sp_compile.spmd.named_groups import is_collective, named_groups
+from sp_compile.passes.sharding.group_names import is_collective, named_groups
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
+from sp_compile.runtime import compare_gradients as gradients  # noqa: F401 (an op)
 
-from .checkpoints import StayInCheckpoints
-from .facts import joint_facts
-from .job import JointJob
-from .results import KeepResultsApart
-from .sources import NameSources
+from .backward_sources import NameSources
+from .joint_context import JointJob
+from .joint_facts import joint_facts
+from .save_attention import StayInCheckpoints
+from .view_results import KeepResultsApart
 
 import_rooms("sp_compile.passes.collectives", collectives.__path__)
 
@@ -92,7 +93,7 @@ class LowerExchanges(Pass):
     provides = frozenset({"exchanges are lowered"})
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        return lower_exchanges(gm, _compat.inductor_decompositions() if job.fused else None)
+        return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.fused else None)
 
 
 class EachGroup(Passes):

@@ -17,14 +17,14 @@ from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile.cost.walk.kinds import REDUCTIONS
-from sp_compile.cost.walk.liveness import flops_of
-from sp_compile.graph.call import WAIT, Call
-from sp_compile.graph.closure import closure
-from sp_compile.graph.mutation import is_pure
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job
-from sp_compile.spmd.named_groups import is_under_way
+from sp_compile.passes.context import Job
+from sp_compile.passes.cost.walk.kinds import REDUCTIONS
+from sp_compile.passes.cost.walk.liveness import flops_of
+from sp_compile.passes.graph.call import WAIT, Call
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.mutation import is_pure
+from sp_compile.passes.sharding.group_names import is_under_way
 
 
 class Overlap(Pass):

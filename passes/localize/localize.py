@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import graph_module, keep_calling_convention
-from sp_compile.errors import SpError, describe_node
-from sp_compile.graph.call import Call, is_tensor, results_read
-from sp_compile.graph.edit import INHERITED_META, Editor, drop_dead
-from sp_compile.graph.mutation import is_written
-from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, same, size
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.torch_compat import graph_module, keep_calling_convention
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job, Settings
-from sp_compile.sharding.placement import Partial, Placement, Plan, Replicate, Shard
-from sp_compile.sharding.rule import Factors, lookup
+from sp_compile.passes.context import Job, Settings
+from sp_compile.passes.graph.call import Call, is_tensor, results_read
+from sp_compile.passes.graph.edit import INHERITED_META, Editor, drop_dead
+from sp_compile.passes.graph.mutation import is_written
+from sp_compile.passes.graph.node_info import mark, record
+from sp_compile.passes.graph.sizes import Size, same, size
+from sp_compile.passes.sharding.placement import Partial, Placement, Plan, Replicate, Shard
+from sp_compile.passes.sharding.rule import Factors, lookup
 
-from .gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes
-from .padding import cuts, nodes_to_restore
-from .prove import local_shape
+from .fill_padding import cuts, nodes_to_restore
+from .reduce_gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes
+from .validate_shapes import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
 KEPT_META = (*INHERITED_META, "original_aten", "seq_nr")

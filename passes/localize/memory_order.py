@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.fakes import infer
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, same, sizes
-from sp_compile.graph.strides import order_of_strides, restore, strides_differ
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.fakes import infer
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import Size, same, sizes
+from sp_compile.passes.graph.strides import order_of_strides, restore, strides_differ
 
 sp = torch.ops.sp
 GIVE_WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)

@@ -17,20 +17,21 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, is_tensor, nodes_in, results_read, shape_of
-from sp_compile.graph.closure import closure
-from sp_compile.graph.modes import autocast_at, without_grad
-from sp_compile.graph.mutation import is_pure
-from sp_compile.graph.random import is_random
-from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import Size, product, same, typical
-from sp_compile.passes.job import Job
-from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.factors import Factors, flat
-from sp_compile.sharding.matchers import Piece, nth_piece
-from sp_compile.sharding.placement import Demand, Shard
-from sp_compile.sharding.rule import lookup
-from sp_compile.sharding.rules.movement import SPLITS
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, nodes_in, results_read, shape_of
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.modes import autocast_at, without_grad
+from sp_compile.passes.graph.mutation import is_pure
+from sp_compile.passes.graph.node_info import mark, record
+from sp_compile.passes.graph.rank_rng import is_random
+from sp_compile.passes.graph.sizes import Size, product, same, typical
+from sp_compile.passes.sharding.factors import Factors, flat
+from sp_compile.passes.sharding.matchers import Piece, nth_piece
+from sp_compile.passes.sharding.placement import Demand, Shard
+from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.rules.movement import SPLITS
+
+from .discharge import Rewrite
 
 aten = torch.ops.aten
 READS = (aten.index.Tensor, aten.index_select.default)

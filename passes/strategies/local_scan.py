@@ -2,7 +2,7 @@
 
     cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch walks down one column at a time
 
-What is slow is for the lowering table to say (sp_compile.lowering.scan.table): any scan that it would not hand to torch
+What is slow is for the lowering table to say (`lowering/scan/scan_table.py`): any scan that it would not hand to torch
 itself. On any number of ranks, and on graphs without a sequence. Bytes moved: none. Leaves alone: small tensors, and
 dtypes that have no scans here.
 """
@@ -13,13 +13,13 @@ import math
 
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import size_hint
-from sp_compile.graph.call import Call
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.table import Problem, is_of_torch
+from sp_compile.lowering.scan.scan_table import Problem, is_of_torch
+from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.scan_ops import CUMULATIVE, TORCH_SCANS, has_scan, to_sp_scan
-from sp_compile.passes.job import Job
+from sp_compile.passes.canonical.scan_calls import CUMULATIVE, TORCH_SCANS, has_scan, to_sp_scan
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
 
 LARGE_CARRY = 1 << 14  # elements; below them the call is what takes time
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import namespace_of
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.graph.closure import closure
-from sp_compile.graph.record import mark, record
-from sp_compile.graph.sizes import product, same, sizes, typical
+from sp_compile.lowering.torch_compat import namespace_of
 from sp_compile.passes.base import Pass
-from sp_compile.passes.job import Job
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.node_info import mark, record
+from sp_compile.passes.graph.sizes import product, same, sizes, typical
 from sp_compile.passes.propagate import propagate
-from sp_compile.sharding.axes import Axes, name_axes
-from sp_compile.sharding.input_facts import Facts
-from sp_compile.sharding.matchers import behind
-from sp_compile.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
-from sp_compile.sharding.rule import Factors, lookup, transfer_of, unchanged
-from sp_compile.spmd.named_groups import Grid, group_of
+from sp_compile.passes.sharding.axes import Axes, name_axes
+from sp_compile.passes.sharding.group_names import Grid, group_of
+from sp_compile.passes.sharding.input_facts import Facts
+from sp_compile.passes.sharding.matchers import behind
+from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
+from sp_compile.passes.sharding.rule import Factors, lookup, transfer_of, unchanged
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")

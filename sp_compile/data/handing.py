@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.spmd.agree import exchanged
-from sp_compile.spmd.control.message import Message
-from sp_compile.spmd.control.wire import wire_of
+from sp_compile.runtime.agreement import exchanged
+from sp_compile.runtime.control.channel import wire_of
+from sp_compile.runtime.control.message import Message
 
-from .packed import as_bytes, unpacked
+from .batch_codec import as_bytes, unpacked
 
 Parcel = tuple[bytes, list[torch.Tensor]]
 """A batch as `packed` makes it."""

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Mesh
-from sp_compile.spmd.agree import different_work, unlike_fields
-from sp_compile.spmd.control.message import Message
-from sp_compile.spmd.control.wire import stop
+from sp_compile.runtime.agreement import different_work, unlike_fields
+from sp_compile.runtime.control.channel import stop
+from sp_compile.runtime.control.message import Message
 
+from .batch_codec import packed
 from .handing import handed_on, spread
-from .packed import packed
 from .replica import replica_of
 from .rounds import ShardedBatches, rank_batches
 from .sampler import share_of
@@ -36,7 +36,7 @@ class SequenceLoader:
     IterableDataset's loader, a generator's maker, a list) each rank reads all and takes its own.
     mesh, mesh_dim, data_dims: as `replica_of` takes them. reads: "all", or "first": one rank of each sequence reads and
     hands its batches to the others, which may pass None for a loader. They come on the CPU, tensors as bytes and the
-    rest as JSON (see `sp_compile.data.packed`).
+    rest as JSON (see `sp_compile.data.batch_codec`).
     seed: random orders are drawn of seed + epoch, alike on all ranks. drop_last: what becomes of a last round in which
     there are batches for some replicas only: False fills it with the first batches of the epoch.
 

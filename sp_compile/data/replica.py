@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import STRATEGIES, Mesh, Ranks, ranks_of, resolve
-from sp_compile.spmd.agree import answers, saying_why
+from sp_compile.runtime.agreement import answers, saying_why
 
 SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
 """Mesh axes along which all ranks take the same batch, with those of strategies; along others they take other ones."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Mesh
 
 from .replica import replica_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import rows_held
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
-from sp_compile.lowering.collectives.held import Layout, Origin
+from sp_compile.lowering.collectives.shard_storage import Layout, Origin
 from sp_compile.lowering.collectives.sharded import leaving
-from sp_compile.lowering.frames import rows_held
-from sp_compile.spmd.between import meet
+from sp_compile.runtime.sharded_values import meet
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.cost.scan import INDEX_BYTES
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.scan import ops
+from sp_compile.lowering.scan import scan_ops as ops
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
-from sp_compile.lowering.scan.table import SMALL_SCAN
+from sp_compile.lowering.scan.scan_table import SMALL_SCAN
+from sp_compile.passes.cost.scan_cost import INDEX_BYTES
 
-from .call import (
+from .rank_call import (
     RankCall,
     needs_gradient,
     operator_or_body,

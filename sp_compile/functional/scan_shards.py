@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.scan import choose_exchange, offsets_of_steps
-from sp_compile.errors import SpError
-from sp_compile.lowering import routes
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS
+from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
-from sp_compile.lowering.frames import CONTIGUOUS, LAYOUTS
-from sp_compile.lowering.library import tag_programs
+from sp_compile.lowering.comm import routes
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.scan_cost import choose_exchange, offsets_of_steps
 
-from .call import HELD, frame, wrong_choice
+from .rank_call import HELD, frame, wrong_choice
 
 EXCHANGES = ("auto", "gather", "steps")
 

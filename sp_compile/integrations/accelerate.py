@@ -24,12 +24,12 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import ParallelismConfig, TorchDynamoPlugin, broadcast, recursively_apply
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from sp_compile._compat import is_lost
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
-from sp_compile.spmd.agree import answers, what_differs
-from sp_compile.spmd.control.message import Message
-from sp_compile.spmd.control.wire import wire_of
+from sp_compile.lowering.torch_compat import is_lost
+from sp_compile.runtime.agreement import answers, what_differs
+from sp_compile.runtime.control.channel import wire_of
+from sp_compile.runtime.control.message import Message
 
 from ._compat import NAME, known_backend
 from .ddp import compile_under_ddp

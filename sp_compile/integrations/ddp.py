@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile._compat import compile_in_place, is_compiled, is_under_ddp
 from sp_compile.backend import sp
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import resolve
-from sp_compile.passes.options import SPConfig
+from sp_compile.lowering.torch_compat import compile_in_place, is_compiled, is_under_ddp
 
 __all__ = ["compile_under_ddp"]
 

@@ -9,13 +9,13 @@ from support.attention.attending import PREDICATES, Problem, dense, leaves, rand
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
-from sp_compile.lowering.attention.args import LocalArgs, ShardArgs
-from sp_compile.lowering.attention.case import bytes_copied
+from sp_compile.lowering.attention.kernel_args import bytes_copied
 from sp_compile.lowering.attention.masking import Dropout
-from sp_compile.lowering.attention.merge import merge
-from sp_compile.lowering.communicator import current
+from sp_compile.lowering.attention.merge_blocks import merge
+from sp_compile.lowering.attention.op_args import LocalArgs, ShardArgs
+from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.masks.spans import whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 CUTS = {"contiguous": 1, "zigzag": 2}

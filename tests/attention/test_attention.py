@@ -13,7 +13,7 @@ from support.models import BATCH, SIZES, WIDTH, Decoder, causal, check, floats, 
 from support.spellings.attention_spellings import EXCHANGED, OTHERS, Attend, Model, sdpa
 from torch import Tensor, nn
 
-from sp_compile.lowering.simulate import run_ranks
+from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.passes.report import Report
 
 HEADS = [(6, 6, 4), (8, 2, 4), (4, 1, 4), (3, 3, 2), (6, 3, 3)]

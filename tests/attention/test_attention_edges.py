@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sp_compile
-from sp_compile.errors import SpError
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 LENGTH = 14

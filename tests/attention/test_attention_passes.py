@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from support.golden import captured, show
 
 from sp_compile import explain, verify
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.simulate import GROUP
 from sp_compile.lowering.masks.predicate import over, symbols
-from sp_compile.lowering.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import Settings
-from sp_compile.passes.strategies.attention import ring
-from sp_compile.passes.strategies.attention.gathered import KeyGather
-from sp_compile.passes.strategies.attention.hybrid import Hybrid
-from sp_compile.passes.strategies.attention.ring import Ring, furthest
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
+from sp_compile.passes.context import Settings
+from sp_compile.passes.strategies.attention import ring_strategy as ring
+from sp_compile.passes.strategies.attention.gather_strategy import KeyGather
+from sp_compile.passes.strategies.attention.hybrid_strategy import Hybrid
+from sp_compile.passes.strategies.attention.ring_strategy import Ring, furthest
+from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
 
 FOUR = Ranks(4, GROUP)
 

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sp_compile
-from sp_compile import _compat
-from sp_compile.lowering.attention import flops
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.attention import attention_flops as flops
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.masks.spans import stretches, whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 OF_POSITIONS = ("none", "causal", "shifted", "window", "prefix", "sink", "chunks", "nothing")
@@ -202,7 +202,7 @@ def test_a_budget_computes_attention_again_last() -> None:
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     model, ids = seeded(partial(Decoder, attend)), tokens(256)
-    with _compat.memory_budget(0.5):
+    with torch_compat.memory_budget(0.5):
         torch.compile(model, backend=backend)(ids).sum().backward()
     forward, backward = names
     assert forward.count("sp.attend.default") == 1

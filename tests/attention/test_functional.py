@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 DOCUMENTS = torch.stack([torch.arange(16) // 5, torch.arange(16) // 7])
 CASES = {

@@ -12,8 +12,8 @@ from support.recording import Recorder
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _unregister_process_group
 
-from sp_compile.lowering import routes
-from sp_compile.lowering.library import sources_digest
+from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.comm import routes
 
 HEADS, KV_HEADS = 4, 2
 OPTIONS: dict[str, dict[str, Any]] = {

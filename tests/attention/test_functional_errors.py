@@ -14,7 +14,7 @@ from torch import Tensor
 import sp_compile
 from sp_compile import SpError, gathered_attention, hybrid_attention, ring_attention, ulysses_attention
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 TIMEOUT = 30.0
 

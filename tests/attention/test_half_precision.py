@@ -14,7 +14,7 @@ from support.models import Decoder, rotated, seeded, tokens
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from sp_compile.lowering.simulate import run_ranks
+from sp_compile.lowering.comm.simulate import run_ranks
 
 LENGTH = 96
 

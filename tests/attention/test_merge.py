@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention.merge import WrittenRows, merge
+from sp_compile.lowering.attention.merge_blocks import WrittenRows, merge
 
 Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -123,7 +123,7 @@ def test_order_does_not_matter() -> None:
 PROGRAM = """
 import torch
 import test_merge
-from sp_compile.lowering.triton.merge import launch
+from sp_compile.lowering.triton.merge_kernel import launch
 for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
     test_merge.check(launch, *dtypes)
 

@@ -13,7 +13,7 @@ from support.attention import toy_strategy
 from torch import Tensor
 
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 BATCH, DIM = 2, 4

@@ -17,10 +17,10 @@ from support.models import Decoder, check, rotated, seeded, tokens
 from torch import Tensor
 
 import sp_compile
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.passes.job import NoteKind
-from sp_compile.passes.options import SPConfig
+from sp_compile.passes.context import NoteKind
 
 with toy_strategy.registered():
     NAMES = (*STRATEGIES, "auto")

@@ -144,7 +144,7 @@ def test_verify(n, length):
 
 def test_verify_sees_a_wrong_program(monkeypatch):
     """A helper that cannot fail proves nothing: break an exchange and look."""
-    from sp_compile.lowering.communicator import Communicator
+    from sp_compile.lowering.comm.communicator import Communicator
 
     monkeypatch.setattr(Communicator, "all_to_all", lambda self, x, n, group: x)
     assert sp_compile.verify(Decoder().double(), *text(8), sp=2).worst > 1e-3

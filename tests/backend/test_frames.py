@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._guards import TracingContext, tracing
 
 from sp_compile import explain
-from sp_compile._compat import keep_first_call_fake
+from sp_compile.lowering.torch_compat import keep_first_call_fake
 
 Signs = list["weakref.ref[Sign]"]
 

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sp_compile.spmd.check_run import CheckedProgram
+from sp_compile.runtime.guard import CheckedProgram
 
 
 def recorded(layers: int, seq: int, batch: int) -> dict[str, Any]:

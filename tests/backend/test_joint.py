@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
-from sp_compile.lowering.library import SOURCES, _digest, sources_digest
+from sp_compile.lowering.base.library import SOURCES, _digest, sources_digest
 from sp_compile.passes.joint import joint
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
@@ -203,7 +203,7 @@ def test_an_operator_from_outside_the_package_counts(tmp_path: Path, monkeypatch
     import support.attention.toy_strategy as toy
 
     assert Path(toy.__file__).resolve() in SOURCES
-    monkeypatch.setattr(sp_compile.lowering.library, "SOURCES", {tmp_path / "op.py"})
+    monkeypatch.setattr(sp_compile.lowering.base.library, "SOURCES", {tmp_path / "op.py"})
     (tmp_path / "op.py").write_text("a = 1")
     before = sources_digest()
     (tmp_path / "op.py").write_text("a = 2")

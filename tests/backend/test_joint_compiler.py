@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor import config
 
-from sp_compile._compat import joint_compiler
+from sp_compile.lowering.torch_compat import joint_compiler
 
 
 @pytest.mark.parametrize("wrap", [lambda own: own, lambda own: [own]], ids=["one", "list"])

@@ -12,7 +12,7 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.fx import Graph
 
 import sp_compile
-from sp_compile.lowering.library import COMPOSITES
+from sp_compile.lowering.base.library import COMPOSITES
 
 REPLAYED = """
 add_into from_bytes local_extremes local_linear_scan local_linear_total local_scan merge_into pack pack_by_owner rank

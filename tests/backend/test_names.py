@@ -15,10 +15,10 @@ from torch.fx import GraphModule
 
 import sp_compile
 from sp_compile import SpError
-from sp_compile._compat import argument_name
-from sp_compile.spmd.check_run import explained
-from sp_compile.spmd.control.message import CALLS, Field, FieldKind, Message
-from sp_compile.spmd.fingerprint import input_names
+from sp_compile.lowering.torch_compat import argument_name
+from sp_compile.runtime.control.message import CALLS, Field, FieldKind, Message
+from sp_compile.runtime.fingerprint import input_names
+from sp_compile.runtime.guard import explained
 
 
 def handed_on(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
-from sp_compile.spmd import declare
-from sp_compile.spmd.between import ShardedProgram
-from sp_compile.spmd.check_run import CheckedProgram, InProcesses
-from sp_compile.spmd.groups import Groups, axis_of
-from sp_compile.spmd.session import Session
+from sp_compile.passes.cost.known_groups import Groups, axis_of
+from sp_compile.runtime import declare
+from sp_compile.runtime.guard import CheckedProgram, InProcesses
+from sp_compile.runtime.session import Session
+from sp_compile.runtime.sharded_values import ShardedProgram
 
 WIDTH, WORLD = 16, (2, 4)
 Options = dict[str, Any]

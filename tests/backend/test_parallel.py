@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils import _pytree as pytree
 
-from sp_compile._compat import size_hint
+from sp_compile.lowering.torch_compat import size_hint
 
 BATCHES = 2  # one for each of the two data-parallel rows of the mesh
 

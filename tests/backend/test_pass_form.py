@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile import passes
-from sp_compile.errors import SpError
-from sp_compile.graph.edit import copied
-from sp_compile.graph.record import erase, mark, record
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Job, Pass, check_order, passes_in, register, settings
 from sp_compile.passes.base import CAPTURED, CollectivePass, Spelling, ordered, registered
-from sp_compile.passes.edges.edges import PROVED, EdgePasses
-from sp_compile.passes.job import NoteKind, laps_by_pass
-from sp_compile.passes.joint.halves import Halves
+from sp_compile.passes.boundary.add_tokens import PROVED, EdgePasses
+from sp_compile.passes.context import NoteKind, laps_by_pass
+from sp_compile.passes.graph.edit import copied
+from sp_compile.passes.graph.node_info import erase, mark, record
 from sp_compile.passes.joint.joint import JOINT, JointPasses
+from sp_compile.passes.joint.partitioned import Halves
 from sp_compile.pipeline import Pipeline, strategies
 
 BEHIND = {EdgePasses: PROVED, JointPasses: JOINT, Halves: CAPTURED}

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import sp_compile
-from sp_compile import _compat
-from sp_compile.passes import progress
-from sp_compile.passes.progress import ProgressLine, now, working
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base import progress
+from sp_compile.lowering.base.progress import ProgressLine, now, working
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -127,7 +127,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     halves = []
 
     def compiler(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        halves.append(_compat.compiled_half())
+        halves.append(torch_compat.compiled_half())
         return gm
 
     from functorch.compile import make_boxed_func
@@ -137,7 +137,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     options = {"compiler": backend, "seq_dims": {"x": 1}}
     torch.compile(program, backend="sp", options=options)(torch.randn(1, 6, 4, requires_grad=True)).backward()
     assert halves == ["forward", "backward"]
-    assert _compat.compiled_half() == ""
+    assert torch_compat.compiled_half() == ""
     titles = list(dict.fromkeys(one.partition(": ")[0] for one in seen))
     assert [title.partition(" program at ")[0] for title in titles] == ["compiling", "compiling the backward of"]
     assert f"{titles[0]}: compiler" in seen

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from support.golden import captured
 from torch import Tensor
 
-from sp_compile.graph.record import mark
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.graph.node_info import mark
 
 sdpa = F.scaled_dot_product_attention
 Join = Callable[[Sequence[Tensor]], Tensor]

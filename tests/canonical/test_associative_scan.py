@@ -11,9 +11,9 @@ from support.golden import captured, show
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile._compat import associative_scan_op
-from sp_compile.errors import SpError
-from sp_compile.lowering.simulate import run_ranks
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.lowering.torch_compat import associative_scan_op
 from sp_compile.passes.canonical.associative_scan import AssociativeScans, Trees
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 

@@ -35,10 +35,10 @@ from support.spellings.eager_spellings import (
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.graph.call import Call
-from sp_compile.graph.record import mark
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.sharding.attention import ATTENTION
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.sharding.attention_axes import ATTENTION
 
 aten = torch.ops.aten
 

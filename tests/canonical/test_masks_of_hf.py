@@ -9,9 +9,9 @@ import torch
 from support.capturing import Backend
 from torch import Tensor
 
-from sp_compile.graph.call import Call
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.sharding.attention import ATTENTION
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding.attention_axes import ATTENTION
 
 transformers = pytest.importorskip("transformers")
 

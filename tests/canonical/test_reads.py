@@ -13,7 +13,7 @@ import torch
 from support.golden import captured, show
 from torch import Tensor
 
-from sp_compile.passes.canonical.picked import PickedElements
+from sp_compile.passes.canonical.indexing import PickedElements
 
 aten = torch.ops.aten
 X, Y = torch.randn(2, 3, 5), torch.tensor([[3, -1, 0], [-4, 2, 2]])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.golden import captured, show
 from torch import Tensor
 
-from sp_compile.graph.edit import drop_dead
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.graph.edit import drop_dead
 
 sp = torch.ops.sp
 INFINITY = float("inf")

@@ -19,9 +19,9 @@ from support.spellings.between import BETWEEN, Between, plain
 from support.spellings.tracing_exchanges import one_of, traced
 from torch import Tensor
 
-from sp_compile._compat import associative_scan_op
-from sp_compile.graph.record import mark
+from sp_compile.lowering.torch_compat import associative_scan_op
 from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.graph.node_info import mark
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SDPA = aten.scaled_dot_product_attention.default

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import sp_compile
-from sp_compile.capture.capture import capture, capture_export, fake_inputs
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.capture.capture import capture, capture_export, fake_inputs
 
 aten = torch.ops.aten
 KEEPS_PRIVATE_MUTATION = {"no_functional_form"}

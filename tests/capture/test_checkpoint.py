@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sp_compile._compat import has_policy
+from sp_compile.lowering.torch_compat import has_policy
 
 aten = torch.ops.aten
 D = 16

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_compile._compat.dynamo import _entered
-from sp_compile.capture import eager
+from sp_compile.lowering.torch_compat.dynamo import _entered
+from sp_compile.runtime import eager_fallback as eager
 
 
 class Block(nn.Module):
@@ -61,12 +61,12 @@ def looped(x: Tensor) -> Tensor:
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     torch._dynamo.reset()
     monkeypatch.setattr(eager, "_told", set())
-    caplog.set_level(logging.WARNING, "sp_compile.capture.eager")
+    caplog.set_level(logging.WARNING, "sp_compile.runtime.eager_fallback")
     return caplog
 
 
 def words(told: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in told.records if record.name == "sp_compile.capture.eager"]
+    return [record.getMessage() for record in told.records if record.name == "sp_compile.runtime.eager_fallback"]
 
 
 def compiled(module: Any, **how: Any) -> Any:

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_compile
 from sp_compile import backend
-from sp_compile._compat import kept_state
-from sp_compile.capture import trace
-from sp_compile.errors import CaptureError
+from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.lowering.torch_compat import kept_state
+from sp_compile.passes.capture import trace
 
 WIDTH = 8
 
@@ -127,7 +127,7 @@ def told_of() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    logger = logging.getLogger("sp_compile.capture.whole")
+    logger = logging.getLogger("sp_compile.passes.capture.uncaptured")
     logger.handlers = [Handler()]
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile._compat import only_value, symbolic_mode
+from sp_compile.lowering.torch_compat import only_value, symbolic_mode
 
 
 def halves(length: Any) -> None:

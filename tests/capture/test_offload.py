@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 import sp_compile
-from sp_compile._compat import storage_of
-from sp_compile.cost.step import StepMemory
-from sp_compile.cost.walk.liveness import nbytes_of
-from sp_compile.graph.call import tensors_of
-from sp_compile.lowering import offload as ops
-from sp_compile.passes.joint.halves import Halves
-from sp_compile.passes.options import SPConfig
+from sp_compile.lowering import offload_ops as ops
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.torch_compat import storage_of
+from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.graph.call import tensors_of
+from sp_compile.passes.joint.partitioned import Halves
 
 sp = torch.ops.sp
 

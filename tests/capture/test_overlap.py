@@ -14,9 +14,9 @@ from support.parity import Checkpointed, Decoder, build, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from sp_compile.cost.walk.liveness import WAIT, flops_of
-from sp_compile.passes.joint.halves import Halves
-from sp_compile.passes.localize import gradients
+from sp_compile.passes.cost.walk.liveness import WAIT, flops_of
+from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.localize import reduce_gradients as gradients
 
 
 class Separate(nn.Module):

@@ -23,9 +23,9 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import sp_compile
-from sp_compile import _compat
-from sp_compile.graph.call import WAIT
-from sp_compile.passes.job import NoteKind
+from sp_compile.lowering import torch_compat
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.graph.call import WAIT
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -165,7 +165,7 @@ def test_a_policy_saves_nothing_of_a_tile_and_that_is_said(how: str) -> None:
 
 
 def test_lists_of_ops_are_policies() -> None:
-    asked = _compat.policy_of(partial(create_selective_checkpoint_contexts, [aten.mm.default]))
+    asked = torch_compat.policy_of(partial(create_selective_checkpoint_contexts, [aten.mm.default]))
     assert asked is not None
     assert asked(None, aten.mm.default) is CheckpointPolicy.MUST_SAVE
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 import sp_compile.lowering  # noqa: F401
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 HEADS, WIDTH = 4, 8

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.frames import edges_elsewhere, is_padded, row_of_position, rows_held
-from sp_compile.lowering.library import COMPOSITES, PADDED
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.sharding.rule import RULES, TRANSFERS
+from sp_compile.lowering.base.frames import edges_elsewhere, is_padded, row_of_position, rows_held
+from sp_compile.lowering.base.library import COMPOSITES, PADDED
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.passes.sharding.rule import RULES, TRANSFERS
 
 sp = torch.ops.sp
 NAN = float("nan")

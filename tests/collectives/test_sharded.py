@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
-from sp_compile._compat import FakeTensorMode
-from sp_compile.lowering.collectives.held import Layout, Orders, Origin
+from sp_compile.lowering.collectives.shard_storage import Layout, Orders, Origin
 from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving, write
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.torch_compat import FakeTensorMode
 
 LENGTH = 7
 X = torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

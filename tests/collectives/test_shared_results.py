@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.lowering.collectives.held import HeldRows
+from sp_compile.lowering.collectives.shard_storage import HeldRows
 from sp_compile.lowering.collectives.sharded import Sharded
 
 D = 8

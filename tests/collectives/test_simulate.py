@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sp_compile.lowering  # noqa: F401
-from sp_compile.lowering.simulate import GROUP, SimulationError, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, SimulationError, run_ranks
 
 sp = torch.ops.sp
 

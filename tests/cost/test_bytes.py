@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from support.golden import captured
 from torch import Tensor
 
-from sp_compile.cost.line import bytes_of
-from sp_compile.cost.machine import CPU, Machine
-from sp_compile.cost.scan import Carries, choose_exchange
-from sp_compile.lowering import routes
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP
-from sp_compile.passes.job import Settings
+from sp_compile.lowering.comm import routes
+from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.passes.context import Settings
+from sp_compile.passes.cost.collective_time import bytes_of
+from sp_compile.passes.cost.machine import CPU, Machine
+from sp_compile.passes.cost.scan_cost import Carries, choose_exchange
 from sp_compile.passes.report import Report
-from sp_compile.passes.strategies import scan as scan_strategy
-from sp_compile.passes.strategies.attention import choose as attention_strategy
+from sp_compile.passes.strategies import scan_demands as scan_strategy
+from sp_compile.passes.strategies.attention import choose_attention as attention_strategy
 from sp_compile.pipeline import run_pipeline
 
 N, BATCH, LENGTH, DIM = 4, 2, 32, 8

@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_compile.cost import attention
-from sp_compile.cost.attention import Candidate, Shape, candidates, choose, fastest, halving
-from sp_compile.cost.decision import described
-from sp_compile.cost.machine import CPU, GPU, Machine
-from sp_compile.cost.walk.workspace import workspace_of
-from sp_compile.errors import SpError
-from sp_compile.lowering.frames import LAYOUTS
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.frames import LAYOUTS
+from sp_compile.passes.cost import attention_cost as attention
+from sp_compile.passes.cost.attention_cost import Candidate, Shape, candidates, choose, fastest, halving
+from sp_compile.passes.cost.decision import described
+from sp_compile.passes.cost.machine import CPU, GPU, Machine
+from sp_compile.passes.cost.walk.workspace import workspace_of
 
 LINKS = {f"{kind}_bandwidth": 1.0 for kind in ("all_to_all", "all_gather", "hop")}
 BYTES = replace(  # seconds are bytes: nothing but exchanges costs, and none of them hides

@@ -7,14 +7,14 @@ from cost.test_cost import candidate, shape
 from support.attention import toy_strategy
 
 from sp_compile import SPConfig, SpError
-from sp_compile.cost.attention import Strategy, candidates, choose
-from sp_compile.cost.decision import Decision, described, merged, table
-from sp_compile.cost.machine import GPU
+from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.frames import LAYOUTS
+from sp_compile.passes.cost.attention_cost import Strategy, candidates, choose
+from sp_compile.passes.cost.decision import Decision, described, merged, table
+from sp_compile.passes.cost.machine import GPU
 from sp_compile.passes.report import Report
-from sp_compile.sharding.attention import strategy_of
-from sp_compile.sharding.rule import RULES
+from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.sharding.rule import RULES
 
 
 def test_table() -> None:

@@ -25,21 +25,22 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile.cost.attention import Shape, candidates
-from sp_compile.cost.decision import Decision
-from sp_compile.cost.exchanges import Exchange
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.offload import OnHost
-from sp_compile.cost.plan import command, record
-from sp_compile.cost.plan.command import main
-from sp_compile.cost.plan.page import HEIGHT, MOST_POINTS, page
-from sp_compile.cost.plan.plan import StepPlan, Variant
-from sp_compile.cost.plan.record import of_plan, of_report
-from sp_compile.cost.step import GraphStep, StepMemory, written
-from sp_compile.cost.walk.liveness import Alive
-from sp_compile.cost.weights import ModelBytes
-from sp_compile.passes.job import Note, NoteKind, RegionInTiles
+from sp_compile.passes.context import Note, NoteKind, RegionInTiles
+from sp_compile.passes.cost.attention_cost import Shape, candidates
+from sp_compile.passes.cost.decision import Decision
+from sp_compile.passes.cost.exchange_cost import Exchange
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.offload_cost import OnHost
+from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, written
+from sp_compile.passes.cost.walk.liveness import Alive
+from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
+from sp_compile.planner import command
+from sp_compile.planner import report_json as record
+from sp_compile.planner.command import main
+from sp_compile.planner.page import HEIGHT, MOST_POINTS, page
+from sp_compile.planner.plan import StepPlan, Variant
+from sp_compile.planner.report_json import of_plan, of_report
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NODE = shutil.which("node")

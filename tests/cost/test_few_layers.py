@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.walk.liveness import walk
+from sp_compile.passes.cost.walk.liveness import walk
 from sp_compile.passes.report import Report
 
 LAYERS, LENGTH, RANKS = 11, 4096, 4
@@ -121,7 +121,7 @@ def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.Mo
                 found[one.shape if bucket == 1 else ""] += one.backward
         return found
 
-    gradients = import_module("sp_compile.passes.localize.gradients")
+    gradients = import_module("sp_compile.passes.localize.reduce_gradients")
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket)
     monkeypatch.setattr(gradients, "SMALL_BUCKET", bucket)
     few = bytes_of(explained(False, False))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile.cost.walk.liveness import Walk, walk
+from sp_compile.passes.cost.walk.liveness import Walk, walk
 
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
 

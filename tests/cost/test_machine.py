@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from sp_compile.cost.machine import CPU, GPU, Machine
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.cost.machine import CPU, GPU, Machine
 
 
 def test_nodes() -> None:

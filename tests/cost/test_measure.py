@@ -15,13 +15,13 @@ from support import ranks as worker
 from support.parity import error_text
 from support.ranks import Ranks
 
-from sp_compile.cost import measure
-from sp_compile.cost.line import Line, bytes_of, fitted
-from sp_compile.cost.machine import CPU, GPU, Machine
 from sp_compile.lowering.base.ranks import Ranks as Group
 from sp_compile.lowering.base.ranks import resolve
-from sp_compile.spmd.agree import meeting
-from sp_compile.spmd.control.message import MEASURES
+from sp_compile.passes.cost import measure
+from sp_compile.passes.cost.collective_time import Line, bytes_of, fitted
+from sp_compile.passes.cost.machine import CPU, GPU, Machine
+from sp_compile.runtime.agreement import meeting
+from sp_compile.runtime.control.message import MEASURES
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.memory import GIB, Memory
+from sp_compile.passes.cost.attention_memory import GIB, Memory
 from sp_compile.passes.report import Report
 
 LENGTH, RANKS = 64, 4

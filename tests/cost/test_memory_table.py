@@ -9,8 +9,8 @@ import pytest
 from support import ranks as worker
 from support.ranks import Ranks
 
-from sp_compile.cost.step import Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
-from sp_compile.cost.weights import ModelBytes
+from sp_compile.passes.cost.step_memory import Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
+from sp_compile.passes.cost.weight_memory import ModelBytes
 
 pytestmark = pytest.mark.usefixtures("examples")
 COMPILERS = "aot_eager", "inductor"

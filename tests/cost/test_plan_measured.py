@@ -16,8 +16,8 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.cost.layers import checkpoint_blocks, checkpointed
-from sp_compile.cost.weights import ADAMW
+from sp_compile.passes.cost.few_layers import checkpoint_blocks, checkpointed
+from sp_compile.passes.cost.weight_memory import ADAMW
 
 LENGTH, RANKS = 512, 2
 

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.attention import Candidate, Shape
-from sp_compile.cost.layers import Depth, checkpoint_blocks, checkpointed
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.plan import plan as plan_module
-from sp_compile.cost.plan.looks import SHARDED, WHOLE, Attend, PlanWay, StepPlanner
-from sp_compile.cost.plan.plan import NOT_CALLED, SEVERAL, TILES, StepPlan, Variant
-from sp_compile.cost.plan.record import of_plan
-from sp_compile.cost.plan.sizes import bytes_of_text, unit_of_text
-from sp_compile.cost.weights import ModelBytes
-from sp_compile.errors import SpError
-from sp_compile.passes.job import Note
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.context import Note
+from sp_compile.passes.cost.attention_cost import Candidate, Shape
+from sp_compile.passes.cost.few_layers import Depth, checkpoint_blocks, checkpointed
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
+from sp_compile.planner import plan as plan_module
+from sp_compile.planner.byte_sizes import bytes_of_text, unit_of_text
+from sp_compile.planner.plan import NOT_CALLED, SEVERAL, TILES, StepPlan, Variant
+from sp_compile.planner.planned_steps import SHARDED, WHOLE, Attend, PlanWay, StepPlanner
+from sp_compile.planner.report_json import of_plan
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
 import sp_compile
-from sp_compile.cost.plan.record import of_report
-from sp_compile.cost.step import StepMemory, written
-from sp_compile.cost.walk.liveness import _inside, walk
-from sp_compile.cost.weights import ADAMW, ModelBytes, state_per_weight
-from sp_compile.errors import SpError
-from sp_compile.lowering.attention.args import LocalArgs
+from sp_compile.lowering.attention.op_args import LocalArgs
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks.spans import whole
+from sp_compile.passes.cost.step_memory import StepMemory, written
+from sp_compile.passes.cost.walk.liveness import _inside, walk
+from sp_compile.passes.cost.weight_memory import ADAMW, ModelBytes, state_per_weight
+from sp_compile.planner.report_json import of_report
 
 sp, aten = torch.ops.sp, torch.ops.aten
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32

@@ -7,7 +7,7 @@ import torch
 from support.cuda.guard import built
 from support.cuda.worker import AbsentGpu
 
-from sp_compile._compat import has_cpp_compiler
+from sp_compile.lowering.torch_compat import has_cpp_compiler
 from sp_compile.lowering.triton import AVAILABLE
 
 

@@ -15,8 +15,8 @@ from support.cuda.blocks import Found, check, one_device
 from support.cuda.flash3 import GLUE, active, installed
 from support.cuda.worker import AbsentGpu
 
-from sp_compile.lowering.attention import case
-from sp_compile.lowering.attention.case import Need
+from sp_compile.lowering.attention import kernel_args as case
+from sp_compile.lowering.attention.kernel_args import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.masks.blocks import Kind
 

@@ -16,7 +16,7 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend
-from sp_compile.lowering.attention.case import Need
+from sp_compile.lowering.attention.kernel_args import Need
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.masks.blocks import CAUSAL, FULL, Kind, Window
 

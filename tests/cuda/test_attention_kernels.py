@@ -13,8 +13,8 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.attention.merge import merge
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.attention.merge_blocks import merge
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 

@@ -13,10 +13,10 @@ from support.attention.attending import packed
 from support.cuda.borrowed import Watch, borrow
 from support.cuda.worker import AbsentGpu
 
-from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.attention.attend import _strips
 from sp_compile.lowering.attention.masking import CallMask
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.attention.op_args import LocalArgs
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 TOKENS, RANKS = 8192, 4
 DOCUMENTS = [700, 1900, 1, 3000, 64, 2400, 100, 27]

@@ -14,7 +14,7 @@ from torch import Tensor
 SOFT_CAP, SLOPES = "50.0*tanh(s/50.0)", "30.0*tanh((s + head0*(k - q))/30.0)"
 CAUSAL, DOCUMENTS, PREFIX = "k <= q", "(k <= q) & Eq(row0, col0)", "(k <= q) | (k < n0)"
 LEARNED = "t0 = aten.sub.Tensor(q, k); t1 = aten.index.Tensor(table0, [t0, head0]); aten.add.Tensor(s, t1)"
-"""A bias of a distance and a head, whose table is learned: `lowering/masks/program.py`."""
+"""A bias of a distance and a head, whose table is learned: `lowering/masks/score_program.py`."""
 ROWS = 4096
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have on sm_90."""
@@ -22,10 +22,10 @@ slow = pytest.mark.slow
 
 
 def pairs_of(predicate: str, score: str, rows: int) -> Any:
+    from sp_compile.lowering.masks.block_plan import plan
     from sp_compile.lowering.masks.pieces import Pieces
-    from sp_compile.lowering.masks.plan import plan
     from sp_compile.lowering.masks.spans import rows_of, whole
-    from sp_compile.lowering.triton.flex.texts import Pairs
+    from sp_compile.lowering.triton.flex.flex_texts import Pairs
 
     documents = (torch.arange(rows) // 1000)[None]
     vectors, sizes = ({"row0": documents, "col0": documents} if "row0" in predicate else {}), {"n0": 700}
@@ -44,8 +44,8 @@ def compiled(
     from support.cuda.kernels import kernels_of_inductor
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from sp_compile._compat import flex
-    from sp_compile.lowering.triton.flex import calls
+    from sp_compile.lowering.torch_compat import flex
+    from sp_compile.lowering.triton.flex import flex_calls as calls
 
     fake, inductor = flex._fake, flex._inductor
 

@@ -14,11 +14,11 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.masks.chunks import ChunkOrder
-from sp_compile.lowering.masks.deal import new_order
+from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.masks.balance_chunks import ChunkOrder
+from sp_compile.lowering.masks.balance_rows import new_order
 from sp_compile.lowering.masks.pieces import pieces
 from sp_compile.lowering.masks.spans import whole
-from sp_compile.lowering.simulate import GROUP
 
 HEADS, ROWS, WIDTH = 2, 1024, 60
 CAUSAL = "k <= q"

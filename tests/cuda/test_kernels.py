@@ -18,7 +18,7 @@ def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
 
 
 def merge(width: int) -> None:
-    from sp_compile.lowering.triton.merge import launch
+    from sp_compile.lowering.triton.merge_kernel import launch
 
     rows = 1, 8, 4096
     out, lse = empty(*rows, width), empty(*rows)
@@ -33,21 +33,21 @@ def packs() -> dict[str, Tensor]:
 
 
 def pack(name: str) -> None:
-    from sp_compile.lowering.triton.move import copy
+    from sp_compile.lowering.triton.move_kernel import copy
 
     source = packs()[name]
     assert copy(torch.empty(source.shape, dtype=source.dtype), source)
 
 
 def checksum() -> None:
-    from sp_compile.lowering.triton.checksum import add
+    from sp_compile.lowering.triton.checksum_kernel import add
 
     add(empty(1 << 22, dtype=i32), torch.empty((), dtype=i64))
 
 
 def scan(op: str, dtype: torch.dtype, shape: tuple[int, int, int], segmented: bool = False) -> None:
-    from sp_compile.lowering.scan.kernels.triton import scan as row
-    from sp_compile.lowering.scan.table import Problem
+    from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+    from sp_compile.lowering.scan.scan_table import Problem
 
     x, accumulate = empty(*shape, dtype=dtype), i64 if dtype is i32 and op == "sum" else f32 if dtype is bf16 else dtype
     starts = torch.empty(1, shape[1], 1, dtype=torch.bool) if segmented else None
@@ -55,8 +55,8 @@ def scan(op: str, dtype: torch.dtype, shape: tuple[int, int, int], segmented: bo
 
 
 def linear(shape: tuple[int, int, int], reverse: bool) -> None:
-    from sp_compile.lowering.scan.kernels.triton import scan as row
-    from sp_compile.lowering.scan.table import Problem
+    from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+    from sp_compile.lowering.scan.scan_table import Problem
 
     a, b = empty(*shape), empty(*shape)
     row.linear(Problem.of("linear", b, f32, f32, reverse=reverse, lagged=reverse), a, b, None)

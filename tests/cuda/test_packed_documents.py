@@ -16,14 +16,14 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import packed as calls
-from sp_compile.lowering.attention.args import LocalArgs
 from sp_compile.lowering.attention.attend import _strips
 from sp_compile.lowering.attention.masking import CallMask
+from sp_compile.lowering.attention.op_args import LocalArgs
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.masks.balance_rows import dealt, reordered
 from sp_compile.lowering.masks.blocks import CAUSAL, Run, call_of
-from sp_compile.lowering.masks.deal import dealt, reordered
 from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.spans import stretches, whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, RANKS, DOCUMENTS = 1 << 17, 4, 1000

@@ -15,7 +15,7 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.job import NoteKind
+from sp_compile.passes.context import NoteKind
 
 Seen = list[tuple[int, float]]
 DIM = 16

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes import propagate
-from sp_compile.passes.canonical import sorted_rows
+from sp_compile.passes.canonical import expert_loops as sorted_rows
 
 WIDTH, INSIDE, EXPERTS, TOP = 12, 8, 3, 2
 grouped = torch.ops.transformers.grouped_mm_fallback

@@ -13,7 +13,7 @@ from support.ranks import Ranks
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.job import NoteKind
+from sp_compile.passes.context import NoteKind
 
 transformers = pytest.importorskip("transformers")
 

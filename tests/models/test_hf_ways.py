@@ -9,7 +9,7 @@ import torch
 from models.test_hf import COUNTS, SIZES, SMALL, VOCAB, deepseek, gemma3, gpt_oss, qwen3, transformers
 
 import sp_compile
-from sp_compile.passes.job import NoteKind
+from sp_compile.passes.context import NoteKind
 
 
 def gemma2() -> torch.nn.Module:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.models import BATCH, SIZES, VOCABULARY, WIDTH, Decoder, check, floats, seeded, tokens
 from torch import Tensor, nn
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 
 Op = Callable[["Model", Tensor, Tensor], object]
 LONGEST = 20

@@ -26,7 +26,7 @@ from support.scans.scan_shards import (
 )
 from torch import Tensor
 
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 LAYOUTS = ["contiguous", "zigzag"]

@@ -16,7 +16,7 @@ from support.recording import Recorder
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile._compat import associative_scan_op
+from sp_compile.lowering.torch_compat import associative_scan_op
 
 WIDTH = 6
 ops = torch.ops.sp

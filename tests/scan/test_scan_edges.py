@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import sp_compile
 from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import run_ranks
+from sp_compile.lowering.comm.simulate import run_ranks
 
 N = 2
 GROUP = Ranks(N, "sim")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.communicator import Communicator, current, use
+from sp_compile.lowering.comm.communicator import Communicator, current, use
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 

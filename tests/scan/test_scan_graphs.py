@@ -7,13 +7,13 @@ import torch
 from support.golden import captured, show
 
 import sp_compile
-from sp_compile.cost.machine import Machine
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP
-from sp_compile.passes.job import Settings
+from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.passes.context import Settings
+from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.strategies.gather import Gather
-from sp_compile.passes.strategies.scan import NestedScan, Scan
+from sp_compile.passes.strategies.gather_demands import Gather
+from sp_compile.passes.strategies.scan_demands import NestedScan, Scan
 
 TWO = Ranks(2, GROUP)
 sp = torch.ops.sp

@@ -11,9 +11,9 @@ from support.scans.local_scans import check, has_native, scan
 from support.scans.scanning import DTYPES, FLOATS, OPS, sample, starts_like
 from torch import Tensor
 
-from sp_compile.lowering.scan import table
+from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.table import using
+from sp_compile.lowering.scan.scan_table import using
 
 sp = torch.ops.sp
 ROWS = [row for row in table.LOWERINGS if row != "triton" and (row != "native" or has_native())]

@@ -10,14 +10,14 @@ from support.golden import captured
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.cost.machine import Machine
-from sp_compile.cost.scan import choose_exchange
-from sp_compile.errors import SpError
-from sp_compile.lowering import routes
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.passes.job import NoteKind, Settings, analyse, settings
-from sp_compile.passes.strategies.scan import Scan
+from sp_compile.lowering.comm import routes
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.passes.context import NoteKind, Settings, analyse, settings
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.scan_cost import choose_exchange
+from sp_compile.passes.strategies.scan_demands import Scan
 
 TWO = Ranks(2, GROUP)
 sp = torch.ops.sp
@@ -112,5 +112,5 @@ def test_steps_declare_their_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "ensure", known.append)
     gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
     Scan(Settings(Ranks(8, GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0})))(gm)
-    sp_compile.cost.exchanges.declare_routes(gm, Ranks(8, GROUP))
+    sp_compile.passes.cost.exchange_cost.declare_routes(gm, Ranks(8, GROUP))
     assert known == [f"sim/shift:{offset}:1" for offset in (1, -1, 2, -2, 4, -4)]

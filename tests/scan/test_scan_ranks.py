@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _unregister_process_group
 
 import sp_compile
-from sp_compile.lowering import routes
+from sp_compile.lowering.comm import routes
 
 LAYOUTS = ["contiguous", "zigzag"]
 

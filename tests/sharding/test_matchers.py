@@ -12,7 +12,7 @@ from support.golden import captured
 from torch import Tensor
 from torch.fx import Node
 
-from sp_compile.sharding.matchers import (
+from sp_compile.passes.sharding.matchers import (
     constant_of,
     is_cast,
     is_copy,

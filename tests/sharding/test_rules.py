@@ -18,14 +18,14 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from sp_compile.errors import SpError
-from sp_compile.graph.call import Call
-from sp_compile.sharding import rule as rules
-from sp_compile.sharding.attention import strategy_of
-from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.reshape import reshaping
-from sp_compile.sharding.rule import POINTWISE, Factors, Pattern, lookup, rule
-from sp_compile.sharding.rules.pointwise import SMOOTH_OPS, is_smooth
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding import rule as rules
+from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.sharding.placement import Frame, Shard
+from sp_compile.passes.sharding.reshape import reshaping
+from sp_compile.passes.sharding.rule import POINTWISE, Factors, Pattern, lookup, rule
+from sp_compile.passes.sharding.rules.pointwise import SMOOTH_OPS, is_smooth
 
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.sharding import rule
+from sp_compile.passes.sharding import rule
 
 
 @torch.library.custom_op("sp_tests::merge_rows", mutates_args=())

@@ -18,15 +18,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile._compat import FakeTensorMode, real_tensors
 from sp_compile.lowering.base.ranks import Ranks, resolve
 from sp_compile.lowering.collectives import checksums
-from sp_compile.spmd import fingerprint as spmd_fingerprint
-from sp_compile.spmd.agree import is_close
-from sp_compile.spmd.control.message import hashed
-from sp_compile.spmd.control.wire import GatherBuffers
-from sp_compile.spmd.fingerprint import fingerprint, program_of
-from sp_compile.spmd.settings import FUNCTORCH, INDUCTOR, mode, settings
+from sp_compile.lowering.torch_compat import FakeTensorMode, real_tensors
+from sp_compile.runtime import fingerprint as spmd_fingerprint
+from sp_compile.runtime.agreement import is_close
+from sp_compile.runtime.control.channel import GatherBuffers
+from sp_compile.runtime.control.message import hashed
+from sp_compile.runtime.fingerprint import fingerprint, program_of
+from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode, settings
 
 
 class Attention(nn.Module):

@@ -26,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.job import NoteKind
+from sp_compile.passes.context import NoteKind
 
 Seen = list[tuple[str, str]]
 

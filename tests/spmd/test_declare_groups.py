@@ -15,11 +15,11 @@ from support.ranks import Ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile._compat import process_groups
-from sp_compile.cost import measure
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
-from sp_compile.passes.collectives.merge.merge import MergeReductions
+from sp_compile.lowering.torch_compat import process_groups
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost import measure
 
 
 def declared_again() -> tuple[int, int, bool]:

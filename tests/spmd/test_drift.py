@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from sp_compile import SpError, compare_weights
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.spmd import check_run
-from sp_compile.spmd.check_run import CheckedProgram
-from sp_compile.spmd.control import failures
-from sp_compile.spmd.control.message import Message
-from sp_compile.spmd.control.wire import Wire
-from sp_compile.spmd.fingerprint import Program
+from sp_compile.runtime import guard as check_run
+from sp_compile.runtime.control import failures
+from sp_compile.runtime.control.channel import Wire
+from sp_compile.runtime.control.message import Message
+from sp_compile.runtime.fingerprint import Program
+from sp_compile.runtime.guard import CheckedProgram
 
 RANKS, STEPS, FAULT = 2, 4, 2
 

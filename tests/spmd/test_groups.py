@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_compile.errors import SpError
-from sp_compile.spmd.groups import Groups, axis_of, gathered, reduced, scattered, subsets
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.cost.known_groups import Groups, axis_of, gathered, reduced, scattered, subsets
 
 
 def test_the_table_of_a_mesh() -> None:

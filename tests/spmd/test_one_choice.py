@@ -19,8 +19,8 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from sp_compile.cost import measure
-from sp_compile.cost.machine import Machine
+from sp_compile.passes.cost import measure
+from sp_compile.passes.cost.machine import Machine
 
 SLOW_ALL_TO_ALL, SLOW_ALL_GATHER = ({f"{op}_latency": 1.0} for op in ("all_to_all", "all_gather"))
 

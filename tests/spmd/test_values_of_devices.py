@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives import checksums
-from sp_compile.spmd import check_run, gradients
-from sp_compile.spmd.check_run import CheckedProgram
-from sp_compile.spmd.fingerprint import Program
+from sp_compile.runtime import compare_gradients as gradients
+from sp_compile.runtime import guard as check_run
+from sp_compile.runtime.fingerprint import Program
+from sp_compile.runtime.guard import CheckedProgram
 
 CHECKSUMS = """
 import torch
@@ -90,7 +91,7 @@ def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> Non
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel a tensor, and no other work on its elements."""
-    from sp_compile.lowering.triton import checksum
+    from sp_compile.lowering.triton import checksum_kernel as checksum
 
     of_absent_device(monkeypatch)
     kernel = Mock()

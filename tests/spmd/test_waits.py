@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
-from sp_compile._compat import compiled_backwards, let_gloo_finish
-from sp_compile.spmd.agree import different_work
-from sp_compile.spmd.control import store, wire
-from sp_compile.spmd.control.message import CALLS, READS, Message
+from sp_compile.lowering.torch_compat import compiled_backwards, let_gloo_finish
+from sp_compile.runtime.agreement import different_work
+from sp_compile.runtime.control import channel as wire
+from sp_compile.runtime.control import store
+from sp_compile.runtime.control.message import CALLS, READS, Message
 
 SECONDS = 5
 

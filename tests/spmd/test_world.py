@@ -16,8 +16,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule, symbolic_trace
 
 from sp_compile import SpError
-from sp_compile.spmd import check_run
-from sp_compile.spmd.session import Session
+from sp_compile.runtime import guard as check_run
+from sp_compile.runtime.session import Session
 
 
 def _losses(rank: int, folder: str) -> None:

@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from sp_compile.backend import compile_local, lower
-from sp_compile.capture.capture import capture
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.spmd.session import Session
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.passes.capture.capture import capture
+from sp_compile.runtime.session import Session
 
 
 def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> GraphModule:

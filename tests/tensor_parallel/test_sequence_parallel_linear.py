@@ -19,7 +19,7 @@ from support.parallel.tensor_parallel import (
 )
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 
 def loss(x, layers, n):

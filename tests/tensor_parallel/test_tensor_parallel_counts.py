@@ -15,10 +15,10 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.inline import lower_exchanges
 from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.joint.joint import adopt
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 LAYERS, BATCH, LENGTH = 3, 4, 6
 

@@ -17,8 +17,8 @@ from support.ranks import Ranks as Pool
 from torch import Tensor
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.passes.tensor_parallel.scatter import SequenceParallelLinear
-from sp_compile.spmd import session
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
+from sp_compile.runtime import session
 
 OPTIONS = {"compiler": "aot_eager"}
 

@@ -21,8 +21,8 @@ from support.ranks import Ranks as Pool
 from torch import Tensor, nn
 
 from sp_compile import SpError
-from sp_compile.spmd import session
-from sp_compile.spmd.control import wire
+from sp_compile.runtime import session
+from sp_compile.runtime.control import channel as wire
 
 STEPS, FAULT = 4, 2
 Step = Callable[[Any, nn.Module, Tensor, bool], None]

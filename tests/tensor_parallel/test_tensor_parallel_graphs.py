@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import Job, settings
-from sp_compile.passes.tensor_parallel.scatter import Layer, SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter_layers import Layer, SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
 

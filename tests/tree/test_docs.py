@@ -16,8 +16,8 @@ from support.docs.pages import DOCS, PAGES, RECIPES, ROOT, TUTORIALS, anchors, b
 
 import sp_compile
 from sp_compile import SPConfig, data
+from sp_compile.lowering.base.options import CHOICES, OUTPUTS
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.passes.options import CHOICES, OUTPUTS
 
 WRITTEN = [
     *PAGES,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tree.test_layers import FILES, ROOT
 
-from sp_compile.error_codes import ERRORS, SECTIONS, errors_page
-from sp_compile.errors import RanksDiffer, SpError
+from sp_compile.lowering.base.error_codes import ERRORS, SECTIONS, errors_page
+from sp_compile.lowering.base.errors import RanksDiffer, SpError
 
 RAISED = {"SpError", "CaptureError", "WriteError", "RemoteError", "RanksDiffer", "CannotCompileError"}
 RAISED |= {"SimulationError"}

@@ -192,19 +192,22 @@ def test_long_files_have_a_reason() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from sp_compile.graph.call import Call", {"sp_compile.graph.call"}),
-        ("def f():\n    from .rule import rule", {"sp_compile.sharding.rule"}),
-        ("if TYPE_CHECKING:\n    from . import axes, rules", {"sp_compile.sharding.axes", "sp_compile.sharding.rules"}),
-        ("import sp_compile.errors\nimport torch", {"sp_compile.errors"}),
-        ("from ..errors import SpError", {"sp_compile.errors"}),
+        ("from sp_compile.passes.graph.call import Call", {"sp_compile.passes.graph.call"}),
+        ("def f():\n    from .rule import rule", {"sp_compile.passes.sharding.rule"}),
+        (
+            "if TYPE_CHECKING:\n    from . import axes, rules",
+            {"sp_compile.passes.sharding.axes", "sp_compile.passes.sharding.rules"},
+        ),
+        ("import sp_compile.lowering.base.errors\nimport torch", {"sp_compile.lowering.base.errors"}),
+        ("from ..errors import SpError", {"sp_compile.lowering.base.errors"}),
     ],
 )
 def test_what_is_an_import(source: str, found: set[str]) -> None:
-    assert set(imported(source, "sp_compile.sharding.placement", "sp_compile.sharding")) == found
+    assert set(imported(source, "sp_compile.passes.sharding.placement", "sp_compile.passes.sharding")) == found
 
 
 def test_a_cycle_is_found() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
     assert not cycle({"a": {"b", "c"}, "b": {"c"}})
-    assert upwards("sp_compile.errors", "sp_compile.backend")
-    assert not upwards("sp_compile.backend", "sp_compile.errors")
+    assert upwards("sp_compile.lowering.base.errors", "sp_compile.backend")
+    assert not upwards("sp_compile.backend", "sp_compile.lowering.base.errors")

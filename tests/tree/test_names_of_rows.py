@@ -7,25 +7,25 @@ from collections import defaultdict
 
 from tree.test_layers import FILES
 
+from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.frames import LAYOUTS
 
 OTHER_MEANINGS = {
     "gather": {
         "sp_compile.config",  # what the options outputs and fallback may be
-        "sp_compile.passes.job",
+        "sp_compile.passes.context",
         "sp_compile.passes.propagate",
-        "sp_compile.passes.results",
+        "sp_compile.passes.boundary.outputs",
         "sp_compile.pipeline",
         "sp_compile.verify",
         "sp_compile.passes",  # the pass that gathers what no other takes
-        "sp_compile.passes.strategies.gather",
+        "sp_compile.passes.strategies.gather_demands",
         "sp_compile.passes.report",
-        "sp_compile.cost.scan",  # how scans exchange
+        "sp_compile.passes.cost.scan_cost",  # how scans exchange
         "sp_compile.functional.scan_shards",
-        "sp_compile.lowering.scan.across",
-        "sp_compile.lowering.scan.autograd",
-        "sp_compile.lowering.scan.ops",
+        "sp_compile.lowering.scan.carries",
+        "sp_compile.lowering.scan.scan_autograd",
+        "sp_compile.lowering.scan.scan_ops",
         "sp_compile.passes.tensor_parallel.varying",  # a verb
     }
 }
@@ -53,7 +53,10 @@ def test_no_other_file_names_a_strategy() -> None:
 
 
 def test_no_other_file_names_a_layout() -> None:
-    by_hand = {"sp_compile.functional.attention", "sp_compile.functional.scans"}  # the default of a public signature
+    by_hand = {
+        "sp_compile.functional.attention_calls",
+        "sp_compile.functional.scans",
+    }  # the default of a public signature
     found = places(set(LAYOUTS))
-    assert found == {name: {"sp_compile.lowering.frames"} | found[name] & by_hand for name in LAYOUTS}
+    assert found == {name: {"sp_compile.lowering.base.frames"} | found[name] & by_hand for name in LAYOUTS}
     assert {name for name in LAYOUTS if found[name] & by_hand} == {"contiguous"}

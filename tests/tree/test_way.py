@@ -18,11 +18,11 @@ from sp_compile import backend
 
 PRODUCT = {str(file) for file in FILES.values()}
 VOCABULARY = {
-    "sp_compile/graph/sizes.py",
-    "sp_compile/graph/call.py",
-    "sp_compile/sharding/placement.py",
-    "sp_compile/sharding/rule.py",
-    "lowering/frames.py",  # placements as operators take them
+    "passes/graph/sizes.py",
+    "passes/graph/call.py",
+    "passes/sharding/placement.py",
+    "passes/sharding/rule.py",
+    "lowering/base/frames.py",  # placements as operators take them
 }
 Step = tuple[str, str]  # a file, and a function or a class of it
 
@@ -79,7 +79,7 @@ def way() -> list[tuple[Step, Step]]:
 def test_the_way_of_a_graph(ranks: Ranks) -> None:
     for steps in ranks.run(2, way):
         files = list(dict.fromkeys(file for (file, _), _ in steps))
-        assert any(file.startswith("sp_compile/capture/") for file in files[:12]), files[:12]
+        assert any(file.startswith("passes/capture/") for file in files[:12]), files[:12]
         entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]
         often = {file: entered.count(file) for file in entered if entered.count(file) > 6}
         assert not often

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from support.scans.halos import RANKS, SIZES, check, frame, operand
 
-from sp_compile.lowering.simulate import GROUP
-from sp_compile.lowering.windows.halo import Part, parts_of
-from sp_compile.lowering.windows.ops import roll_shifts, window_shifts
+from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.windows.halo_exchange import Part, parts_of
+from sp_compile.lowering.windows.window_ops import roll_shifts, window_shifts
 
 sp = torch.ops.sp
 

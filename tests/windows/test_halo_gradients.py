@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.scans.halos import RANKS, Op, frame
 from torch import Tensor
 
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 

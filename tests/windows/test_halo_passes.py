@@ -9,13 +9,13 @@ from torch import nn
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP
+from sp_compile.lowering.comm.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.strategies.gather import Gather
-from sp_compile.passes.strategies.pick import Pick
-from sp_compile.passes.strategies.windows import Halo
-from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.windows import SlidingRows, place
+from sp_compile.passes.sharding.placement import Frame, Shard
+from sp_compile.passes.sharding.window_rules import SlidingRows, place
+from sp_compile.passes.strategies.gather_demands import Gather
+from sp_compile.passes.strategies.halo_demands import Halo
+from sp_compile.passes.strategies.select_row import Pick
 
 TWO = Ranks(2, GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}

@@ -14,7 +14,7 @@ from support.recording import Recorder
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _unregister_process_group
 
-from sp_compile.lowering import routes
+from sp_compile.lowering.comm import routes
 
 WIDTH = 8
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.models import VOCABULARY, WIDTH, Decoder, Layer, causal, check, seeded, tokens
 from torch import Tensor, nn
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 
 DEPTH = 2
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
-from sp_compile.lowering.scan.table import SMALL_SCAN, Problem, register
+from sp_compile.lowering.scan.scan_table import SMALL_SCAN, Problem, register
 
 from .generic import DIM
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_compile._compat import pytree
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.table import register
+from sp_compile.lowering.scan.scan_table import register
+from sp_compile.lowering.torch_compat import pytree
 
 from .generic import Kernels, Map, as_is, joined, length, rows
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile._compat import pytree
 from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.torch_compat import pytree
 
 DIM = 1
 Map = Callable[[Any], Any]

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sp_compile._compat import compile_cpp, has_cpp_compiler
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.table import Problem, register, strides_of
+from sp_compile.lowering.scan.scan_table import Problem, register, strides_of
+from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
 FLAGS = ("-ffp-contract=fast", "-g0")
 NAMES = {

@@ -1,4 +1,4 @@
-"""Biases that positions and heads give, as text about scores and a mask, so that no S x S is left. Part of `masks.py`.
+"""Biases that positions and heads give, as text about scores and a mask, so that no S x S is left. Part of `parse_masks.py`.
 
     slopes[:, None, None] * (i - i[:, None])                    s + head0*(k - q), and slopes
     where(i[:, None] >= i, slopes * (i - i[:, None]), -inf)     the same, k <= q
@@ -22,12 +22,12 @@ from sympy import And, Not, Or
 from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor, packet_of, shape_of
-from sp_compile.graph.sizes import same
-from sp_compile.lowering.dtypes import HALF
+from sp_compile.lowering.base.dtypes import HALF
 from sp_compile.lowering.masks import score
-from sp_compile.sharding.matchers import carries_gradient, constant_of, element_of, origin
+from sp_compile.lowering.torch_compat import OpOverload
+from sp_compile.passes.graph.call import Call, is_tensor, packet_of, shape_of
+from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.sharding.matchers import carries_gradient, constant_of, element_of, origin
 
 from .elements import Coords, NotSymbolic, Positions, cases, truth
 from .proofs import HEAD, KEY, QUERY, Boolean

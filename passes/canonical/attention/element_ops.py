@@ -12,9 +12,9 @@ import sympy
 import torch
 from sympy import And, Not, Or, Xor
 
-from sp_compile._compat import schema_of
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.sizes import Size, same
+from sp_compile.lowering.torch_compat import schema_of
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.sizes import Size, same
 
 from .elements import Coords, Element, NotSymbolic, Positions, by_cases, cases, handles, number, truth, where
 

@@ -21,11 +21,11 @@ from sympy import And, Ne, Not, Or
 from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.sizes import same, size, sizes
-from sp_compile.lowering.table import Table
-from sp_compile.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
+from sp_compile.lowering.base.registry import Table
+from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.sizes import same, size, sizes
+from sp_compile.passes.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
 
 from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
 

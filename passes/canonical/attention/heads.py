@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call, shape_of
-from sp_compile.graph.record import mark
-from sp_compile.graph.sizes import Size, all_same, product, quotient, same
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.attention import attention_nodes
-from sp_compile.sharding.matchers import before_reshapes, keeps_order, origin, source_of
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, shape_of
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.sizes import Size, all_same, product, quotient, same
+from sp_compile.passes.sharding.attention_axes import attention_nodes
+from sp_compile.passes.sharding.matchers import before_reshapes, keeps_order, origin, source_of
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default

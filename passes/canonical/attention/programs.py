@@ -1,4 +1,4 @@
-"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/program.py`). For `flex.py`.
+"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/score_program.py`).
 
     score + table[h, k - q + 12]            t0 = aten.sub.Tensor(k, q); .. aten.add.Tensor(s, t2), and the table
     (h % 2 == 0) | (q - k < 4), a mask      .. aten.where.ScalarOther(t3, s, -inf)
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.errors import SpError
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import size
-from sp_compile.lowering.masks import program, score
-from sp_compile.lowering.masks.program import Name
-from sp_compile.sharding.matchers import constant_of
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.masks import score
+from sp_compile.lowering.masks import score_program as program
+from sp_compile.lowering.masks.score_program import Name
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.sizes import size
+from sp_compile.passes.sharding.matchers import constant_of
 
 from .elements import NotSymbolic
 

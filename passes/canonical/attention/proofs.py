@@ -14,7 +14,7 @@ from sympy import And, Eq, Ge, Le, Lt, Ne, Not, Or
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from sp_compile.graph.sizes import Size
+from sp_compile.passes.graph.sizes import Size
 
 BATCH, HEAD, QUERY, KEY = INDICES = sympy.symbols("b h q k", integer=True, nonnegative=True)
 Boolean: TypeAlias = sympy.logic.boolalg.Boolean

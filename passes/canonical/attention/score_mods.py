@@ -17,11 +17,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.errors import SpError
-from sp_compile.graph.call import Call, is_tensor
-from sp_compile.lowering.dtypes import HALF
+from sp_compile.lowering.base.dtypes import HALF
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks import score
-from sp_compile.sharding.matchers import carries_gradient, constant_of, source_of
+from sp_compile.passes.graph.call import Call, is_tensor
+from sp_compile.passes.sharding.matchers import carries_gradient, constant_of, source_of
 
 from .elements import NotSymbolic
 

@@ -19,17 +19,17 @@ import sympy
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor, overloads, shape_of
-from sp_compile.graph.closure import reached
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, all_same, product, same, sizes
-from sp_compile.graph.strides import is_identity
 from sp_compile.lowering.masks.score import SCORE
-from sp_compile.sharding.matchers import is_cast, keeps_order, order_of, origin, scalar, source_of, steps_to
-from sp_compile.sharding.products import Product, added_to, product_of, transposed
+from sp_compile.lowering.torch_compat import OpOverload
+from sp_compile.passes.graph.call import Call, is_tensor, overloads, shape_of
+from sp_compile.passes.graph.closure import reached
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.sizes import Size, all_same, product, same, sizes
+from sp_compile.passes.graph.strides import is_identity
+from sp_compile.passes.sharding.matchers import is_cast, keeps_order, order_of, origin, scalar, source_of, steps_to
+from sp_compile.passes.sharding.products import Product, added_to, product_of, transposed
 
-from .masks import LARGEST_FILL
+from .parse_masks import LARGEST_FILL
 
 aten = torch.ops.aten
 MASKS = overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")

@@ -1,4 +1,4 @@
-"""What attention's softmax reads beside scores: sinks, and their difference to the greatest. Part of `eager.py`.
+"""What attention's softmax reads beside scores: sinks, and their difference to the greatest. Part of `eager_attention.py`.
 
     every = cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1)    a logit of each head that no key has
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
@@ -19,11 +19,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.sizes import Size, product, same
-from sp_compile.sharding.matchers import before_reshapes, element_of, is_cast, is_copy, join_of, slice_of, source_of
+from sp_compile.lowering.torch_compat import OpOverload
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.sizes import Size, product, same
+from sp_compile.passes.sharding.matchers import (
+    before_reshapes,
+    element_of,
+    is_cast,
+    is_copy,
+    join_of,
+    slice_of,
+    source_of,
+)
 
 from .proofs import BATCH, HEAD, INDICES
 from .softmaxes import MAXIMA

@@ -1,4 +1,4 @@
-"""A softmax in each of its spellings: the op, or what computes the same from exponentials. Part of `eager.py`.
+"""A softmax in each of its spellings: the op, or what computes the same from exponentials. Part of `eager_attention.py`.
 
     e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)        max(-1), too, with or without a gradient
     exp(s - logsumexp(s, -1, keepdim=True))
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.closure import closure
-from sp_compile.graph.sizes import all_same
-from sp_compile.sharding.matchers import behind, keeps_order, origin
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.sizes import all_same
+from sp_compile.passes.sharding.matchers import behind, keeps_order, origin
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)

@@ -20,11 +20,11 @@ from typing import Any, Self
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sp_compile._compat import varlen_attention
-from sp_compile.graph.call import Call, shape_of
-from sp_compile.graph.sizes import same
+from sp_compile.lowering.torch_compat import varlen_attention
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, shape_of
+from sp_compile.passes.graph.sizes import same
 
 aten, sp = torch.ops.aten, torch.ops.sp
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
-from sp_compile.sharding.matchers import origin, readers
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding.matchers import origin, readers
 
 from .steps import reading
 

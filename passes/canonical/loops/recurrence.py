@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import pytree, schema_of
-from sp_compile.graph.call import is_tensor
-from sp_compile.graph.sizes import sizes
-from sp_compile.sharding.matchers import constant_of, is_copy
+from sp_compile.lowering.torch_compat import pytree, schema_of
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.sizes import sizes
+from sp_compile.passes.sharding.matchers import constant_of, is_copy
 
 from .steps import Column, NotALoop
 from .vectorize import BatchedOps, Steps, Value

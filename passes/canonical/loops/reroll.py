@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
-from sp_compile.graph.call import Call, shape_of
-from sp_compile.graph.modes import autocast_at
-from sp_compile.graph.mutation import is_written
+from sp_compile.lowering.torch_compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
 from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.job import Job
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, shape_of
+from sp_compile.passes.graph.modes import autocast_at
+from sp_compile.passes.graph.mutation import is_written
 
 from .recurrence import Affine, Scans
 from .steps import Column, Loop, NotALoop, Operand, Read, Ref, SeededList, reading

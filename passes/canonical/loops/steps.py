@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from sp_compile._compat import pytree
-from sp_compile.graph.call import is_tensor, shape_of
-from sp_compile.graph.mutation import is_pure
-from sp_compile.graph.sizes import sizes
-from sp_compile.sharding.matchers import is_copy, origin, piece_of, same_call
+from sp_compile.lowering.torch_compat import pytree
+from sp_compile.passes.graph.call import is_tensor, shape_of
+from sp_compile.passes.graph.mutation import is_pure
+from sp_compile.passes.graph.sizes import sizes
+from sp_compile.passes.sharding.matchers import is_copy, origin, piece_of, same_call
 
 aten = torch.ops.aten
 COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)

@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile._compat import pytree
-from sp_compile.graph.call import Call, is_tensor, shape_of
-from sp_compile.graph.edit import Editor
-from sp_compile.graph.fakes import traced
-from sp_compile.graph.sizes import Size, all_same, quotient, same, sizes
-from sp_compile.sharding.matchers import is_copy
-from sp_compile.sharding.rule import lookup
+from sp_compile.lowering.torch_compat import pytree
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.fakes import traced
+from sp_compile.passes.graph.sizes import Size, all_same, quotient, same, sizes
+from sp_compile.passes.sharding.matchers import is_copy
+from sp_compile.passes.sharding.rule import lookup
 
 from .steps import NotALoop
 

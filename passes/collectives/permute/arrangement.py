@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from sp_compile._compat import OpOverload, schema_of
-from sp_compile.graph.call import WAIT, Call, overloads
-from sp_compile.graph.sizes import Size, product, quotient, same, sizes
-from sp_compile.sharding.factors import parts
-from sp_compile.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
-from sp_compile.sharding.reshape import reshaping
+from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.passes.graph.call import WAIT, Call, overloads
+from sp_compile.passes.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.passes.sharding.factors import parts
+from sp_compile.passes.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
+from sp_compile.passes.sharding.reshape import reshaping
 
 FactorIds = tuple[int, ...]
 """Factors of a dim, by number, outermost first."""

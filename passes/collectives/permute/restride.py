@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sp_compile._compat import OpOverload, pytree
-from sp_compile.graph.fakes import infer
-from sp_compile.graph.mutation import is_mutation
-from sp_compile.graph.strides import restored, strides_differ
+from sp_compile.lowering.torch_compat import OpOverload, pytree
+from sp_compile.passes.graph.fakes import infer
+from sp_compile.passes.graph.mutation import is_mutation
+from sp_compile.passes.graph.strides import restored, strides_differ
 
 aten = torch.ops.aten
 

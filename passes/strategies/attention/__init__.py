@@ -11,13 +11,13 @@ A file holds all that is known of its strategy and registers it; no other file n
 
 The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given
 and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`. A file of this folder
-imports from where these names come from, as the others here do: `.base`, and the modules of `sp_compile.cost`.
+imports from where these names come from, as the others here do: `.base`, and the modules of `sp_compile.passes.cost`.
 """
 
-from sp_compile.cost.attention import Candidate, Shape, Strategy
-from sp_compile.cost.exchanges import Heads
-from sp_compile.cost.machine import Machine
 from sp_compile.passes.base import import_rooms
+from sp_compile.passes.cost.attention_cost import Candidate, Shape, Strategy
+from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.cost.machine import Machine
 
 from .base import AttentionPass, ShardedAttention, attention_passes, register
 

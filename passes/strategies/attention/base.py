@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.cost.attention import Strategy, attention_strategies
-from sp_compile.errors import SpError
-from sp_compile.graph.call import Call
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import Size, all_same, divides, product, same, sizes
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
-from sp_compile.lowering.masks.program import has_fills
-from sp_compile.passes.rewrite import Rewrite
-from sp_compile.sharding.attention import filling_nodes, keeps_no_weight, predicate_of
-from sp_compile.sharding.placement import Demand, Plan, Shard
-from sp_compile.sharding.rule import RULES, RuleFunction
-from sp_compile.sharding.rules.attention import sharded_attention
+from sp_compile.lowering.masks.score_program import has_fills
+from sp_compile.passes.cost.attention_cost import Strategy, attention_strategies
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import Size, all_same, divides, product, same, sizes
+from sp_compile.passes.sharding.attention_axes import filling_nodes, keeps_no_weight, predicate_of
+from sp_compile.passes.sharding.placement import Demand, Plan, Shard
+from sp_compile.passes.sharding.rule import RULES, RuleFunction
+from sp_compile.passes.sharding.rules.attention_rules import sharded_attention
+from sp_compile.passes.strategies.discharge import Rewrite
 
 aten = torch.ops.aten
 SEQUENCE_FROM_END = -2

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.graph.call import Call
-from sp_compile.graph.record import record
-from sp_compile.graph.sizes import quotient
-from sp_compile.lowering.attention.args import HEADS
-from sp_compile.passes.job import Job
-from sp_compile.passes.rewrite import Rewrite
+from sp_compile.lowering.attention.op_args import HEADS
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import quotient
+from sp_compile.passes.strategies.discharge import Rewrite
 
 aten = torch.ops.aten
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.attention import Candidate
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.masks import pieces
-from sp_compile.passes.job import NoteKind
-from sp_compile.passes.strategies.attention import choose
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.cost.attention_cost import Candidate
+from sp_compile.passes.strategies.attention import choose_attention as choose
 
 LENGTHS = [5, 1, 9, 2, 3, 7]
 HEADS, WIDTH, VOCABULARY = 4, 16, 31
@@ -69,7 +69,7 @@ def given(batch: int = 1, lengths: list[int] = LENGTHS, **how: Any) -> tuple[nn.
 
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The orders that are made from now on."""
-    from sp_compile.lowering.masks import deal
+    from sp_compile.lowering.masks import balance_rows as deal
 
     made: list[Tensor] = []
     new_order = deal.new_order

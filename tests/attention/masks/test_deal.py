@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention.attending import packed, pieces_of
 
+from sp_compile.lowering.masks.balance_chunks import deal
+from sp_compile.lowering.masks.balance_rows import dealt, new_order, positions_in_order, reordered
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
-from sp_compile.lowering.masks.chunks import deal
-from sp_compile.lowering.masks.deal import dealt, new_order, positions_in_order, reordered
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.predicate import evaluate
 from sp_compile.lowering.masks.spans import Segment, rows_of
 

@@ -23,9 +23,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import sp_compile
-from sp_compile.graph.call import Call
-from sp_compile.passes.job import NoteKind
-from sp_compile.sharding.attention import attention_nodes, predicate_of
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding.attention_axes import attention_nodes, predicate_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 PADDING = torch.arange(LENGTH) < torch.tensor([[LENGTH - 3], [LENGTH]])

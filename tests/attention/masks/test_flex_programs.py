@@ -20,10 +20,10 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_compile
-from sp_compile._compat import pytree
-from sp_compile.graph.call import Call
-from sp_compile.passes.job import NoteKind
-from sp_compile.sharding.attention import attention_nodes, predicate_of
+from sp_compile.lowering.torch_compat import pytree
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding.attention_axes import attention_nodes, predicate_of
 
 HEADS = 4
 

@@ -15,14 +15,14 @@ from support.attention.fused import fused_here
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.attention.merge import merge
+from sp_compile.lowering.attention.merge_blocks import merge
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.masks import score as scores
+from sp_compile.lowering.masks.block_plan import plan
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.plan import plan
 from sp_compile.lowering.masks.spans import rows_of, whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
-from sp_compile.lowering.triton.flex import calls
-from sp_compile.lowering.triton.flex.tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
+from sp_compile.lowering.triton.flex import flex_calls as calls
+from sp_compile.lowering.triton.flex.flex_tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
 
 sp = torch.ops.sp
 TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]

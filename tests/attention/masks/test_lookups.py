@@ -9,9 +9,9 @@ from support.attention.attending import packed, randn
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.graph.call import Call
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.masks import pieces
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.passes.graph.call import Call
 
 ops = torch.ops.sp
 LENGTHS = [5, 1, 9, 2, 3, 7]

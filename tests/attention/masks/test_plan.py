@@ -16,12 +16,12 @@ from support.attention.attending import PREDICATES, packed, pieces_of
 from support.cuda.attention import told
 from torch import Tensor
 
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.masks.block_plan import TILE, plan
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
 from sp_compile.lowering.masks.cells import unbroken
-from sp_compile.lowering.masks.plan import TILE, plan
 from sp_compile.lowering.masks.predicate import conjuncts, evaluate
 from sp_compile.lowering.masks.spans import Segment, intervals, stretches, valid_rows, whole
-from sp_compile.lowering.simulate import GROUP, run_ranks
 
 
 def rows_of(span: Sequence[int], local: int, rank: int) -> tuple[Segment, ...]:

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.comm.simulate import GROUP
 from sp_compile.lowering.masks.predicate import (
     Linear,
     check_known,
@@ -25,7 +26,6 @@ from sp_compile.lowering.masks.predicate import (
     within_documents,
 )
 from sp_compile.lowering.masks.spans import whole
-from sp_compile.lowering.simulate import GROUP
 
 PREDICATES = [
     "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks import score
 
 TEXTS = ["30*tanh(s/30)", "s + head0*(k - q)", "s*Abs(s)", "exp(-s**2/2)", "2*tanh(s*head0/2) - (q - k)/7"]

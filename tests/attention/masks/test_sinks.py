@@ -14,7 +14,7 @@ from support.models import check, seeded, tokens
 from support.spellings.attention_spellings import EXCHANGED, Model, additive, before, documents, learned, with_sinks
 from torch import Tensor, nn
 
-from sp_compile.passes.job import NoteKind
+from sp_compile.passes.context import NoteKind
 from sp_compile.passes.report import Report
 
 SIZES = [(1, 7), (2, 17), (3, 13), (4, 16), (4, 18), (4, 3)]

@@ -15,8 +15,8 @@ from support.models import check
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from sp_compile.graph.call import Call
-from sp_compile.sharding.attention import attention_nodes
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.sharding.attention_axes import attention_nodes
 
 LENGTH, WIDTH = 13, 16
 ENDS = torch.tensor([0, 4, 5, 5, 11, LENGTH], dtype=torch.int32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_compile.passes.canonical.loops.lists import WrittenLists
 from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.spellings import Explicit
+from sp_compile.passes.canonical.normalize_ops import Explicit
 
 # Loops that stay.
 

@@ -10,11 +10,11 @@ from support.parallel.merging import GRID, X, ag, ar, c10d, check_unchanged, col
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sp_compile.cost.line import Line, bytes_of, fitted
-from sp_compile.cost.machine import Machine
-from sp_compile.errors import SpError
-from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.groups import Groups, declared
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost.collective_time import Line, bytes_of, fitted
+from sp_compile.passes.cost.known_groups import Groups, declared
+from sp_compile.passes.cost.machine import Machine
 
 # Groups.
 

@@ -12,8 +12,8 @@ from support.parallel import on_mesh
 from support.parallel.merging import OPS, ag, ar, collectives, merged, operands, rs, traced
 from torch import Tensor
 
-from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.groups import Groups
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost.known_groups import Groups
 
 AXES = {(2, 2): "ab", (2, 3): "ab", (3, 2): "ab", (2, 2, 2): "abc", (2, 1, 3): "abc"}
 STEPS: list[Callable[[Tensor], Tensor]] = [

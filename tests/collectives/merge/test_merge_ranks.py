@@ -21,9 +21,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile._compat import process_groups
-from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.groups import Groups
+from sp_compile.lowering.torch_compat import process_groups
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost.known_groups import Groups
 
 c10d = torch.ops._c10d_functional
 

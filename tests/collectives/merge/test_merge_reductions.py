@@ -24,8 +24,8 @@ from support.parallel.merging import (
 )
 from torch import Tensor
 
-from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.groups import Groups
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost.known_groups import Groups
 
 
 class Golden(expecttest.TestCase):

@@ -14,7 +14,7 @@ import sp_compile
 from sp_compile import SpError, all_to_all_permute
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
-from sp_compile.lowering.simulate import GROUP, SimulationError, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, SimulationError, run_ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int64, torch.complex64]
 ODD_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
@@ -175,13 +175,13 @@ def test_meta() -> None:
 
 def test_one_collective_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real = sp_compile.lowering.simulate._World.exchange
+    real = sp_compile.lowering.comm.simulate._World.exchange
 
     def counted(world: Any, rank: int, name: str, *args: Any) -> Tensor:
         calls.append(name)
         return real(world, rank, name, *args)
 
-    monkeypatch.setattr(sp_compile.lowering.simulate._World, "exchange", counted)
+    monkeypatch.setattr(sp_compile.lowering.comm.simulate._World, "exchange", counted)
 
     def live(rank: int) -> None:
         x = torch.randn(2, 4, 6, requires_grad=True)

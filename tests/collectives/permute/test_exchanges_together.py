@@ -15,8 +15,8 @@ from support.spellings.tracing_exchanges import N, aot, count, one_of, traced
 from torch import Tensor
 
 import sp_compile
-from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import JoinPermutes, PermuteAllToAll
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.passes.collectives.permute.fuse_permute import JoinPermutes, PermuteAllToAll
 
 
 @pytest.fixture(scope="module")

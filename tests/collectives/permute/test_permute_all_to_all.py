@@ -25,9 +25,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from sp_compile.graph.call import packet_of
-from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.graph.call import packet_of
 
 aten = torch.ops.aten
 

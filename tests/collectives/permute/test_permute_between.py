@@ -13,8 +13,8 @@ from support.spellings.exchange_spellings import swap_functional
 from support.spellings.tracing_exchanges import N, exported, one_of
 from torch import Tensor
 
-from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 
 def heads(x: Tensor, group: Any, b: Between) -> Tensor:

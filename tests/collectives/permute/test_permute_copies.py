@@ -19,10 +19,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 from sp_compile import all_to_all_permute
-from sp_compile._compat import has_cpp_compiler
-from sp_compile.capture.capture import capture
-from sp_compile.passes.collectives.permute.combine import PackExchanges
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.lowering.torch_compat import has_cpp_compiler
+from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.collectives.permute.combine_permutes import PackExchanges
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler")
 N, ROWS, HEADS, WIDTH = 2, 32, 8, 16

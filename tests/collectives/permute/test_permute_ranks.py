@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from sp_compile import SpError, all_to_all_permute, declare_symmetric_memory
-from sp_compile.capture.capture import capture
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 TIMEOUT = 60.0
 CASES = [((2, 3, 8, 5), 2, 1), ((2, 8, 3, 5), 1, 2), ((8, 3), 0, 1), ((3, 8), 1, 0), ((1, 8, 3), 1, 2)]

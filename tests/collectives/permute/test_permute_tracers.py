@@ -25,8 +25,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile import SpError, capture_export
-from sp_compile.lowering.simulate import run_ranks
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 ALL = {**SPELLINGS, **MORE}
 Fn = Callable[[Tensor], Any]

@@ -10,7 +10,7 @@ from scan.kernels.test_scan_triton import python
 from sp_compile.lowering.collectives import all_to_all_permute
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
 from sp_compile.lowering.triton import usable
-from sp_compile.lowering.triton.move import TILE, tiling
+from sp_compile.lowering.triton.move_kernel import TILE, tiling
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

@@ -13,7 +13,7 @@ from support.spellings.tracing_exchanges import TRACERS, N, by_make_fx, count, o
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 aten = torch.ops.aten
 Fn = Callable[..., Any]

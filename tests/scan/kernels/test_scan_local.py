@@ -21,9 +21,9 @@ from support.scans.scanning import (
 )
 from torch import Tensor
 
-from sp_compile.lowering.scan import table
+from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.table import using
+from sp_compile.lowering.scan.scan_table import using
 
 sp = torch.ops.sp
 ROWS = [row for row in table.LOWERINGS if row != "triton" and (row != "native" or has_native())]

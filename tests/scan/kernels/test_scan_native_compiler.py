@@ -12,7 +12,7 @@ import torch
 from support.scans.local_scans import has_native
 
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.scan_table import Problem
 
 needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
@@ -23,7 +23,7 @@ def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
     """As ranks do that start with an empty cache."""
     code = (
         "import torch; from sp_compile.lowering.scan.kernels import native; "
-        "from sp_compile.lowering.scan.table import Problem; "
+        "from sp_compile.lowering.scan.scan_table import Problem; "
         "x = torch.ones(1, 9, 3); problem = Problem.of('scan', x, torch.float32, torch.float64, op='sum'); "
         "print(native.scan(problem, x, None)[0].sum())"
     )

@@ -11,7 +11,7 @@ from support.scans.local_scans import has_native
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.table import LOWERINGS, Problem, choose, using
+from sp_compile.lowering.scan.scan_table import LOWERINGS, Problem, choose, using
 
 sp = torch.ops.sp
 

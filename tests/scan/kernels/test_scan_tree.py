@@ -9,9 +9,9 @@ from support.scans.scanning import linear_by_hand
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_compile._compat import make_fx, pytree
 from sp_compile.lowering.scan.kernels import blocked, tree
 from sp_compile.lowering.scan.monoids import MONOIDS, compose, segmented, selecting
+from sp_compile.lowering.torch_compat import make_fx, pytree
 
 ALGORITHMS = {
     "tree": tree.inclusive,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sp_compile.lowering.scan.kernels.triton import scan as row
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.scan_table import Problem
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -46,7 +46,7 @@ def test_without_triton() -> None:
     python(
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from sp_compile.lowering.scan.table import Problem\n"
+        "from sp_compile.lowering.scan.scan_table import Problem\n"
         "from sp_compile.lowering.scan.kernels.triton import scan\n"
         "f32 = torch.float32\n"
         "assert not scan.fits(Problem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
@@ -83,7 +83,7 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 
 from measuring.scan_direct import Direct
 from sp_compile.lowering.scan.kernels.triton import scan as row
-from sp_compile.lowering.scan.kernels.triton.ways import using_way
+from sp_compile.lowering.scan.kernels.triton.dispatch import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 scan = Direct(row)

@@ -11,9 +11,9 @@ from support.golden import captured, notes_of, show
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.job import settings
-from sp_compile.passes.strategies.combine import CombineSums
-from sp_compile.passes.strategies.reduce import Means, Reduce
+from sp_compile.passes.context import settings
+from sp_compile.passes.strategies.combine_partials import CombineSums
+from sp_compile.passes.strategies.reduce_demands import Means, Reduce
 
 EXACT = 1e-9
 

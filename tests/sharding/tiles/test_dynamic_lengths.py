@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile import backend
-from sp_compile._compat import SYMBOLIC_GRAPHS
 from sp_compile.backend import RankProgram
-from sp_compile.lowering.tiles.program import ANY_LENGTH, TileProgram
-from sp_compile.passes.tiles.tiles import programs_of
+from sp_compile.lowering.tiles.tile_program import ANY_LENGTH, TileProgram
+from sp_compile.lowering.torch_compat import SYMBOLIC_GRAPHS
+from sp_compile.passes.tiles.run_in_tiles import programs_of
 
 LENGTHS = (16, 23, 9, 40, 7, 4)
 BATCHES = (2, 3, 5)
@@ -118,7 +118,7 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     ]
     plain = part.graph(*given)
     not_run = mock.patch.object(part, "run", side_effect=AssertionError)
-    refused = mock.patch("sp_compile.lowering.tiles.program.guards_hold", return_value=False)
+    refused = mock.patch("sp_compile.lowering.tiles.tile_program.guards_hold", return_value=False)
     with mock.patch.object(part, "fits", {}), not_run, refused:
         torch.testing.assert_close(part(given), plain)
 

@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.job import NoteKind, settings
+from sp_compile.passes.context import NoteKind, settings
 from sp_compile.passes.strategies.hoist import Hoist
-from sp_compile.passes.tiles.tiles import programs_of
+from sp_compile.passes.tiles.run_in_tiles import programs_of
 
 EXACT = 1e-9
 

@@ -13,8 +13,8 @@ from sharding.tiles.losses import VOCAB, Model, batch, mean
 from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
-from sp_compile.errors import SpError
-from sp_compile.lowering.collectives.late import LateRows
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.collectives.deferred import LateRows
 from sp_compile.lowering.collectives.sharded import Sharded
 
 SEQ, TILES = 13, 3

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 import sp_compile
-from sp_compile.lowering.tiles.program import PROGRAMS, TileProgram
-from sp_compile.passes.job import NoteKind
-from sp_compile.passes.tiles import amount
-from sp_compile.passes.tiles import tiles as tiling
+from sp_compile.lowering.tiles.tile_program import PROGRAMS, TileProgram
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.tiles import choose_tiles as amount
+from sp_compile.passes.tiles import run_in_tiles as tiling
 
 aten = torch.ops.aten
 EXACT = 1e-9

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from sp_compile.lowering.tiles.program import PROGRAMS
+from sp_compile.lowering.tiles.tile_program import PROGRAMS
 
 SEQ, TILES = 21, 3
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sp_compile import SpError
 from sp_compile.data import Replica, SequenceLoader, SequenceSampler
-from sp_compile.data.packed import packed, unpacked
+from sp_compile.data.batch_codec import packed, unpacked
 
 DATASET = TensorDataset(torch.arange(23))
 

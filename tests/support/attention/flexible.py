@@ -10,7 +10,7 @@ import torch
 from support.capturing import Backend
 from torch import Tensor
 
-from sp_compile._compat import flex_on_any_device
+from sp_compile.lowering.torch_compat import flex_on_any_device
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 LENGTH = 13

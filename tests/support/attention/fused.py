@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import kernels
 from sp_compile.lowering.attention.kernels import KERNELS
-from sp_compile.lowering.triton.flex import calls
+from sp_compile.lowering.triton.flex import flex_calls as calls
 
 FLEX = next(kernel for kernel in KERNELS if kernel.fused)
 ANYWHERE = replace(FLEX, device=None, dtypes=None, rows=0, capability=(0, 0), switch=calls.works)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import Size
-from sp_compile.lowering.attention.ops import ARGUMENTS
-from sp_compile.lowering.frames import nearest_rows, own_positions
-from sp_compile.lowering.library import composite
+from sp_compile.lowering.attention.attention_ops import ARGUMENTS
+from sp_compile.lowering.base.frames import nearest_rows, own_positions
+from sp_compile.lowering.base.library import composite
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.strategies.attention import (
     Candidate,
     Heads,

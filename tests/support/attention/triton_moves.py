@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.triton import move
+from sp_compile.lowering.triton import move_kernel as move
 
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.int16, torch.int64,

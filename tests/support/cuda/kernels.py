@@ -55,7 +55,7 @@ def launches(fn: Callable[[], Any]) -> list[Launch]:
         found.append(_measured(self.__name__, tuple(grid), kernel))
         return kernel
 
-    from sp_compile.lowering.scan.kernels.triton import ways
+    from sp_compile.lowering.scan.kernels.triton import dispatch as ways
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.cost.step import StepMemory
-from sp_compile.cost.weights import ModelBytes
+from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.cost.weight_memory import ModelBytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from support.cuda.borrowed import Seen, Watch, borrow, give_back
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.attention.args import LocalArgs
+from sp_compile.lowering.attention.op_args import LocalArgs
 
 Body = Callable[..., tuple[Tensor, ...]]
 

@@ -23,13 +23,14 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from sp_compile import _compat
 from sp_compile.backend import lower
-from sp_compile.lowering.attention import attend, merge
-from sp_compile.lowering.tiles import ops as tiles
-from sp_compile.passes.joint.checkpoints import ask_policies
-from sp_compile.passes.tiles.tiles import programs_of
-from sp_compile.spmd.session import Session
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.attention import attend
+from sp_compile.lowering.attention import merge_blocks as merge
+from sp_compile.lowering.tiles import tile_ops as tiles
+from sp_compile.passes.joint.save_attention import ask_policies
+from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.runtime.session import Session
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -141,7 +142,7 @@ def _workspace(heads: int, rows: int, q: Tensor, k: Tensor, v: Tensor) -> list[T
 
 
 def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: Any = None) -> Any:
-    """What `launch` of lowering/triton/merge.py allocates."""
+    """What `launch` of lowering/triton/merge_kernel.py allocates."""
     if into is not None:
         return into
     return tuple(torch.empty(x.shape, dtype=lse_a.dtype, device=x.device) for x in (out_a, lse_a))
@@ -171,7 +172,7 @@ def step(
         found = _compiled(make, inputs, options)
         with (
             mock.patch.object(merge, "usable", lambda x: x.is_cuda),
-            mock.patch("sp_compile.lowering.triton.merge.launch", _merged),
+            mock.patch("sp_compile.lowering.triton.merge_kernel.launch", _merged),
         ):
             return _run(found)
 
@@ -197,14 +198,14 @@ def _compiled(
                 return out
 
             def part(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-                _compat.nested(_compat.compiler("inductor", {}))(graph, given)
+                torch_compat.nested(torch_compat.compiler("inductor", {}))(graph, given)
                 call = on_fake_tensors(modules[-1])
                 return lambda *xs: call(list(xs))
 
             for program in programs_of(lowered.graph):
                 program.compile(part, object(), learns=True)
             joint, halves = lowered.joint, lowered.halves()
-            _compat.joint_compiler("inductor", joint, None, None, halves)(
+            torch_compat.joint_compiler("inductor", joint, None, None, halves)(
                 lowered.graph, lowered.inputs, inner_compile=inner
             )
         return gm.forward

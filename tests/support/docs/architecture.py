@@ -12,13 +12,13 @@ from torch.fx import GraphModule
 from tree.test_layers import LAYERS, ROOT
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.simulate import GROUP
+from sp_compile.lowering.comm.simulate import GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import analyse, settings
+from sp_compile.passes.context import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.strategies.reduce import Reduce
-from sp_compile.passes.strategies.scan import Scan
+from sp_compile.passes.localize.validate_shapes import validate
+from sp_compile.passes.strategies.reduce_demands import Reduce
+from sp_compile.passes.strategies.scan_demands import Scan
 
 PAGE = ROOT / "ARCHITECTURE.md"
 TWO = Ranks(2, GROUP)

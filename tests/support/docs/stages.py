@@ -10,11 +10,11 @@ from support.docs.pages import DOCS
 from support.golden import captured, show
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.job import analyse, settings
+from sp_compile.passes.context import analyse, settings
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.prove import validate
-from sp_compile.passes.strategies.attention.ulysses import Ulysses
-from sp_compile.passes.strategies.reduce import Reduce
+from sp_compile.passes.localize.validate_shapes import validate
+from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
+from sp_compile.passes.strategies.reduce_demands import Reduce
 
 PAGE = DOCS / "how.md"
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -16,7 +16,7 @@ from support.parallel.parallel_models import Linear, Norm, Split, drawn
 from support.parity import VOCAB, build
 from torch import Tensor, nn
 
-from sp_compile.spmd import session
+from sp_compile.runtime import session
 
 GRID = 4
 """Ranks: two that share a sequence, by two that share each layer."""

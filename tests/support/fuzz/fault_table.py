@@ -78,8 +78,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sp_compile.cost import measure
 from sp_compile.integrations.ddp import compile_under_ddp
+from sp_compile.passes.cost import measure
 
 
 @dataclass(frozen=True)

@@ -30,20 +30,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from sp_compile import SpError
-from sp_compile._compat import keep_source
 from sp_compile.backend import RankProgram, lower_or_keep
-from sp_compile.capture import inputs as inputs_of_backend
-from sp_compile.capture.capture import capture
-from sp_compile.capture.views import VIEWS
-from sp_compile.graph.edit import copied
-from sp_compile.graph.random import draws
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.communicator import FunctionalCommunicator, current
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.torch_compat import keep_source
+from sp_compile.passes.capture import graph_inputs as inputs_of_backend
+from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.capture.view_writes import VIEWS
+from sp_compile.passes.graph.edit import copied
+from sp_compile.passes.graph.rank_rng import draws
 from sp_compile.passes.report import Report
-from sp_compile.spmd.between import make_views
-from sp_compile.spmd.fingerprint import fingerprint
-from sp_compile.spmd.session import Session
+from sp_compile.runtime.fingerprint import fingerprint
+from sp_compile.runtime.session import Session
+from sp_compile.runtime.sharded_values import make_views
 
 TOLERANCES = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 TOLERANCE = 1e-9  # of float64

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sp_compile.passes.collectives.merge.chains import COLLECTIVES
-from sp_compile.passes.collectives.merge.merge import MergeReductions
-from sp_compile.spmd.groups import Groups
+from sp_compile.passes.collectives.merge.find_chains import COLLECTIVES
+from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
+from sp_compile.passes.cost.known_groups import Groups
 
 c10d = torch.ops._c10d_functional
 GRID = Groups.of((2, 3), ("a", "b"))

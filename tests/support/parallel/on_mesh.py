@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, map_arg
 
-from sp_compile.spmd.groups import Groups, Partition
+from sp_compile.passes.cost.known_groups import Groups, Partition
 
 c10d = torch.ops._c10d_functional
 

@@ -15,7 +15,7 @@ from support.parity import difference
 from support.ranks import as_users_run
 from torch import Tensor, nn
 
-from sp_compile.errors import SpError
+from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.joint.joint import JointPasses
 
 STEPS = 3

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
-from sp_compile.errors import UNKNOWN_LINE, source_line
+from sp_compile.lowering.base.errors import UNKNOWN_LINE, source_line
 
 TIMEOUT = 120.0  # seconds of a group: no rank may wait for it
 SOON = 10.0  # seconds within which every rank raises

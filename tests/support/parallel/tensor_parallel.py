@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.fx import GraphModule
 
-from sp_compile.graph.edit import Editor
-from sp_compile.lowering.simulate import run_ranks
+from sp_compile.lowering.comm.simulate import run_ranks
+from sp_compile.passes.graph.edit import Editor
 from sp_compile.passes.tensor_parallel.varying import reductions, wait_of
 
 GROUP = "tp"

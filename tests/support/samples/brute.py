@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-import sp_compile.sharding.rules  # noqa: F401
-from sp_compile.graph.call import Call
-from sp_compile.graph.sizes import product
-from sp_compile.sharding.factors import Dims, Factors, flat, parts
-from sp_compile.sharding.placement import Frame, Shard
-from sp_compile.sharding.rule import lookup
+import sp_compile.passes.sharding.rules  # noqa: F401
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.sizes import product
+from sp_compile.passes.sharding.factors import Dims, Factors, flat, parts
+from sp_compile.passes.sharding.placement import Frame, Shard
+from sp_compile.passes.sharding.rule import lookup
 
 RANKS = (2, 3, 5)
 SUM = 2  # at::Reduction

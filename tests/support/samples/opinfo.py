@@ -10,7 +10,7 @@ import torch
 from support.samples.samples import Sample
 from torch.testing._internal.common_methods_invocations import op_db
 
-from sp_compile.sharding.rule import has_rule
+from sp_compile.passes.sharding.rule import has_rule
 
 PER_OP = 4
 

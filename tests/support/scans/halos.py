@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 RANKS = (1, 2, 3, 4, 7)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
-from sp_compile.lowering.scan.table import Problem
+from sp_compile.lowering.scan.scan_table import Problem
 
 sp = torch.ops.sp
 

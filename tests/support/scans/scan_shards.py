@@ -11,7 +11,7 @@ import torch
 from support.attention.attending import randn
 from torch import Tensor
 
-from sp_compile.lowering.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 
 sp = torch.ops.sp
 OPS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {

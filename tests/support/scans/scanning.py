@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
-from sp_compile.lowering.scan.table import using
+from sp_compile.lowering.scan.scan_table import using
 
 OPS = ("sum", "prod", "max", "min", "logsumexp")
 COMBINE = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sp_compile._compat import pytree
 from sp_compile.lowering.scan.kernels.generic import Kernels, Map, length, rows
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.table import register
+from sp_compile.lowering.scan.scan_table import register
+from sp_compile.lowering.torch_compat import pytree
 
 
 def _inclusive(combine: Combine, states: Any, dim: int, lift: Map, lower: Map) -> tuple[Any, Any]:

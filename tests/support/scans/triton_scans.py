@@ -12,10 +12,10 @@ from support.scans.scanning import DTYPES, OPS, by_hand, linear_by_hand, sample
 from torch import Tensor
 
 from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
-from sp_compile.lowering.scan import table
-from sp_compile.lowering.scan.kernels.triton import scan as row
-from sp_compile.lowering.scan.kernels.triton.tiles import Sweep
-from sp_compile.lowering.scan.kernels.triton.ways import WAYS, TileSizes, using_way, way_of
+from sp_compile.lowering.scan import scan_table as table
+from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, TileSizes, using_way, way_of
+from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
 ROW = Direct(row)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from sp_compile.passes.canonical.loops.lists import WrittenLists
 from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.spellings import Explicit
+from sp_compile.passes.canonical.normalize_ops import Explicit
 
 WIDTH, KEYS = 3, 4
 Loop = Callable[..., object]

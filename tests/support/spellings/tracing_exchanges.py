@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sp_compile.capture.capture import capture, capture_export
-from sp_compile.passes.collectives.permute.permute import PermuteAllToAll
+from sp_compile.passes.capture.capture import capture, capture_export
+from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
 
 N = 4
 

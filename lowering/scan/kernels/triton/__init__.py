@@ -1,3 +1,3 @@
 """Scans on a GPU."""
 
-from . import scan  # noqa: F401  (registers itself)
+from . import triton_scan  # noqa: F401  (registers itself)

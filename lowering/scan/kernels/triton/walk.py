@@ -9,11 +9,23 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from sp_compile.lowering.scan.table import strides_of
+from sp_compile.lowering.scan.scan_table import strides_of
 from sp_compile.lowering.triton.device import on_device
 
-from .operators import combine_where, scan_segments, scan_states
-from .tiles import State, Sweep, Tile, last, load_state, load_tile, neutral, store_tile, tile_lines, value_of, with_last
+from .triton_ops import combine_where, scan_segments, scan_states
+from .triton_tiles import (
+    State,
+    Sweep,
+    Tile,
+    last,
+    load_state,
+    load_tile,
+    neutral,
+    store_tile,
+    tile_lines,
+    value_of,
+    with_last,
+)
 
 
 @triton.jit

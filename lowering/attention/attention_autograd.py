@@ -1,0 +1,83 @@
+"""Attention as one differentiable step, whatever way its keys travel: what it keeps, and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .gathered_kernel import GatheredKeys
+from .merge_blocks import sinks_grad, with_sinks
+from .op_args import LocalArgs
+from .ring_kernel import RingKeys
+
+Keys = GatheredKeys | RingKeys
+"""Where keys lie, and how they come to the queries.
+
+`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask, or
+the gradients of tables, if it is wanted.
+"""
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None, lse: bool = False
+) -> Tensor:
+    """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
+
+    lse: the result is (B, H, s, E + 1), in float32 or wider, and the last of each row its log-sum-exp.
+
+    sinks: (H,), a logit of each head that takes its share of the weights and gives nothing. Given the result and the
+    lse with them, the gradients of q, k and v are those without.
+    """
+    out, sums = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
+    return torch.cat([out.to(sums.dtype), sums.unsqueeze(-1)], -1) if lse else out
+
+
+class _AttentionFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        args: LocalArgs,
+        keys: Keys,
+        with_lse: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = keys.forward(q, k, v, args.holding(list(tensors)))
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
+        ctx.args, ctx.keys = args.holding([None] * len(tensors)), keys
+        ctx.with_lse = with_lse
+        if not with_lse:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.compiler.disable
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
+        args = ctx.args.holding(tensors)
+        wants_tables = any(others[len(others) - len(args.tables) :])
+        dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
+        given, values = (grad, out, lse), v
+        if ctx.with_lse:
+            # A value of 1 beside the others, whose results are nowhere: what is given for it comes to all scores alike.
+            ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
+            grad = torch.cat([grad, of_lse.unsqueeze(-1).to(grad.dtype)], -1)
+            given, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
+        dq, dk, dv, learned = ctx.keys.backward(given, q, k, values, args, wants_mask or wants_tables)
+        dv = dv[..., : v.shape[-1]]
+        dtables = args.grads_of_tables(learned) if wants_tables else [None] * len(args.tables)
+        rest = [None] * (len(tensors) - 1 - len(dtables))
+        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
+        return None, None, None, *grads[:3], dsinks, grads[3], *rest, *dtables

@@ -1,0 +1,119 @@
+"""Attention of local queries over gathered keys and values: one all-gather forward, nothing of it kept.
+
+    k, v  (B, Hkv, s, D)  ->  rows first, side by side, one all_gather  ->  views (B, Hkv, S, D)
+    backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
+
+Zigzag shards are gathered in two: their first chunks, which are then in order, and their second ones, in reverse order.
+Nothing is copied into another order, or to leave padding out, and the second half is under way while the first is
+attended to. All keys are copied into their own order only where a table deals chunks to ranks, since documents in the
+ranks' order are more calls than three (of 1,000 on 8 ranks up to 14), and where shards are zigzag and a mask is data,
+whose columns would be copied instead, of which there are more.
+
+Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
+causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.frames import FrameArg, by_rank, folds_of, in_order, pad, trim
+from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.masks.score_program import has_fills
+from sp_compile.lowering.masks.spans import Span, stretches, whole
+
+from .merge_blocks import merge
+from .op_args import SEQUENCE, LocalArgs
+from .ring_kernel import Cat, added, after, keys_and_values
+
+
+class GatheredKeys(NamedTuple):
+    """Where keys lie. frame: None if they are whole on every rank already.
+
+    orders: None, or the order in which ranks hold them, and its inverse (see ``sp::deal``).
+    """
+
+    frame: FrameArg | None
+    n: int
+    group: str
+    orders: Sequence[Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] | None = None
+        for keys, values, where in self._parts(k, v, args, torch.cat):
+            block = args.attend(q, keys, values, where)
+            found = block if found is None else merge(*found, *block)
+        assert found is not None
+        return found
+
+    def backward(
+        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dq: Tensor | None = None
+        dmask: Tensor | None = None
+        of_keys = []
+        for keys, values, where in self._parts(k, v, args, after(given[0])):
+            packed = "rows" if self.n > 1 and self.frame is not None else ""
+            dq_, dk, dv, dmask_ = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
+            dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
+            if packed:
+                dk, dv = keys_and_values(self._scattered(dk, self._as_held(args)), k, v)
+            elif self.frame is not None:
+                dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
+            of_keys.append((dk, dv))
+        assert dq is not None
+        assert dmask is not None
+        dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
+        return dq, dk, dv, dmask
+
+    def _as_held(self, args: LocalArgs) -> bool:
+        """Whether keys are attended to in the order in which ranks hold them, padding included.
+
+        A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
+        merged, as may a program of scores.
+        """
+        frame, n = self.frame, self.n
+        return not (frame is None or n == 1 or self.orders or args.mask is not None or has_fills(args.score))
+
+    def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
+        """All keys and values, at once or in two."""
+        if self.frame is None or not self._as_held(args):
+            keys, values = self._gather(k, v, cat)
+            yield keys, values, whole(keys.shape[SEQUENCE])
+            return
+        folds = folds_of(self.frame)
+        for part, where in zip(_side_by_side(k, v, cat).chunk(folds), stretches(self.frame, self.n)):
+            rows = current().all_gather(part, self.n, self.group)
+            yield *keys_and_values(rows.movedim(0, SEQUENCE), k, v), where
+
+    def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
+        frame, n = self.frame, self.n
+        if frame is None:
+            return k, v
+        if n == 1:
+            return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
+        rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
+        rows = trim(rows, 0, frame, n, 1)
+        if self.orders:
+            order, inverse = self.orders
+            rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
+        return keys_and_values(rows.movedim(0, SEQUENCE), k, v)
+
+    def _scattered(self, both: Tensor, as_held: bool) -> Tensor:
+        """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""
+        frame, n = self.frame, self.n
+        assert frame is not None
+        rows = both.movedim(SEQUENCE, 0)
+        if not as_held:
+            rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
+            rows = by_rank(pad(rows, 0, frame, n, edge=False), frame, n)
+        return current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)
+
+
+def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
+    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
+    return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)

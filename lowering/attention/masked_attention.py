@@ -1,0 +1,94 @@
+"""Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.masks.spans import whole
+
+from .attention_autograd import attention
+from .gathered_kernel import GatheredKeys
+from .op_args import LocalArgs
+
+
+@composite(
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor[] rows, Tensor[] cols, SymInt[] sizes, str predicate, "
+    "float dropout_p, float? scale, bool enable_gqa, Tensor[]? pieces=None, "
+    "str score='', Tensor[]? heads=None, Tensor? attn_mask=None, Tensor? sinks=None, Tensor[]? tables=None, "
+    "bool lse=False) -> Tensor",
+    padded="as given",
+)
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
+
+    Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
+    and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
+    (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already.
+    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads;
+    ``tables``: what it looks up, of any shapes, not beside a mask that is data.
+    ``attn_mask``: data besides, bool or floats that are added, which broadcasts to (..., Sq, Sk). ``sinks`` (H,): a
+    logit of each head that no key has, which takes its share of the weights. A query that attends to nothing gives 0.
+    ``lse``: the result is (..., Sq, E + 1) in float32 or wider, each row's log-sum-exp behind it; not with sinks.
+    Bytes: none. Backward: all of q, k, v, a mask of floats, tables and sinks. SpError for text that is no predicate.
+    """
+    rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
+    rest_of_them: list[Any] = [None, "", None, None, None, None, False]
+    pieces, score, heads, mask, sinks, tables, lse = given + rest_of_them[len(given) :]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    lookups = rows, cols, pieces or [], sizes, predicate
+    reads = heads or [], tables or []
+    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, whole(q.shape[-2]), [], 1, "")
+    args = replace(args, pieces=args.pieces_made())
+    headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
+    q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    if mask is not None:
+        args = with_autocast(replace(args, mask=_mask(mask, batch, headless)))
+    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
+    out = out.reshape(*batch, *out.shape[1:])
+    return out.squeeze(-3) if headless else out
+
+
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot look inside
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+def autocast(*xs: Tensor) -> list[Tensor]:
+    """What autocast does to the operands of scaled_dot_product_attention."""
+    device = xs[0].device.type
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
+        return list(xs)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
+
+
+def with_autocast(args: LocalArgs) -> LocalArgs:
+    """What it does to a mask, which is of the operands' dtype then, as kernels want it."""
+    return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
+
+
+def _mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
+    """(B | 1, H | 1, Sq | 1, Sk | 1), of what broadcasts to (*batch, H, Sq, Sk), or to (*batch, Sq, Sk)."""
+    mask = mask[(None,) * max(2 - mask.ndim, 0)]
+    mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
+    if mask.shape[:-3].numel() == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(batch.numel(), *mask.shape[-3:])
+
+
+def _four_dims(q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
+    key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
+    heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
+    wanted = zip((q, k, v), (heads, key_heads, key_heads))
+    query, key, value = (
+        x.expand(*batch, *h, *x.shape[-2:]).reshape(batch.numel(), *h, *x.shape[-2:]) for x, h in wanted
+    )
+    return query, key, value

@@ -1,0 +1,1 @@
+"""The base that all layers use: errors, ranks, registries, frames, progress."""

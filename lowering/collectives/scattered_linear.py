@@ -1,0 +1,36 @@
+"""sp::reduce_pair: the reductions of a tensor-parallel program, with the gradient that its author wrote for them.
+
+Over other ranks than those that share the sequence, and of every element by itself, so that shards pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.library import LinearMap, composite
+
+c10d = torch.ops._c10d_functional
+
+
+def _reduced(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
+    for reduction in first:
+        op, group = reduction.split(" ", 1)
+        x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
+    return x.view_as(x)
+
+
+def _reduced_back(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
+    return _reduced(x, then, first)
+
+
+@composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor", padded="as given")
+def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
+    """All-reduces of x, one behind the other, each "op group"; backward: those of the cotangent.
+
+    Megatron's f is ([], ["sum g"]) and its g (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
+    Source: _c10d_functional.all_reduce.
+    """
+    return LinearMap.apply(x, _reduced, _reduced_back, list(forward), list(backward))

@@ -1,0 +1,256 @@
+"""What becomes of a score, as a program: the operations of a user's function, which round as on one device.
+
+    t0 = aten.sub.Tensor(k, q); t1 = aten.add.Tensor(t0, 12); t2 = aten.index.Tensor(table0, [head0, t1])
+    aten.add.Tensor(s, t2)                          (lines are separated by "; ", the last one is the result)
+
+Names: ``s``, the score; ``b``, ``q`` and ``k``, the indices of the batch entry, the query and the key; ``head<i>``,
+``row<i>`` and ``col<i>``, a vector's value at the query head, the query and the key; ``table<i>``, a tensor that is
+looked up by any of these, or one number. Values are elements of all pairs at once, or of one pair; every operation is
+pointwise or looks up a table. It may come from a file, so nothing but these operations is ever executed.
+
+"fills; " in front says that what it gives may be large and finite in place of -inf (`sharding/attention.py`): of a row
+of nothing else no log-sum-exp tells how many keys there are, so each row is computed with all of its keys at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.dtypes import LEAST_FILL
+from sp_compile.lowering.torch_compat import OpOverload, differentiating, schema_of
+
+from .mask_text import SHOWN_CHARACTERS
+
+aten = torch.ops.aten
+Lookup = Callable[[Tensor, list[Tensor]], Tensor]
+_NAME = re.compile(r"s|b|q|k|(head|row|col|table|t)\d+")
+_MADE = re.compile(r"t\d+")
+_FLOATS = {"inf": float("inf"), "nan": float("nan")}
+_KINDS = ("Tensor", "Scalar")
+_OTHERS = {
+    aten.index.Tensor, aten.full_like.default, aten.to.dtype, aten._to_copy.default, aten.clone.default,
+    aten.detach.default, aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor,
+    *(getattr(aten.where, kind) for kind in ("self", "Scalar", "ScalarSelf", "ScalarOther")),
+    *(getattr(op, kind) for op in (aten.__and__, aten.__or__, aten.__xor__) for kind in _KINDS),
+}  # fmt: skip
+_FILLS = "fills; "
+_COMPARED = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
+class ProgramLine(NamedTuple):
+    """name = op(*args, **kwargs); without an op the constant args[0] of dtype args[1]. Names in arguments: `Name`."""
+
+    name: str
+    op: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class Name(str):
+    """A value's name among arguments."""
+
+
+def is_program(text: str) -> bool:
+    """Is it one of these, and no expression (`score.py`)?"""
+    return "aten." in text
+
+
+def is_known(op: Any) -> bool:
+    """May a program call it?"""
+    if not isinstance(op, OpOverload):
+        return False
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    return op in _OTHERS or (torch.Tag.pointwise in op.tags and not draws and not schema_of(op).is_mutable)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> tuple[ProgramLine, ...]:
+    """The lines of a program. Raises ValueError when it is none; nothing of it is ever executed."""
+    try:
+        body = ast.parse(text.removeprefix(_FILLS).replace("; ", "\n")).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text[:SHOWN_CHARACTERS]!r}: {error}") from error
+    lines: list[ProgramLine] = []
+    known: set[str] = set()
+    for i, statement in enumerate(body):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if (
+                i < len(body) - 1 and _MADE.fullmatch(name) and name not in known
+            ):
+                lines.append(_line(name, call, known))
+            case ast.Expr(value=ast.Call() as call) if i == len(body) - 1:
+                lines.append(_line("result", call, known))
+            case _:
+                raise ValueError(f"{ast.unparse(statement)[:SHOWN_CHARACTERS]!r} is no line of a program")
+        known.add(lines[-1].name)
+    if not lines:
+        raise ValueError("a program without lines")
+    return tuple(lines)
+
+
+def _line(name: str, call: ast.Call, known: set[str]) -> ProgramLine:
+    path, args = ast.unparse(call.func).split("."), [_argument(x, known) for x in call.args]
+    kwargs = {str(x.arg): _argument(x.value, known) for x in call.keywords}
+    if path == ["constant"] and len(args) == 2 and isinstance(args[1], torch.dtype):
+        return ProgramLine(name, None, args, {})
+    packet = getattr(aten, path[1], None) if len(path) == 3 and path[0] == "aten" else None
+    op = getattr(packet, path[2], None) if packet is not None and path[2] in packet.overloads() else None
+    if not is_known(op):
+        raise ValueError(f"no program calls {'.'.join(path)}")
+    return ProgramLine(name, op, args, kwargs)
+
+
+def _argument(node: ast.AST, known: set[str]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=one):
+            value = _argument(one, known)
+            if isinstance(value, int | float):
+                return -value
+        case ast.Name(id=name) if name in _FLOATS:
+            return _FLOATS[name]
+        case ast.Name(id=name) if _NAME.fullmatch(name) and (name in known or not _MADE.fullmatch(name)):
+            return Name(name)
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if isinstance(getattr(torch, name, 0), torch.dtype):
+            return getattr(torch, name)
+        case ast.List(elts=elements):
+            return [_argument(x, known) for x in elements]
+    raise ValueError(f"{ast.unparse(node)[:SHOWN_CHARACTERS]!r} is no argument in a program")
+
+
+def call_text(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
+    """A call as a line has it; names are `Name`s."""
+    return f"{op}({', '.join([*map(_word, args), *(f'{k}={_word(v)}' for k, v in kwargs.items())])})"
+
+
+def constant(value: float, dtype: torch.dtype) -> str:
+    """A number that takes part in promotion as a tensor of this dtype does."""
+    return f"constant({_word(value)}, {dtype})"
+
+
+def _word(x: Any) -> str:
+    if isinstance(x, Name):
+        return str(x)
+    return f"[{', '.join(map(_word, x))}]" if isinstance(x, list | tuple) else str(x) if x != x else repr(x)
+
+
+@lru_cache(maxsize=1024)
+def names_in(text: str) -> frozenset[str]:
+    """What it reads, but for the score itself."""
+    lines = parse(text)
+    return frozenset(str(x) for line in lines for x in _names(line)) - {line.name for line in lines} - {"s"}
+
+
+def _names(line: ProgramLine) -> list[Name]:
+    args = [*line.args, *line.kwargs.values()]
+    flat = [y for x in args for y in (x if isinstance(x, list) else [x])]
+    return [x for x in flat if isinstance(x, Name)]
+
+
+def rename_program(text: str, names: Mapping[str, str]) -> str:
+    """The program with other names for what it reads."""
+
+    def new(x: Any) -> Any:
+        if isinstance(x, list):
+            return [new(y) for y in x]
+        return Name(names.get(x, x)) if isinstance(x, Name) else x
+
+    lines = []
+    for name, op, args, kwargs in parse(text):
+        line = constant(*args) if op is None else call_text(op, new(args), {k: new(v) for k, v in kwargs.items()})
+        lines.append(line if name == "result" else f"{name} = {line}")
+    renamed = "; ".join(lines)
+    return with_fills(renamed) if has_fills(text) else renamed
+
+
+def has_fills(text: str) -> bool:
+    """Is it said that numbers of its result may be fills, large ones that are finite?"""
+    return text.startswith(_FILLS)
+
+
+def with_fills(text: str) -> str:
+    """The program, of which that is said."""
+    return text if has_fills(text) else _FILLS + text
+
+
+def adds_fills(text: str) -> bool:
+    """May its constants be fills? Not those that only tell where something is looked up, or whether."""
+    wanted = {"result"}
+    for name, op, args, kwargs in reversed(parse(text)):
+        if name not in wanted or getattr(op, "overloadpacket", None) in _COMPARED:
+            continue
+        packet = getattr(op, "overloadpacket", None)
+        given = args[:1] if packet is aten.index else args[1:] if packet is aten.where else [*args, *kwargs.values()]
+        if any(_is_fill(x) for x in given):
+            return True
+        wanted |= {str(x) for x in given if isinstance(x, Name)}
+    return False
+
+
+def _is_fill(x: Any) -> bool:
+    return isinstance(x, int | float) and LEAST_FILL <= abs(x) < float("inf")
+
+
+def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:
+    """The scores that the softmax reads, of the scaled ones and in their dtype; ``values`` broadcast to them.
+
+    lookup: table, indices -> elements of it, in the place of torch's.
+    """
+    # A number of no dims would not take part in promotion beside what has dims, as it does beside a single score.
+    ones = (1,) * score.ndim
+    known = {name: x.reshape(ones) if not x.ndim else x for name, x in values.items()} | {"s": score}
+
+    def given(x: Any) -> Any:
+        if isinstance(x, list):
+            return [given(y) for y in x]
+        return known[x] if isinstance(x, Name) else x
+
+    for name, op, args, kwargs in parse(text):
+        operands = [given(x) for x in args]
+        if op is None:
+            known[name] = torch.full(ones, operands[0], dtype=operands[1], device=score.device)
+        elif op is aten.index.Tensor:
+            known[name] = lookup(*operands)
+        else:
+            # A size that another call may change was a number where the program was written, and is a tensor.
+            sized = any(isinstance(x, Name) and x.startswith("table") for x in args)
+            call = op.overloadpacket if sized else op
+            known[name] = call(*operands, **{k: given(v) for k, v in kwargs.items()})
+    return known["result"].to(score.dtype).expand(score.shape)
+
+
+def pull_back_program(
+    text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
+) -> Tensor:
+    """The gradient of the scaled scores, of that of what the softmax reads. Those of tables are added to totals."""
+    looked_up: list[tuple[str, list[Tensor], Tensor]] = []
+    with differentiating():
+        leaves = {name: values[name].detach().requires_grad_() for name in totals}
+        of = {id(x): name for name, x in leaves.items()}
+
+        def lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
+            found = aten.index.Tensor(table.detach(), indices)
+            if id(table) in of:
+                looked_up.append((of[id(table)], indices, found.requires_grad_()))
+            return found
+
+        scaled = score.detach().requires_grad_()
+        out = run_program(text, scaled, {**values, **leaves}, lookup)
+        wanted = [scaled, *(found for *_, found in looked_up), *leaves.values()]
+        grads = torch.autograd.grad(out, wanted, grad, allow_unused=True) if out.requires_grad else [None] * len(wanted)
+    first, *others = grads
+    for (name, indices, _), found in zip(looked_up, others):
+        if found is not None:
+            totals[name].index_put_(indices, found.to(totals[name].dtype), accumulate=True)
+    for name, found in zip(leaves, others[len(looked_up) :]):
+        if found is not None:
+            totals[name].add_(found)
+    return torch.zeros_like(score) if first is None else first

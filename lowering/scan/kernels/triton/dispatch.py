@@ -1,0 +1,79 @@
+"""Which way a scan goes on a GPU. Importing this needs triton.
+
+On an H100 the way that is taken was the faster one on every shape that `benchmarks/gpu_scans.py` times (torch 2.11).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.registry import Override
+
+from .triton_tiles import State, Sweep
+from .walk import in_one, in_parts
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """walk: bytes of states that a program holds at once, and its warps.
+
+    programs: for each multiprocessor when a length is divided. enough: for each to leave it whole.
+    """
+
+    walk: tuple[int, int] = (8192, 4)
+    programs: int = 16
+    enough: int = 4
+
+
+WARP_BYTES = 1024
+"""Of states of 64 bits, without flags, a tile has a warp for so many: with half the warps some spill on sm_90."""
+
+INTERPRETER_SIZES = TileSizes((128, 1), programs=2, enough=2)
+"""In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
+
+
+WAYS = ("one", "parts")
+
+
+def way_of(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
+    """The way of so many tiles across the lines and along them: parts, unless whole lines keep the device busy."""
+    return "one" if across >= sizes.enough * multiprocessors or along <= 2 else "parts"
+
+
+_forced: Override[tuple[str, TileSizes | None]] = Override()
+
+
+def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
+    """Every scan inside, on any thread, goes this way."""
+    if name not in WAYS:
+        raise SpError("SP551", f"name: expected one of {', '.join(WAYS)}, got {name!r}.")
+    return _forced.to((name, sizes))
+
+
+def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
+    """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
+    way, sizes = _forced.value or ("", None)
+    sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
+    held, warps = sizes.walk
+    elements = 1 << (held // sweep.state_bytes).bit_length() - 1
+    if sweep.compute.itemsize == 8:
+        warps = max(warps, 1 << (elements * sweep.value_bytes // WARP_BYTES | 1).bit_length() - 1)
+    tile = sweep.tile(elements, warps)
+    across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
+    multiprocessors = _multiprocessors(sweep.x.device)
+    if (way or way_of(across, along, multiprocessors, sizes)) == "one":
+        return in_one(sweep, tile, initial, out, total)
+    wanted = triton.cdiv(sizes.programs * multiprocessors, across)
+    part = tile.steps * triton.cdiv(along, min(wanted, along))
+    return in_parts(sweep, tile, part, initial, out)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

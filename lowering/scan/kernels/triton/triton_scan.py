@@ -1,0 +1,97 @@
+"""The Triton row of the scans' lowering table: CUDA tensors, and any in Triton's interpreter.
+
+x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1); every size may be 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.scan.monoids import MONOIDS, Pair, scannable
+from sp_compile.lowering.scan.scan_table import Problem, register
+from sp_compile.lowering.triton import AVAILABLE
+
+if TYPE_CHECKING:
+    from .triton_tiles import Sweep
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the kernels can run this."""
+    if not all(map(scannable, (problem.dtype, problem.result, problem.accumulate))):
+        return False
+    return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    from .dispatch import run
+    from .triton_tiles import State, Sweep
+
+    dtype, accumulate = problem.result, problem.accumulate
+    neutral, compute = MONOIDS[problem.op].identity(accumulate), _compute_dtype(accumulate)
+    out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)
+    if not x.numel():
+        return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
+    options = problem.exclusive, problem.reverse
+    sweep = Sweep(x, problem.op, neutral, compute, torch.int32, None, starts, *options)
+    total = run(sweep, None, State(out), True)
+    assert total is not None
+    return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
+
+
+def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    from .dispatch import run
+    from .triton_tiles import State, Sweep
+
+    out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
+    if x.numel():
+        neutral = MONOIDS[problem.op].identity(x.dtype)
+        compute, index = _compute_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
+        sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, None, starts, False, problem.reverse)
+        run(sweep, None, State(out, indices), False)
+    return out, indices
+
+
+def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+    from .dispatch import run
+    from .triton_tiles import State
+
+    h = b.new_empty(b.shape, dtype=problem.result)
+    if b.numel():
+        sweep = _recurrence(problem, a, b)
+        before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
+        run(sweep, before, State(h), False)
+    return h
+
+
+def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
+    from .dispatch import run
+
+    shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
+    if not a.numel():
+        return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
+    total = run(_recurrence(problem, a, b), None, None, True)
+    assert total is not None
+    assert total.second is not None
+    return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
+
+
+def _recurrence(problem: Problem, a: Tensor, b: Tensor) -> Sweep:
+    from .triton_tiles import Sweep
+
+    compute = _compute_dtype(problem.accumulate)
+    return Sweep(a, "linear", 1, compute, torch.int32, b, None, problem.lagged, problem.reverse)
+
+
+def _compute_dtype(accumulate: torch.dtype) -> torch.dtype:
+    """What states are held in: no narrower than 32 bits."""
+    if accumulate.itemsize == 8:
+        return accumulate
+    return torch.float32 if accumulate.is_floating_point else torch.int32
+
+
+register("triton", sys.modules[__name__], rank=lambda problem: 20)

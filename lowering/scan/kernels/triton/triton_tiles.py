@@ -1,0 +1,313 @@
+"""What the scan kernels share. Importing this needs triton.
+
+A tensor (outer, length, inner) has outer * inner lines; line l is column l % inner of row l // inner. A program
+holds a tile of STEPS places in scan order (dim 0) by LINES lines (dim 1). Lines are neighbours in memory where
+inner > 1, places where inner == 1, so that either way a tile is read in whole runs.
+
+Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
+is the inclusive one of what comes a place earlier: SHIFT.
+
+FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_ops import LEAF_KINDS, combine
+
+
+@triton.jit
+def tile_lines(  # type: ignore[no-untyped-def]
+    tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
+):
+    """-> the numbers of a tile's lines, whether they exist, and where they begin, (1, LINES)."""
+    line = tile.to(tl.int64) * LINES + tl.arange(0, LINES)[None, :]
+    # What is known at compile time, of bounds and of addresses, makes loads wide.
+    if EVEN:
+        exists = tl.full((1, LINES), 1, tl.int1)
+    else:
+        exists = line < lines
+    if FLAT and LINES == 1:
+        base = tl.zeros_like(line)
+    elif FLAT:
+        base = line
+    else:
+        base = line // inner * length * inner + line % inner
+    return line, exists, base
+
+
+@triton.jit
+def _time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return length - 1 - place if REVERSE else place
+
+
+@triton.jit
+def _leaf(  # type: ignore[no-untyped-def]
+    x, second, source, at, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
+    ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """The states of single elements, neutral where not kept; the second tensor is a copy of the first if not needed.
+
+    x is read at ``source`` where taken: values, or the factors of a recurrence; what that adds is read from ``second``
+    at ``at``, where inside. The index of an indexed state is its time, or if GIVEN what ``second`` holds.
+    """
+    p = tl.where(kept, tl.load(x + source, mask=taken, other=0).to(ACC), NEUTRAL)
+    q = p
+    if LEAF == "linear":
+        p = tl.load(second + at, mask=inside, other=0).to(ACC)
+    if LEAF == "exponentials":
+        q = tl.where(kept, 1.0, 0.0).to(ACC)
+    if LEAF == "indexed":
+        if GIVEN:
+            q = tl.load(second + source, mask=taken, other=0)
+        else:
+            q = tl.broadcast_to(time, p.shape).to(INDEX)
+    return p, q
+
+
+@triton.jit
+def _starts_of(  # type: ignore[no-untyped-def]
+    starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
+    SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """1 where a segment begins. exists: of places; inside: of elements."""
+    if SHARED:
+        flag = tl.load(starts + time, mask=exists, other=0)
+    else:
+        at = line // inner * per_outer + time * per_time + line % inner * per_inner
+        flag = tl.load(starts + at, mask=inside, other=0)
+    return tl.broadcast_to((flag != 0).to(tl.int32), (STEPS, LINES))
+
+
+@triton.jit
+def load_tile(  # type: ignore[no-untyped-def]
+    x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
+    LEAF: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
+    SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
+    STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """-> where its elements are, whether they are, their flags, and their states; nothing before ``begin`` is read."""
+    inside = exists & (place < length)
+    time = _time_of(place, length, REVERSE)
+    at = base + time * inner
+    source, taken = at, inside
+    if SHIFT:
+        source = base + _time_of(place - 1, length, REVERSE) * inner
+        taken = inside & (place > begin)
+    kept = taken
+    flag = tl.zeros((STEPS, LINES), tl.int32)
+    if SEGMENTED:
+        flag = _starts_of(
+            starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
+        )  # fmt: skip
+        if SHIFT:
+            kept = taken & (flag == 0)
+    p, q = _leaf(x, second, source, at, taken, kept, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    return at, inside, flag, p, q
+
+
+@triton.jit
+def with_last(  # type: ignore[no-untyped-def]
+    p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
+    NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """States with the element before ``end``, which a shift has left over. A recurrence only multiplies there."""
+    at = base + _time_of(end - 1, length, REVERSE) * inner
+    own, own_q = _leaf(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    return combine(p, q, own, own_q, OP)
+
+
+@triton.jit
+def neutral(  # type: ignore[no-untyped-def]
+    LEAF: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr
+):
+    """The state that changes nothing, for every line."""
+    p = tl.full((1, LINES), NEUTRAL, ACC)
+    q = p
+    if LEAF == "linear":
+        p = tl.full((1, LINES), 0, ACC)
+    if LEAF == "exponentials":
+        q = tl.full((1, LINES), 0, ACC)
+    if LEAF == "indexed":
+        q = tl.full((1, LINES), 0, INDEX)
+    return p, q
+
+
+@triton.jit
+def load_state(values, indices, at, here, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The states whose values `value_of` gave, elsewhere the neutral p and q. Of a recurrence it is the h alone."""
+    p = tl.where(here, tl.load(values + at, mask=here, other=0), p)
+    if LEAF == "exponentials":
+        q = q + 1
+    if LEAF == "indexed":
+        q = tl.load(indices + at, mask=here, other=0)
+    return p, q
+
+
+@triton.jit
+def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a state stands for. The logarithm is taken in float64: that of float32 is an approximation here."""
+    if LEAF == "exponentials":
+        p = p + tl.log(q.to(tl.float64)).to(p.dtype)
+    return p
+
+
+@triton.jit
+def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out + at, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
+    if LEAF == "indexed":
+        tl.store(out_index + at, q.to(out_index.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def last(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(STEPS, LINES) -> (1, LINES), the last place. All else counts as 0, so infinities stay what they are."""
+    return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
+
+
+TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
+RUN_BYTES = 128
+"""Of neighbouring lines a tile is at least this wide, where the tensor is."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Of some places of every line, (places, lines): what `value_of` gives, and what an operator adds.
+
+    second: factor of a recurrence, or index. flag: int8, whether a segment begins there.
+    """
+
+    value: Tensor
+    second: Tensor | None = None
+    flag: Tensor | None = None
+
+    def rows(self, begin: int, end: int | None = None) -> State:
+        return State(*(x if x is None else x[begin:end] for x in (self.value, self.second, self.flag)))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """STEPS places by LINES lines, and the warps that hold them."""
+
+    steps: int
+    lines: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An inclusive scan over places of x (outer, length, inner), or of what lies a place earlier if shift.
+
+    op: "sum", "prod", "max", "min", or one of LEAF_KINDS. neutral: its identity in x; of "linear", whose x are the
+    factors, 1. second: what a recurrence adds, or the indices of x where they are not its times. compute: a key of
+    TRITON_TYPES, of all states. index: int32 or int64. starts: bool or int8, (outer|1, length, inner|1).
+    """
+
+    x: Tensor
+    op: str
+    neutral: float
+    compute: torch.dtype
+    index: torch.dtype
+    second: Tensor | None = None
+    starts: Tensor | None = None
+    shift: bool = False
+    reverse: bool = False
+
+    @property
+    def leaf(self) -> str:
+        return LEAF_KINDS.get(self.op, "value")
+
+    @property
+    def length(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def lines(self) -> int:
+        return self.x.shape[0] * self.x.shape[2]
+
+    @property
+    def start(self) -> float:
+        """The value of the neutral state."""
+        return 0 if self.op == "linear" else self.neutral
+
+    def totals(self) -> Sweep:
+        """The sweep whose last state is the total: shift moves results, and what a lagged recurrence multiplies."""
+        return replace(self, shift=self.shift and self.op == "linear")
+
+    def over(self, parts: State) -> Sweep:
+        """The scan of the parts' totals, in scan order."""
+        x, second = parts.value, parts.second
+        if self.op == "linear":
+            x, second = second, x
+        return replace(
+            self, x=_line_up(x), second=_line_up(second), starts=_line_up(parts.flag), shift=False, reverse=False
+        )
+
+    def states(self, places: int) -> State:
+        """Memory for what states stand for, of every line at some places."""
+        pair = self.leaf in ("linear", "indexed")
+        second_dtype = self.index if self.leaf == "indexed" else self.compute
+        empty, shape = self.x.new_empty, (places, self.lines)
+        return State(
+            empty(shape, dtype=self.compute),
+            empty(shape, dtype=second_dtype) if pair else None,
+            empty(shape, dtype=torch.int8) if self.starts is not None else None,
+        )
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one element's state, in registers, without its flag."""
+        second = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
+        return self.compute.itemsize + second
+
+    @property
+    def state_bytes(self) -> int:
+        return self.value_bytes + (4 if self.starts is not None else 0)
+
+    def tile(self, elements: int, warps: int) -> Tile:
+        """Whole runs of memory first, then as many places as there are, then more lines."""
+        runs = RUN_BYTES // self.x.element_size()
+        lines = min(triton.next_power_of_2(self.x.shape[2]), max(runs, 16), elements)
+        steps = min(triton.next_power_of_2(self.length), elements // lines)
+        lines = max(lines, min(triton.next_power_of_2(self.lines), elements // steps))
+        return Tile(steps, lines, warps)
+
+    def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
+        """For a kernel: bools as the bytes they are, and x in the place of those that there are not."""
+        given = (self.x if x is None else x for x in tensors)
+        return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in given]
+
+    def options(self, tile: Tile) -> dict[str, Any]:
+        """What the kernels are compiled for."""
+        return {
+            "OP": self.op,
+            "LEAF": self.leaf,
+            "PAIR": self.leaf != "value",
+            "NEUTRAL": self.neutral,
+            "ACC": TRITON_TYPES[self.compute],
+            "INDEX": TRITON_TYPES[self.index],
+            "GIVEN": self.leaf == "indexed" and self.second is not None,
+            "UNIT": math.gcd(self.x.shape[2], 16),
+            "FLAT": self.x.shape[0] == 1,
+            "EVEN": self.lines % tile.lines == 0,
+            "SHARED": self.starts is not None and self.starts.shape[0] == self.starts.shape[2] == 1,
+            "SEGMENTED": self.starts is not None,
+            "SHIFT": self.shift,
+            "REVERSE": self.reverse,
+            "STEPS": tile.steps,
+            "LINES": tile.lines,
+            "num_warps": tile.warps,
+        }
+
+
+def _line_up(x: Tensor | None) -> Tensor | None:
+    """(places, lines) as (1, length, inner)."""
+    return x if x is None else x.unsqueeze(0)

@@ -1,0 +1,185 @@
+"""Derivatives of scans, which are scans: one exchange forward, one backward, and shards kept in between.
+
+Every scan is a recurrence once it is linearised: y_i = a_i * y_(i-1) + c_i * x_i, so that with P_i the scan before i
+
+    op          a_i                 c_i
+    prod        x_i                 P_i                 no division, so zeros are right
+    logsumexp   exp(P_i - y_i)      exp(x_i - y_i)      at most 1; both 0 where y_i is -inf
+    max, min    0 if x_i won        1 if x_i won        the later of equal ones wins, as in torch.cummax
+    sum         1                   1                   its adjoint is the sum the other way
+    recurrence  a_i                 1                   and the cotangent of a_i is that of y_i times y_(i-1)
+
+and the cotangent of x_i is c_i * w_i with w_i = g_i + a_(i+1) * w_(i+1), the lagged recurrence the other way; if the
+result was exclusive, w_i = g_(i+1) + a_(i+1) * w_(i+1). Where a segment begins, a is 0 and P neutral. What stands
+before a rank's first row was carried into it, and is kept. Only second derivatives exchange it once more, because it
+depends on the other ranks' operands.
+
+Tensors are chunked, see `rank_chunks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .carries import ExchangeWay, last_of, neighbours
+from .monoids import MONOIDS, Pair, accumulate_dtype, wins
+from .rank_chunks import Recurrence, ScanJob, before, end, met, recurred, row, scanned, selected, starts
+
+
+def scan(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob) -> Tensor:
+    """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
+    return _ScanFunction.apply(x, cuts, first, last, job)[0]
+
+
+def extremes(x: Tensor, op: str, way: ExchangeWay) -> Pair:
+    """The running extreme, differentiable, and its position, int64."""
+    best, index, _ = _ExtremesFunction.apply(x, op, way)
+    return best, index
+
+
+def recurrence(
+    a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h, and as in `recurred` what is carried in and what comes out, of which h alone is differentiable."""
+    return _RecurrenceFunction.apply(a, b, initial, job)
+
+
+class _ScanFunction(Function):
+    generate_vmap_rule = True
+    forward = staticmethod(scanned)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        (x, cuts, *_, job), (y, carry, cut) = inputs, output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(kept for kept in (carry, cut) if kept is not None))
+        ctx.job, ctx.x_dtype = job, x.dtype
+        values = (None, None, None) if job.op == "sum" else (x, y, carry)
+        ctx.save_for_backward(cuts, cut, *values)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None, None
+        (cuts, cut, x, y, carry), job = ctx.saved_tensors, ctx.job
+        if cut is not None:
+            cuts = met(cuts, cut, job.way)
+        if job.op == "sum":
+            dx = scan(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
+        else:
+            dx = _pulled_back(grad, x, y, carry, cuts, job)
+        return dx, None, None, None, None
+
+
+class _ExtremesFunction(Function):
+    generate_vmap_rule = True
+    forward = staticmethod(selected)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        (x, op, way), (y, index, carry) = inputs, output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(kept for kept in (index, carry) if kept is not None))
+        ctx.job = ScanJob(op, False, way, x.dtype, x.dtype)
+        ctx.save_for_backward(x, y, carry)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        x, y, carry = ctx.saved_tensors
+        return _pulled_back(grad, x, y, carry, None, ctx.job), None, None
+
+
+class _RecurrenceFunction(Function):
+    generate_vmap_rule = True
+    forward = staticmethod(recurred)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        (a, b, initial, job), (h, carry, final) = inputs, output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(kept for kept in (carry, final) if kept is not None))
+        ctx.job, ctx.b_dtype = job, b.dtype
+        ctx.save_for_backward(a, *((h, carry, initial) if ctx.needs_input_grad[0] else (None, None, None)))
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        (a, h, carry, initial), job = ctx.saved_tensors, ctx.job
+        wants_a, _, wants_initial, _ = ctx.needs_input_grad
+        # Exchanged in steps, one rank alone would know what comes out, which is the gradient of what goes in.
+        back = job.way.back._replace(exchange="gather") if wants_initial else job.way.back
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        w, carried, final = recurrence(a, grad, None, Recurrence(not job.lagged, back, dtype, job.accumulate))
+        da = dinitial = None
+        if wants_a and job.lagged:
+            da = h * before(w, _carried(w, carried, None, back), back)
+        elif wants_a:
+            da = w * before(h, _carried(h, carry, initial, job.way), job.way)
+        if wants_initial:
+            dinitial = _comes_out(a, w, final, not job.lagged, back).to(job.dtype)
+        return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
+
+
+def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanJob) -> Tensor:
+    """The cotangent of x, from that of y."""
+    way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
+    begins = None if cuts is None else starts(cuts, way)
+    prior = y
+    if not job.exclusive:
+        first = y.new_full(end(y, way).shape[1:], neutral)
+        prior = before(y, _carried(y, carry, first, way), way)
+        prior = prior if begins is None else prior.masked_fill(begins, neutral)
+    a, c = _linearised(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
+    if begins is not None:
+        a = a.masked_fill(begins, 0)
+        grad = grad.masked_fill(begins, 0) if job.exclusive else grad
+    wide = accumulate_dtype("sum", torch.promote_types(y.dtype, job.accumulate), y.device)
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    w, carried, _ = recurrence(a, grad, None, Recurrence(not job.exclusive, way.back, dtype, wide))
+    if job.exclusive:
+        w = before(w, _carried(w, carried, None, way.back), way.back)
+    return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
+
+
+def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: ExchangeWay) -> Tensor:
+    """What stands before each chunk's first row, (..., chunks, 1, ...): the end of the chunk before.
+
+    first (...): before the first of all, zeros if None. carry: the same as it came in the forward, in which it was not
+    differentiable.
+    """
+    if carry is not None and not (torch.is_grad_enabled() and y.requires_grad):
+        return carry.to(y.dtype)
+    ends = end(y, way)
+    first = y.new_zeros(ends.shape[1:]) if first is None else first.to(y.dtype)
+    return row(first[None] if way.alone else neighbours(ends, first, way), way)
+
+
+def _comes_out(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: ExchangeWay) -> Tensor:
+    """What comes out of the last chunk of all."""
+    if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
+        return final
+    ends = end(w, way) * end(a, way) if lagged else end(w, way)
+    return ends[0] if way.alone else last_of(ends, way)
+
+
+def _linearised(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
+    """a and c of the table above; prior: P."""
+    if op == "prod":
+        return x, prior
+    if op in ("max", "min"):
+        won = wins(op, x, prior)
+        return (~won).to(x.dtype), won
+    y = torch.logaddexp(prior, x) if y is None else y
+    same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and what came before is all there is
+    y = y.masked_fill(y == -torch.inf, 0)
+    return (prior - y).exp().masked_fill(same, 1), (x - y).exp()

@@ -1,0 +1,200 @@
+"""``sp::scan``, ``sp::extremes``, ``sp::linear_scan``: scans along a dim, of a whole tensor or of one that ranks share.
+
+Without a frame x is whole and nothing is communicated. With one, [1, size, start, length(, folds)], x is this rank's
+shard and the results are its shards of the scan of the whole sequence; exchange says how carries travel (see
+``carries.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each way, which is
+for contiguous frames. Bytes below are for "gather", C = elements of x without dim (twice those in zigzag frames).
+Raise ValueError for another exchange, or one that does not suit the frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.frames import FrameArg, column_along, folds_of, is_padded, known
+from sp_compile.lowering.base.library import composite
+from sp_compile.lowering.torch_compat import is_functorch_tensor
+
+from . import scan_autograd as autograd
+from .carries import ExchangeWay
+from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
+from .rank_chunks import Recurrence, ScanJob
+
+sp = torch.ops.sp
+_SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
+Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class ScanShards(NamedTuple):
+    """How ranks share operands and results: the last arguments of every operator here (``_SHARD_ARGUMENTS``)."""
+
+    frame: FrameArg | None = None
+    exchange: str = "gather"
+    n: int = 1
+    group: str = ""
+
+    def way(self, x: Tensor, dim: int, reverse: bool) -> ExchangeWay:
+        """Which way a scan of x runs."""
+        if self.exchange not in ("gather", "steps"):
+            raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {self.exchange!r}")
+        n = 1 if self.frame is None else self.n
+        folds = 1 if self.frame is None or n == 1 else folds_of(self.frame)
+        if self.exchange == "steps" and folds > 1:
+            raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
+        return ExchangeWay(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
+
+    def masked(self, x: Tensor, dim: int, fill: float) -> Tensor:
+        """``fill`` in padding."""
+        return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
+
+    def window(self, y: Tensor, dim: int) -> Tensor:
+        """A result whose padded rows hold the nearest valid row, and have zeros as cotangents."""
+        padded = self.frame is not None and is_padded(self.frame, self.n)
+        return sp.window(y, dim, self.frame, self.n, self.group) if padded else y
+
+
+@composite(
+    "scan(Tensor x, Tensor? segments, int dim, str op, bool exclusive=False, bool reverse=False, "
+    f"ScalarType? dtype=None, ScalarType? accumulate=None, {_SHARD_ARGUMENTS}) -> Tensor",
+    padded="nearest",
+)
+def scan(
+    x: Tensor,
+    segments: Tensor | None,
+    dim: int,
+    op: str,
+    exclusive: bool = False,
+    reverse: bool = False,
+    dtype: torch.dtype | None = None,
+    accumulate: torch.dtype | None = None,
+    *across: Any,
+) -> Tensor:
+    """Shard(dim) -> Shard(dim): sum, prod, max, min or logsumexp of all elements up to each, or before it.
+
+    Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
+    from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: what is added
+    in, ``monoids.accumulate_dtype`` if None; of no use to max and min. Bytes: (n - 1) * C * bytes(accumulate), with
+    segments those of two ids and a flag more; backward: of sum as many (and only the flag more), else twice as many.
+    Backward: a scan or a recurrence the other way, see ``scan_autograd.py``; differentiable again.
+    """
+    if x.ndim == 0:
+        return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
+    shards = ScanShards(*across)
+    way = shards.way(x, dim, reverse)
+    dtype = result_dtype(op, x.dtype) if dtype is None else dtype
+    if known(x.shape[way.dim] == 0):
+        return x.to(dtype, copy=True)
+    if accumulate is None or MONOIDS[op].selects:
+        accumulate = accumulate_dtype(op, dtype, x.device)
+    if shards.frame is None and segments is None and not _may_need_gradient(x):
+        # What follows would do the same, with a share of the time that short scans notice.
+        return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
+    x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
+    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
+    job = ScanJob(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
+    out = autograd.scan(_chunked(x, way), *_cuts(segments, x, way), job)
+    return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
+
+
+@composite(
+    f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)", padded="nearest"
+)
+def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
+    """Shard(dim) -> Shard(dim), Shard(dim): the running max or min, and its position in the window, int64.
+
+    Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
+    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8); backward: (n - 1) * C * 2 * bytes(what sums of x are added in).
+    Backward: cotangents are summed where the winner stands, on whichever rank; differentiable again.
+    """
+    if x.ndim == 0:
+        best, index = sp.extremes(x[None], 0, op, reverse)
+        return best[0], index[0]
+    shards = ScanShards(*across)
+    way = shards.way(x, dim, reverse)
+    if known(x.shape[way.dim] == 0):
+        return x.clone(), torch.empty_like(x, dtype=torch.int64)
+    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
+    best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes(_chunked(x, way), op, way))
+    if shards.frame is not None and not known(shards.frame[2] == 0):
+        index = index - shards.frame[2]
+    return shards.window(best, way.dim), shards.window(index, way.dim)
+
+
+@composite(
+    "linear_scan(Tensor a, Tensor b, Tensor? initial, int dim, bool reverse=False, ScalarType? accumulate=None, "
+    f"{_SHARD_ARGUMENTS}) -> Tensor",
+    padded="nearest",
+)
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    dim: int,
+    reverse: bool = False,
+    accumulate: torch.dtype | None = None,
+    *across: Any,
+) -> Tensor:
+    """Shard(dim), Shard(dim), invariant -> Shard(dim): h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
+
+    Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, whole on every rank, broadcasts to that
+    shape without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), as many backward. A shard is read twice: for the map
+    that it is, and once its carry is known. Backward: the recurrence the other way; differentiable again.
+    """
+    a, b = torch.broadcast_tensors(a, b)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    if a.ndim == 0:
+        first = None if initial is None else initial.reshape(())
+        return sp.linear_scan(a[None], b[None], first, 0, reverse, accumulate)[0]
+    shards = ScanShards(*across)
+    way = shards.way(a, dim, reverse)
+    if initial is not None:
+        initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != way.dim])
+    accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
+    a, b = a.to(dtype), b.to(dtype)
+    if known(a.shape[way.dim] == 0):
+        return a * b
+    a, b = shards.masked(a, way.dim, 1), shards.masked(b, way.dim, 0)
+    job = Recurrence(False, way, dtype, accumulate)
+    h = autograd.recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0]
+    return shards.window(h.flatten(way.dim, way.rows), way.dim)
+
+
+def _chunked(x: Tensor, way: ExchangeWay) -> Tensor:
+    """(..., S, ...) -> (..., chunks, rows, ...), a view."""
+    return x.unflatten(way.dim, (way.folds, x.shape[way.dim] // way.folds))
+
+
+def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
+    """The ids with as many dims as x; of sizes that broadcast, and S in dim."""
+    if segments.ndim == 1:
+        segments = column_along(segments, dim, x.ndim)
+    segments = segments.view([1] * (x.ndim - segments.ndim) + list(segments.shape))
+    return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
+
+
+def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> Cuts:
+    """cuts, and the two ends of the ids; see ``rank_chunks.py``."""
+    if segments is None:
+        return None, None, None
+    ids = _chunked(_aligned(segments, x, way.dim), way)
+    rows = ids.shape[way.rows]
+    ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
+    # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
+    ids = torch.cat([ends[0], ids, ends[1]], way.rows)
+    cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
+    return (cuts, None, None) if way.alone else (cuts, *ends)
+
+
+def _may_need_gradient(x: Tensor) -> bool:
+    """What functorch wraps may need one that its outside does not tell of."""
+    return is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
+
+
+def _kept(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
+    """The dtype that a scan's backward gets its result in: errors of exp(x - y) add up along its recurrence."""
+    if op in ("prod", "logsumexp") and _may_need_gradient(x):
+        return torch.promote_types(dtype, accumulate)
+    return dtype

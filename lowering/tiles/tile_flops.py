@@ -1,0 +1,99 @@
+"""The FLOPs of tiled work, for torch.utils.flop_counter and all that asks it: those of a tile, times the tiles."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node, map_arg
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
+
+from . import tile_ops as ops  # noqa: F401  (registers the operators)
+from .tile_program import PROGRAMS, TilePart
+from .tile_sums import ADDING, Adding
+
+GROUPED_PRODUCTS = {
+    "aten::_grouped_mm": 1,
+    "transformers::grouped_mm_fallback": 1,
+    "transformers::grouped_mm_fallback_backward": 2,
+}
+"""Products that a grouped one is. torch has no formula for it, and gets none of ours: its counters are the user's."""
+
+
+@register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
+def tiles_forward_flops(
+    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+) -> int:
+    """Of the program. Shapes: those of ``sp::tiles_forward``."""
+    return _flops(rows, program, "forward")
+
+
+@register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
+def tiles_at_once_flops(
+    rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
+) -> int:
+    """Of the program and its gradients."""
+    return _flops(rows, program, "gradients")
+
+
+@register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
+def tiles_backward_flops(
+    cotangents: Any,
+    rows: list[Tensor],
+    whole: Any,
+    tiles: int,
+    program: str,
+    *_: Any,
+    out_val: Any = None,
+    **_meta: Any,
+) -> int:
+    """Of the gradients, and of what is computed again for them."""
+    return _flops(rows, program, "gradients")
+
+
+def _flops(rows: list[Tensor], program: str, part: str) -> int:
+    found = PROGRAMS[program]
+    _, body = max(found.bodies.items())
+    one: TilePart = getattr(body, part)
+    length = size_hint(one.inputs[0].shape[found.rows[0]])
+    sums = [ADDING[value.adds] for value in found.gradients] if part == "gradients" else []
+    return (_flops_of(one) + _added_up(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
+
+
+def _added_up(part: TilePart, sums: list[Adding]) -> int:
+    """Of the products that a loop adds to its sums, which a tile gives as matrices."""
+    results = part.graph.graph.output_node().args[0]
+    behind = iter(results[len(results) - sum(way.parts for way in sums) :])
+    return sum(way.flops(*(next(behind).meta["val"].shape for _ in range(way.parts))) for way in sums)
+
+
+@cache
+def _flops_of(part: TilePart) -> int:
+    """Of the matrix products of a tile's graph."""
+    return sum(map(flops_of, part.graph.graph.nodes))
+
+
+def flops_of(node: Node) -> int:
+    """Of a matrix product or an attention, as torch counts them, and of a grouped product; 0 of all else."""
+    if is_grouped_product(node):
+        return GROUPED_PRODUCTS[schema_of(node.target).name] * _of_groups(*node.args[:2])
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    return size_hint(flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def is_grouped_product(node: Node) -> bool:
+    """Does it multiply each group of rows with a matrix of its own, or make one matrix of each?"""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCTS
+
+
+def _of_groups(a: Node, b: Node) -> int:
+    """(R, I), (E, I, O) or (I, R), (R, O): each row is in one group, so as of one product; of E, where both have E."""
+    x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
+    return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])

@@ -1,0 +1,184 @@
+"""Programs of one tile, by name: what the loops of ``ops.py`` call, as it was traced and as a compiler has made it.
+
+A graph holds a program's name, which is a digest of its text. Each process traces a program before it runs the graph,
+whoever has compiled that, so code from a compiler's cache finds the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sp_compile.lowering.base.dtypes import accumulation_dtype
+from sp_compile.lowering.torch_compat import evaluated, guards_hold, is_symbolic
+
+from .tile_sums import ADDING
+
+ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""In the shape of a value: how many rows there are."""
+Extent: TypeAlias = int | sympy.Expr
+Extents: TypeAlias = Mapping[sympy.Expr, Any]
+Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
+
+
+def resolved(shape: Sequence[Any], of: Extents) -> list[Any]:
+    """The shape where the symbols are these."""
+    found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
+    return [evaluated(x, of) if isinstance(x, sympy.Expr) else x for x in found]
+
+
+@dataclass(eq=False)
+class TilePart:
+    """A graph of tensors, without autograd, that is called once a tile.
+
+    inputs: fake tensors as it takes them; rows lie without gaps. run: the graph, or what a compiler has made of it.
+    fits: whether operands of these sizes are what it was made for, where sizes are symbols.
+    """
+
+    graph: GraphModule
+    inputs: list[Tensor]
+    run: Callable[..., Any] = field(init=False)
+    compiled_by: Any = None
+    strides: list[tuple[int, ...] | None] = field(init=False)
+    fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.run = self.graph
+        self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
+
+    def __call__(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """given: of the shapes that the graph was traced with; strides are made those, too."""
+        given = [_laid_out(x, strides) for x, strides in zip(given, self.strides, strict=True)]
+        return self.run(*given) if self._fits(given) else self.graph(*given)
+
+    def _fits(self, given: Sequence[Tensor]) -> bool:
+        if None not in self.strides:
+            return True
+        extents = tuple(n for x, strides in zip(given, self.strides) if strides is None for n in x.shape)
+        if extents not in self.fits:
+            self.fits[extents] = guards_hold(self.inputs, given)
+        return self.fits[extents]
+
+    def compile(self, compiler: Compiler, key: Any) -> None:
+        """Let a compiler make it, once for each key."""
+        if self.compiled_by != key:
+            with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
+                self.run = compiler(self.graph, self.inputs)
+            self.compiled_by = key
+            self.fits.clear()
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    if strides is None:
+        return x.contiguous()
+    if x.stride() == strides:
+        return x
+    if all(size == 1 or found == stride for size, found, stride in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)  # a batch of one, whose stride is that of all rows
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@dataclass(frozen=True)
+class TileValue:
+    """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
+
+    shape: of ints, and of what `TileProgram.sizes` knows. adds: how a tile gives its part of the sum, a name of
+    `sums.ADDING`. dtype: that it is returned in; a sum over the tiles is added up in at least float32. order: its dims
+    from the slowest to the fastest, where that is not theirs.
+    """
+
+    shape: tuple[Extent, ...]
+    dtype: torch.dtype
+    dim: int | None
+    adds: str = ""
+    order: tuple[int, ...] = ()
+
+    def sizes(self, of: Extents) -> list[Any]:
+        """The shape in a call."""
+        return resolved(self.shape, of)
+
+    def empty(self, of: Extents, like: Tensor) -> Tensor:
+        """Where it goes when it is whole, on the device of `like`."""
+        order, shape = self.order or range(len(self.shape)), self.sizes(of)
+        made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
+        return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
+
+    def begin(self, of: Extents, like: Tensor) -> Tensor:
+        """Where the tiles' parts go."""
+        if self.dim is not None:
+            return self.empty(of, like)
+        return replace(self, dtype=accumulation_dtype(self.dtype)).empty(of, like).zero_()
+
+    def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
+        """A tile's part of it."""
+        if self.dim is not None:
+            total.narrow(self.dim, first, length).copy_(next(parts))
+        else:
+            way = ADDING[self.adds]
+            way.add(total, *(next(parts) for _ in range(way.parts)))
+
+
+@dataclass(frozen=True)
+class TileBody:
+    """The parts for tiles of one length.
+
+    forward: rows and whole values -> results. gradients: the same and the results' cotangents -> gradients; of a
+    program that makes them at once: rows and whole values -> results, and gradients for a cotangent of 1.
+    """
+
+    forward: TilePart
+    gradients: TilePart | None = None
+
+    @property
+    def parts(self) -> list[TilePart]:
+        """Both."""
+        return [part for part in (self.forward, self.gradients) if part is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class TileProgram:
+    """What is done with the rows of one tile.
+
+    bodies: by the length of a tile, of which there are two at most, or one for ANY_LENGTH. rows: the dim of the rows in
+    each operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
+    at_once: are these made with the results, for a cotangent of 1 of the only differentiable one? places: of symbols in
+    the values' shapes, the operand and its dim that they are the size of.
+    """
+
+    name: str
+    bodies: dict[int, TileBody]
+    rows: tuple[int, ...]
+    results: tuple[TileValue, ...]
+    differentiable: tuple[int, ...]
+    wanted: tuple[int, ...]
+    gradients: tuple[TileValue, ...]
+    at_once: bool
+    places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
+
+    def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
+        """What the symbols are for these operands, rows and then whole ones."""
+        return {
+            ROWS: operands[0].shape[self.rows[0]],
+            **{symbol: operands[i].shape[d] for symbol, (i, d) in self.places},
+        }
+
+    def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
+        """Let a compiler make what a call runs, in training or not; the rest stays as it was traced."""
+        for body in self.bodies.values():
+            parts = [body.forward, body.gradients] if learns and self.wanted else [body.forward]
+            for part in parts[1:] if self.at_once and len(parts) == 2 else parts:
+                assert part is not None
+                part.compile(compiler, key)
+
+
+ANY_LENGTH = 0
+"""The length of tiles whose number of rows is a symbol."""
+
+PROGRAMS: dict[str, TileProgram] = {}
+"""By name."""

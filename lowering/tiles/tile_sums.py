@@ -1,0 +1,61 @@
+"""How a tile gives its part of a sum over the tiles: so that a loop adds it in place, and no tile makes one of its own.
+
+""         x                                                   sum += x
+product    a (m, k), b (k, n)                                  sum += a @ b
+groups     a (R, m), b (R, n), ends (E,) of groups of rows     sum[e] += a[rows of e].T @ b[rows of e]
+rows       x (R.., n..), at (R..)                              sum[at[r]] += x[r]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sp_compile.lowering.torch_compat import size_hint
+
+
+@dataclass(frozen=True)
+class Adding:
+    """parts: tensors that a tile gives. add: (sum, *parts), in place. flops: of that, by the parts' shapes."""
+
+    parts: int
+    add: Callable[..., Any]
+    flops: Callable[..., int] = lambda *shapes: 0
+
+
+def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
+    first = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > first:
+            _add_product(total[group], a[first:end].t(), b[first:end])
+        first = end
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """In the dtype of the product, where the sum is of a wider one."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def _product_flops(*shapes: Any) -> int:
+    (m, k), (_, n) = shapes
+    return 2 * math.prod(map(size_hint, (m, k, n)))
+
+
+def _group_flops(*shapes: Any) -> int:
+    (rows, m), (_, n), _ = shapes
+    return 2 * math.prod(map(size_hint, (rows, m, n)))
+
+
+ADDING = {
+    "": Adding(1, Tensor.add_),
+    "product": Adding(2, _add_product, _product_flops),
+    "groups": Adding(3, _add_groups, _group_flops),
+    "rows": Adding(2, lambda total, x, at: total.index_put_((at,), x, accumulate=True)),
+}

@@ -1,0 +1,33 @@
+"""Checksums as one Triton kernel a tensor. Importing this needs triton."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import on_device
+
+BLOCK = 1024
+STEPS = 32
+"""Blocks that one program of the kernel adds up before it adds to the result."""
+
+
+@triton.jit
+def _add(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out += the sum of a hash of each of the n words of `bits` and its place, modulo 2**64."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    total = tl.zeros((BLOCK,), tl.uint64)
+    for step in range(STEPS):
+        at = first + step * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        word = tl.load(bits + at, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+        z = ((at + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15) ^ word
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        total += tl.where(inside, z ^ (z >> 31), 0)
+    tl.atomic_add(out, tl.sum(total, 0).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+def add(bits: Tensor, out: Tensor) -> None:
+    """Add a checksum of (n,) integers, contiguous, to () int64: what `checksums.total` gives, in one launch."""
+    with on_device(bits):
+        _add[(triton.cdiv(bits.numel(), BLOCK * STEPS),)](bits, out, bits.numel(), BLOCK=BLOCK, STEPS=STEPS)

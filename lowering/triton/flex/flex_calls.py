@@ -1,0 +1,160 @@
+"""Calls of the fused kernel, forward and backward: programs that are compiled once for the texts and shapes of a call.
+
+A program is of the first lengths that it meets, and one more of any: sequences whose lengths change would compile at
+every step. Steps of a ring differ in nothing that a program knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.registry import Override
+from sp_compile.lowering.torch_compat import FlexProgram, flex_backward, flex_forward
+
+from .flex_tables import Tables, tables, tile_of
+from .flex_texts import PairFunctions, Pairs, asked
+
+COMPILER: Override[Any] = Override()
+"""What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
+
+_programs: dict[Hashable, list[FlexProgram]] = {}
+_lengths: dict[Hashable, Hashable] = {}
+_lock = threading.Lock()
+_broken = False
+
+# Of each operand and table, the dims that are lengths.
+_ROWS, _COUNTS, _INDICES = (2,), (2,), (2, 3)
+
+
+class CannotCompileError(SpError):
+    """The fused kernel could not be compiled here; from now on it is not tried."""
+
+
+def works() -> bool:
+    """Whether the fused kernel was compiled wherever it was tried."""
+    return not _broken
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all rows of q over all of k that the pairs allow: out in q's dtype, and its lse in float32.
+
+    Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). 0 and -inf
+    where a query attends to nothing. Raises CannotCompileError.
+    """
+    out, lse = _call(_forward, [q, k, v], pairs, scale)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, scale: float,
+    totals: Mapping[str, Tensor] = {},
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError.
+
+    totals: where gradients of the score's tables are added, by their names.
+    """
+    dq, dk, dv, *learned = _call(_backward, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
+    for total, found in zip(totals.values(), learned, strict=True):
+        total.add_(found)
+    return dq, dk, dv
+
+
+def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Blocks, warps and stages that keep a text's values in registers, which torch's own for plain scores do not.
+
+    Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not
+    take unless TF32 is allowed, it takes two stages: they hold rows in shared memory that were in registers.
+    """
+    wide = head_dim > 128
+    if dtype == torch.float32:
+        forward, back = (32, 16, 2) if wide else (32, 32, 1), (16, 16, 2)
+    else:
+        forward = (128, 64, 3) if head_dim <= 128 else (64, 32, 3)
+        back = (64, 64, 2) if head_dim <= 64 else (32, 64, 2) if head_dim <= 128 else (32, 32, 1)
+    found = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": forward[2]}
+    found |= {"bwd_BLOCK_M1": back[0], "bwd_BLOCK_N1": back[1], "bwd_BLOCK_M2": back[1], "bwd_BLOCK_N2": back[0]}
+    warps = (8, 4) if dtype == torch.float32 else (4 if wide else 8, 8)
+    return found | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1], "bwd_num_stages": back[2]}
+
+
+def _forward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+    found, reads = Tables(*xs[3:11]), xs[11:]
+    q, k, v = xs[:3]
+    fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
+    return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
+
+
+def _backward(
+    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+) -> tuple[Tensor, ...]:
+    (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
+    fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
+    places = [told.names.index(name) for name in learned]
+    given = told.scored, told.attends, found, tile, scale, fitting, reads, places
+    return flex_backward(grad, q, k, v, out, lse, *given)
+
+
+def _call(
+    fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: float, learned: tuple[str, ...] = ()
+) -> Sequence[Tensor]:
+    q, k, *_ = operands
+    queries, keys = q.shape[2], k.shape[2]
+    told, reads = asked(pairs, queries, keys, q.device)
+    ask = told.data is not None and not told.data[1]
+    found, tile = tables(pairs.plan, queries, keys, ask, q.device), tile_of(queries, keys)
+    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_lengths_of(name, told) for name in told.names]
+    of = told, tile, scale, learned
+    return _program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
+
+
+def _lengths_of(name: str, told: PairFunctions) -> tuple[int, ...]:
+    """Which dims of what a text reads are lengths."""
+    if name == "data":
+        assert told.data is not None
+        return tuple(i for i, axis in enumerate(told.data[0]) if axis in "qk")
+    if name.startswith(("row", "col")):
+        return (-1,)
+    return (0,) if name in ("q", "k") else ()
+
+
+def _program(
+    fn: Callable[..., Any], of: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
+) -> Sequence[Tensor]:
+    """Run the program for these tensors, made now if there is none."""
+    lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
+    fixed = tuple(tuple(0 if dim in dims else n for dim, n in enumerate(x.shape)) for x, dims in zip(xs, lengths))
+    family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
+    with _lock:
+        shapes = tuple(x.shape for x in xs)
+        strides: Hashable = None
+        if _lengths.setdefault(family, shapes) == shapes:
+            lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
+        else:  # any lengths: strides must follow from them
+            xs = [x.contiguous() for x in xs]
+        known = _programs.setdefault((family, strides), [])
+        program = next((one for one in known if one.fits(xs)), None)
+        if program is None:
+            program = _compiled(fn, xs, lengths)
+            known.append(program)
+    return program(xs)
+
+
+def _compiled(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
+    global _broken
+    try:
+        return FlexProgram(fn, xs, lengths, COMPILER.value)
+    except Exception as error:
+        _broken = True
+        warnings.warn(
+            f"attention's scores are computed densely from now on: flex_attention cannot be compiled here ({error})",
+            stacklevel=2,
+        )
+        raise CannotCompileError("SP432", f"flex_attention cannot be compiled here: {error}.") from error

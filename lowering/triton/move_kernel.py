@@ -1,0 +1,206 @@
+"""Copies between arrays of any strides. Importing this needs triton.
+
+Elements are moved as words, whatever their dtype is.
+
+How a copy between two arrays of any strides is cut into tiles that read and write whole cache lines.
+
+Of the dims that are left once all that can be merged are: the *run* is contiguous on both sides; `rows` lie next to
+it where it is written, `columns` where it is read, or, where these are few bytes, along any dim; a tile is rows x
+columns x run, the other dims are looped over.
+
+    (n, g, h, D) <- (g, n, h, D)    run h * D, rows g: the pack of a head exchange
+    (n, g, h, D) <- (n, h, g, D)    run D, rows h, columns g: that of heads that lie before positions
+    (n, g, 8)    <- (g, n, 8)       run 8, rows g, columns n: narrow, and still read and written in lines
+    (g, A)       <- (A, g)          run 1, rows A, columns g: a transpose
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import on_device
+
+WIDEST = 16  # bytes that a thread moves at once
+LINE = 128  # bytes of a run that needs no neighbours
+TILE = 16384  # bytes
+ENOUGH = 4096  # bytes of a tile, where there are as many
+MOST_LOOPS = 4
+
+
+class Stride(NamedTuple):
+    """Positions, and the distance between them where they are read and where they are written."""
+
+    size: int
+    read: int
+    written: int
+
+
+NO_STRIDE = Stride(1, 0, 0)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """unit: bytes in which distances are counted; run: its length in units; word: bytes of an element, `vector` a unit.
+
+    tile: the powers of two (rows, columns, words of the run) that one program moves.
+    """
+
+    unit: int
+    run: int
+    rows: Stride
+    columns: Stride
+    loops: tuple[Stride, ...]
+    tile: tuple[int, int, int]
+
+    @property
+    def word(self) -> int:
+        return min(self.unit, 8)
+
+    @property
+    def vector(self) -> int:
+        return self.unit // self.word
+
+    @property
+    def programs(self) -> int:
+        """Tiles in all."""
+        sizes = self.rows.size, self.columns.size, self.run * self.vector
+        return math.prod(map(triton.cdiv, sizes, self.tile)) * math.prod(loop.size for loop in self.loops)
+
+
+@lru_cache(maxsize=4096)
+def tiling(
+    shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = WIDEST
+) -> Tiling | None:
+    """Tiles of a copy of `shape`, of elements of `itemsize` (1, 2, 4 or 8) bytes, between arrays of these strides.
+
+    aligned: bytes that divide both addresses, and every other distance that is added to them. None where too many
+    dims are left to loop over.
+    """
+    dims = _merged([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
+    run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
+    others = [dim for dim in dims if not dim.read == dim.written == 1]
+    distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
+    unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
+    run, others = run * itemsize // unit, [Stride(size, *(d * itemsize // unit for d in far)) for size, *far in others]
+    rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
+    others = [dim for dim in others if dim is not rows]
+    columns = NO_STRIDE
+    if run * unit < LINE:
+        columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
+        columns = NO_STRIDE if rows.read and rows.read < columns.read else columns
+    if columns is NO_STRIDE and run * rows.size * unit < ENOUGH:
+        columns = max(others, key=lambda dim: dim.size, default=NO_STRIDE)
+    loops = tuple(dim for dim in others if dim is not columns)
+    if len(loops) > MOST_LOOPS:
+        return None
+    return Tiling(unit, run, rows, columns, loops, _tile(run, rows.size, columns.size, unit))
+
+
+def _merged(dims: list[Stride]) -> list[Stride]:
+    """From the outermost of what is written to the innermost; neighbours on both sides as one."""
+    out: list[Stride] = []
+    for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
+        last = out[-1] if out else None
+        if last is not None and (last.read, last.written) == (dim.size * dim.read, dim.size * dim.written):
+            out[-1] = Stride(last.size * dim.size, dim.read, dim.written)
+        else:
+            out.append(dim)
+    return out
+
+
+def _tile(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
+    word = min(unit, 8)
+    run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
+    run = min(run, TILE // word)
+    left = TILE // word // run
+    # What rows leave, and no less than the root of all.
+    columns = min(columns, max(left // rows, 1 << left.bit_length() // 2))
+    return min(rows, left // columns), columns, run
+
+
+WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    source, target,
+    loop_0, loop_1, loop_2, loop_3, read_0, read_1, read_2, read_3, written_0, written_1, written_2, written_3,
+    run, rows, columns, read_row, read_column, written_row, written_column,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Move one tile. Addresses are integers."""
+    at = tl.program_id(0).to(tl.int64)
+    run_tiles, column_tiles, row_tiles = (tl.cdiv(run * VECTOR, RUN), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS))
+    word_0 = at % run_tiles * RUN
+    at = at // run_tiles
+    column_0 = at % column_tiles * COLUMNS
+    at = at // column_tiles
+    row_0 = at % row_tiles * ROWS
+    at = at // row_tiles
+    read, written = at % loop_3 * read_3, at % loop_3 * written_3
+    at = at // loop_3
+    read, written = read + at % loop_2 * read_2, written + at % loop_2 * written_2
+    at = at // loop_2
+    read, written = read + at % loop_1 * read_1, written + at % loop_1 * written_1
+    at = at // loop_1
+    read, written = read + at * read_0, written + at * written_0
+    # The last dims of a tile are neighbours in memory: columns where it is read, rows where it is written.
+    row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
+    given, inside = _words(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
+                           WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
+    values = tl.permute(tl.load(given, mask=inside), (1, 0, 2))
+    row, column = row_0 + tl.arange(0, ROWS)[None, :, None], column_0 + tl.arange(0, COLUMNS)[:, None, None]
+    made, inside = _words(target, written, word_0, row, column, run, rows, columns, written_row, written_column,
+                          WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
+    tl.store(made, values, mask=inside)
+
+
+@triton.jit
+def _words(  # type: ignore[no-untyped-def]
+    base, start, word_0, row, column, run, rows, columns, of_row, of_column,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Where one side of a tile is in memory, and which of it is inside."""
+    word = (word_0 + tl.arange(0, RUN))[None, None, :]
+    inside = (row < rows) & (column < columns)
+    if not WHOLE:
+        inside = inside & (word < run * VECTOR)
+    memory = tl.multiple_of(base.to(tl.int64).to(tl.pointer_type(WORD)), ALIGNED)
+    return memory + (start + row * of_row + column * of_column) * VECTOR + word, inside
+
+
+def copy(target: Tensor, source: Tensor) -> bool:
+    """target.copy_(source) of equal shape and dtype. False, and nothing done, where the kernel has no tiles for it."""
+    source = source.resolve_conj().resolve_neg()
+    if target.is_conj() or target.is_neg():
+        return False
+    if target.is_complex():
+        return copy(torch.view_as_real(target), torch.view_as_real(source))
+    aligned = math.gcd(WIDEST, target.data_ptr(), source.data_ptr())
+    plan = tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
+    if plan is not None and source.numel():
+        _launch(plan, target, source.data_ptr())
+    return plan is not None
+
+
+def _launch(plan: Tiling, target: Tensor, source: int) -> None:
+    loops = [*(NO_STRIDE for _ in range(MOST_LOOPS - len(plan.loops))), *plan.loops]
+    rows, columns, run = plan.tile
+    with on_device(target):
+        _move[(plan.programs,)](
+            source, target.data_ptr(),
+            *(loop.size for loop in loops), *(loop.read for loop in loops), *(loop.written for loop in loops),
+            plan.run, plan.rows.size, plan.columns.size, plan.rows.read, plan.columns.read,
+            plan.rows.written, plan.columns.written,
+            WORD=WORDS[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
+            ROWS=rows, COLUMNS=columns, RUN=run, WHOLE=plan.run * plan.vector % run == 0,
+        )  # fmt: skip

@@ -1,0 +1,306 @@
+"""Rows that are sorted by a key, worked on row by row, and put back -> ops that say so, which shards pass through.
+
+    keys, order = sort(ids)              sp.sort_rows
+    x[order], h[order // k]              sp.to_sorted of x, of h with each row k times; gather, too
+    grouped_mm(y, w, ends of the keys)   sp.grouped_mm, row by row
+    histc(keys)                          histc(ids)
+    y[inverse of order], out[order] = y  sp.from_sorted
+    out.index_add(0, order // k, y)      out + the k rows of each, put back, together; scatter_add, too
+
+As mixtures of experts are written (torchtitan's and transformers'). Whatever order the rows are in meanwhile, what is
+put back is the same: each rank may sort its own. Left alone, and said, where a value in the order of the keys is used
+in any other way.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from itertools import dropwhile
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.torch_compat import OpOverload, schema_of
+from sp_compile.passes.base import Spelling, register
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, results_read, shape_of
+from sp_compile.passes.graph.mutation import is_pure
+from sp_compile.passes.graph.sizes import Size, same, size
+from sp_compile.passes.sharding.factors import flat
+from sp_compile.passes.sharding.matchers import counts_up, is_cast, is_copy, keeps_order, origin, rearranges, source_of
+from sp_compile.passes.sharding.rule import lookup
+
+aten, sp = torch.ops.aten, torch.ops.sp
+SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
+EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+"""Products of rows (R, I), matrices (E, I, O) and where the rows of each end (E,)."""
+
+
+@register
+class SortedRows(Spelling):
+    """Respells the rows of every sort along which nothing but whole rows moves."""
+
+    requires = frozenset({"explicit"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        sorts = [node for op in SORTS for node in gm.graph.find_nodes(op="call_function", target=op)]
+        return sum([self._respell(node) for node in sorts])
+
+    def _respell(self, node: Node) -> bool:
+        call = Call(node)
+        if not node.users or call.ndim() != 1:  # without users it is gone, as part of another region
+            return False
+        region = _region(node, call)
+        if region.left is not None and region.taken:
+            self.refused(region.left, "it reads rows that are sorted by a key and not put back yet")
+        if region.left is not None or not region.back:
+            return False
+        with self.graph.inserting_before(node):
+            values = (call.operands[0].meta["val"], region.order.meta["val"])
+            args = (call.operands[0], bool(call.get("stable") or False), call["descending"])
+            made = self.emit(sp.sort_rows.default, args, values, node)
+            keys, order = (self.emit(operator.getitem, (made, i), values[i], node) for i in (0, 1))
+        made = {*region.taken, *region.products, *region.counts, *region.back}
+        for old in sorted(made, reverse=True):  # what is made of others reads what these are now
+            with self.graph.inserting_before(old):
+                new = self._spelling(old, region, keys, order)
+            old.replace_all_uses_with(new)
+        if region.keys is not None:
+            region.keys.replace_all_uses_with(keys)
+        for cut in filter(_takes_all, region.rows):  # by a number that only the run compares with how many there are
+            cut.replace_all_uses_with(cut.args[0])
+        self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
+        return True
+
+    def _spelling(self, old: Node, region: _Uses, keys: Node, order: Node) -> Node:
+        """What a use of the sorted rows is called now."""
+        value = old.meta["val"]
+        if old in region.taken:
+            times = region.taken[old]
+            x = old.args[0] if same(times, 1) else self.repeat_each(old.args[0], 0, times, old)
+            return self.emit(sp.to_sorted.default, (x, order), value, old)
+        if old in region.products:
+            return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, region.products[old]), value, old)
+        if old in region.counts:
+            x = self.cast(region.ids, old.args[0].meta["val"].dtype, old)
+            return self.emit(aten.histc.default, (x, *old.args[1:]), value, old, old.kwargs)
+        rows = region.back[old]
+        back = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
+        if old not in region.added:
+            return back
+        shape = (shape_of(old)[0], region.added[old], *shape_of(rows)[1:])
+        together = self.compute(aten.sum.dim_IntList, (self.reshaped(back, shape, old), [1]), old)
+        return self.compute(aten.add.Tensor, (old.args[0], together), old)
+
+
+@dataclass
+class _Uses:
+    """What is made of a sort. left: the first use of it that is none of these.
+
+    rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
+    tokens: order // k, the k; the order itself, 1. spread: the order or tokens, once for each column. back: what puts
+    rows back, and the rows; added: which of them adds up so many for each token. counts: how many rows have each key,
+    which is no matter of order. inverse: where each row of the order was; shapes: what it is written into. views: of
+    rows, which other views may undo. products: grouped products and their names.
+    """
+
+    ids: Node
+    order: Node
+    keys: Node | None
+    descending: bool
+    rows: set[Node] = field(default_factory=set)
+    tokens: dict[Node, Any] = field(default_factory=dict)
+    spread: dict[Node, Node] = field(default_factory=dict)
+    added: dict[Node, Any] = field(default_factory=dict)
+    taken: dict[Node, Any] = field(default_factory=dict)
+    back: dict[Node, Node] = field(default_factory=dict)
+    counts: set[Node] = field(default_factory=set)
+    inverse: set[Node] = field(default_factory=set)
+    shapes: set[Node] = field(default_factory=set)
+    views: set[Node] = field(default_factory=set)
+    products: dict[Node, str] = field(default_factory=dict)
+    left: Node | None = None
+
+    @property
+    def length(self) -> Size:
+        """How many rows are sorted."""
+        return shape_of(self.order)[0]
+
+    def knows(self, node: Any) -> bool:
+        """Is it in the keys' order, or made of that order?"""
+        sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
+        return isinstance(node, Node) and any(node in one for one in sets)
+
+    def takes(self, node: Node) -> bool:
+        """Is this reader of the region's values one of the ways to use them? Then it is noted."""
+        if node.op != "call_function":
+            return False
+        if (node.target is operator.getitem and node.args[0] in self.rows) or origin(node) in self.rows:
+            self.rows.add(node)
+            return True
+        ways = (self._read, self._put, self._add, self._divided, self._spreads, self._counted, self._product)
+        return any(way(node) for way in (*ways, self._row_wise, self._seen))
+
+    def _read(self, node: Node) -> bool:
+        if node.target is aten.index.Tensor and len(node.args[1]) == 1:
+            x, (at,) = node.args
+        elif node.target is aten.gather.default and node.args[1] == 0:
+            x, at = node.args[0], self.spread.get(node.args[2])
+        else:
+            return False
+        if at in self.inverse and x in self.rows:
+            self.back[node] = x
+            return True
+        times = self.tokens.get(at)
+        if times is None or self.knows(x) or not same(shape_of(x)[0] * times, self.length):
+            return False
+        self.taken[node] = times
+        self.rows.add(node)
+        return True
+
+    def _add(self, node: Node) -> bool:
+        """Rows put back and added up for each token."""
+        if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
+            return False
+        into, _, at, rows = node.args[:4]
+        at = self.spread.get(at) if node.target is aten.scatter_add.default else at
+        times = self.tokens.get(at)
+        if times is None or self.knows(into) or rows not in self.rows or Call(node).get("alpha", 1) != 1:
+            return False
+        if not same(shape_of(into)[0] * times, self.length):
+            return False
+        self.back[node], self.added[node] = rows, times
+        return True
+
+    def _spreads(self, node: Node) -> bool:
+        """(R,) -> (R, 1) -> (R, columns)."""
+        source, shape = node.args[0], shape_of(node) if is_tensor(node) else ()
+        if node.target is aten.expand.default:
+            at = self.spread.get(source)
+        elif len(shape) == 2 and same(shape[1], 1) and keeps_order(node):
+            at = source if source in self.tokens else None
+        else:
+            return False
+        if at is None or not same(shape[0], self.length):
+            return False
+        self.spread[node] = at
+        return True
+
+    def _put(self, node: Node) -> bool:
+        """The inverse, or rows put back: either is written everywhere, whatever was there."""
+        if node.target in FACTORIES_LIKE and node.args[0] is self.order:
+            self.shapes.add(node)
+            return True
+        if node.target in SORTS[2:] and node.args[0] is self.order and not Call(node)["descending"]:
+            self.inverse.add(node)
+            return True
+        if node.target not in PUTS or Call(node)["accumulate"] or node.args[1] != [self.order]:
+            return False
+        into, _, values = node.args[:3]
+        if not same(shape_of(into)[0], self.length) or (self.knows(into) and into not in self.shapes | self.rows):
+            return False
+        if counts_up(values):
+            self.inverse.add(node)
+            return True
+        if values not in self.rows or not same(shape_of(values)[0], self.length):
+            return False
+        self.back[node] = values
+        return into.meta["val"].dtype == values.meta["val"].dtype
+
+    def _divided(self, node: Node) -> bool:
+        by = node.args[1] if node.target is aten.floor_divide.default else None
+        if node.args[0] is not self.order or not isinstance(by, int | Node) or is_tensor(by):
+            return False
+        self.tokens[node] = size(by)
+        return True
+
+    def _counted(self, node: Node) -> bool:
+        """How many rows there are of each key, whoever asks."""
+        if node.target is not aten.histc.default:
+            return False
+        x = _before_casts(node.args[0])
+        if x is self.keys:
+            self.counts.add(node)
+        return x in (self.keys, self.ids)
+
+    def _ends(self, node: Node, groups: Any) -> bool:
+        """Is it where each of so many groups of keys ends?"""
+        if node.target is not aten.cumsum.default:
+            return False
+        counts = _before_casts(node.args[0])
+        if not self._counted(counts):
+            return False
+        call = Call(counts)
+        return same(call["bins"], groups) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+
+    def _product(self, node: Node) -> bool:
+        name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
+        ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
+        if name not in GROUPED_PRODUCTS or len(node.args) != 3 or node.kwargs or not ascending:
+            return False
+        x, w, ends = node.args
+        if x not in self.rows or self.knows(w) or not self._ends(ends, shape_of(w)[0]):
+            return False
+        self.products[node] = name
+        self.rows.add(node)
+        return True
+
+    def _row_wise(self, node: Node) -> bool:
+        """Does the op make each row of its result of the same rows of its operands?"""
+        call, rule = lookup(node) or (None, None)
+        if call is None or rule is None or not is_pure(node):
+            return False
+        factors = {dims[0] for x, dims in zip(call.operands, rule.operands) if x in self.rows}
+        others = {f for x, dims in zip(call.operands, rule.operands) if x not in self.rows for f in flat(dims)}
+        if len(factors) != 1 or any(self.knows(x) and x not in self.rows for x in call.operands):
+            return False
+        (row,) = factors
+        inside = [f for dims in (*rule.operands, *rule.results) for f in flat(dims[1:])]
+        if not row or row[:1] == "(" or row in others or row in inside or rule.kind(row) != "pass":
+            return False
+        if any(not dims or dims[0] != row for dims in rule.results):
+            return False
+        self.rows.add(node)
+        return True
+
+    def _seen(self, node: Node) -> bool:
+        """A view of the rows, which another one may undo."""
+        if rearranges(node):
+            self.views.add(node)
+        return node in self.views
+
+
+def _region(node: Node, call: Call) -> _Uses:
+    """All that is made of the sort, as far as it is known what it is."""
+    results = results_read(node)
+    alone = is_tensor(node)
+    order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
+    region = _Uses(call.operands[0], order, keys, call["descending"])
+    region.tokens[order] = 1
+    if region.keys is not None:
+        region.rows.add(region.keys)
+    behind = dropwhile(lambda n: n is not node, node.graph.nodes)
+    for reader in behind:
+        used = reader not in (node, *results.values()) and any(map(region.knows, reader.all_input_nodes))
+        if used and not region.takes(reader):
+            region.left = region.left or reader
+    return region
+
+
+def _takes_all(node: Node) -> bool:
+    """Is it a slice of all rows?"""
+    return node.target is aten.slice.Tensor and is_copy(node)
+
+
+def _before_casts(node: Node) -> Node:
+    """The numbers before they were cast to what holds them, too, on the same device."""
+    node = origin(node)
+    source, value = source_of(node) if is_cast(node) else None, node.meta["val"]
+    if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
+        return node
+    return _before_casts(source)

@@ -1,0 +1,80 @@
+"""torch's scans in the words of the package: sp::scan and sp::extremes without a frame, which are the same values."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile.lowering.scan.monoids import result_dtype, scannable
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.edit import Editor
+
+aten, sp = torch.ops.aten, torch.ops.sp
+CUMULATIVE = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
+EXTREMES = {aten.cummax.default: "max", aten.cummin.default: "min"}
+TORCH_SCANS = {**CUMULATIVE, **EXTREMES}
+SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+
+
+def to_sp_scan(editor: Editor, node: Node) -> Node:
+    """The scan as an op of the package in the node's place; ours stay as they are.
+
+    A running maximum whose indices nobody reads is an sp::scan.
+    """
+    if node.target in SP_SCANS:
+        return node
+    call, value = Call(node), node.meta["val"]
+    x, op = call.operands[0], TORCH_SCANS[node.target]
+    with editor.graph.inserting_before(node):
+        if node.target in CUMULATIVE:
+            fresh = scan(editor, x, call.dim(), op, value, node)
+        elif reads_indices(node):
+            fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
+        else:
+            fresh = scan(editor, x, call.dim(), op, value[0], node)
+            editor.replace(node, (fresh, fresh))
+            return fresh
+    editor.replace(node, fresh)
+    return fresh
+
+
+def scan(
+    editor: Editor,
+    x: Node,
+    dim: int,
+    op: str,
+    value: torch.Tensor,
+    like: Node,
+    exclusive: bool = False,
+    reverse: bool = False,
+) -> Node:
+    """sp.scan of x with the result `value`; its dtype is spelt where it is not the one that x alone would give."""
+    dtype = None if result_dtype(op, x.meta["val"].dtype) == value.dtype else value.dtype
+    flags: tuple[Any, ...] = (exclusive, reverse, dtype)
+    while flags and not flags[-1]:
+        flags = flags[:-1]
+    return editor.emit(sp.scan.default, (x, None, dim, op, *flags), value, like)
+
+
+def flips_along(node: Node, dim: int) -> bool:
+    """Does the op flip this dim and no other?"""
+    return flipped_dims(node) == [dim]
+
+
+def flipped_dims(node: Node) -> list[int]:
+    """The dims that the op flips; none if it is no flip."""
+    return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
+
+
+def has_scan(call: Call) -> bool:
+    """Are there scans of what is scanned, in the dtype of the result?"""
+    return all(scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
+
+
+def reads_indices(node: Node) -> bool:
+    """Does anyone read the indices of torch's running extreme?"""
+    pieces = [u for u in node.users if u.target is operator.getitem]
+    return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)

@@ -1,0 +1,110 @@
+"""Who shares memory with whom in a captured graph, and through whom a gradient flows."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.torch_compat import is_functorch_tensor, set_grad_enabled, storage_of
+from sp_compile.passes.graph.call import nodes_in, overloads, tensors_of
+from sp_compile.passes.graph.mutation import SILENT_WRITERS
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.sharding.matchers import LITERALS
+
+aten = torch.ops.aten
+
+# Float results through which no gradient passes.
+_STOPS_GRADIENT = overloads("""
+    detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+""")
+
+
+class Aliases:
+    """Facts about the nodes read so far, in program order.
+
+    A view is a node whose value lies in the storage of an argument; its root is the node that owns the storage.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.calls: dict[Node, tuple[Any, Any]] = {}  # arguments as they were named when the node was read
+        self.parent: dict[Node, Node] = {}  # view -> what it is a view of
+        self.grad = torch.is_grad_enabled()
+        self.any_grad = self.grad or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
+        self._meaning: dict[Node, Node] = {}
+        self._owner: dict[int, Node] = {}
+        self._wants_grad: set[Node] = set()
+        self._cut: set[Node] = set()
+
+    def name(self, node: Node) -> Node:
+        """The node that now stands for `node`, after in-place ops that return or reshape it."""
+        while node in self._meaning:
+            node = self._meaning[node]
+        return node
+
+    def rename(self, node: Node, meaning: Node) -> None:
+        """From here on `meaning` stands for `node`."""
+        self._meaning[node] = meaning
+
+    def root(self, node: Node) -> Node:
+        """The node that owns the storage in which the value of `node` lies."""
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+    def adopt(self, node: Node) -> bool:
+        """Learn what `node`, whose call is known, is a view of, and whether it has a gradient. True for a view."""
+        inputs = nodes_in(self.calls[node])
+        if node.op == "placeholder" or node.op == "get_attr":
+            flows = bool(record(node).requires_grad)
+        else:
+            floats = any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+            flows = self.grad and floats and node.target not in _STOPS_GRADIENT
+            flows = flows and any(map(self.differentiable, inputs))
+        if flows:
+            self._wants_grad.add(node)
+        storages = storages_of(node)
+        if len(storages) != 1:
+            return False
+        base = next((i for i in inputs if storages_of(i) == storages), None)
+        element = node.target is operator.getitem and base not in self.parent
+        (storage,) = storages
+        if node.target in LITERALS:  # shares its storage in the trace, but is new each time the program runs
+            self._owner[storage] = node
+            return False
+        if base is None or element:
+            self._owner.setdefault(storage, node)
+            return False
+        self.parent[node] = base
+        if not self.grad or node.target is aten.detach.default or base in self._cut:
+            self._cut.add(node)
+        return True
+
+    def sharer(self, root: Node) -> Node | None:
+        """Another node that owns the same memory: two inputs that overlap, or a result that hides a view."""
+        owners = {self._owner.get(s, root) for s in storages_of(root)}
+        return next(iter(owners - {root}), None)
+
+    def cut(self, node: Node) -> bool:
+        """A view through detach, or made under no_grad: its root's gradient does not pass."""
+        return node in self._cut
+
+    def differentiable(self, node: Node) -> bool:
+        """Does a gradient reach the value of `node`?"""
+        return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
+
+    def any_differentiable(self, node: Node) -> bool:
+        """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
+        read = [] if node.target in SILENT_WRITERS else nodes_in(self.calls[node])
+        return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
+
+    def receive_gradient(self, target: Node) -> None:
+        """`target` has been changed to something differentiable."""
+        self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
+
+
+def storages_of(node: Node) -> set[int]:
+    """The memory of the tensors that a node makes."""
+    return {storage_of(t) for t in tensors_of(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

@@ -1,0 +1,304 @@
+"""capture: what torch.compile or torch.export made of a model -> the one IR of the package.
+
+The IR: pre-dispatch ATen (composite ops such as linear, scaled_dot_product_attention and cross_entropy_loss are single
+nodes, autograd has not run), functional, with a fake value in every node's meta["val"] and the user's lines in
+meta["stack_trace"].
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, at
+from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.lowering.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TracingContext,
+    depends_on,
+    detect_fake_mode,
+    evaluated,
+    is_functorch_tensor,
+    keep_source,
+    keep_state_sources,
+    only_value,
+    storage_of,
+    wraps_others,
+)
+from sp_compile.passes.graph.edit import copied, drop_dead
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.sizes import all_same, size, sizes
+
+from .check_captured import require_ops
+from .functionalize import functionalize
+from .grad_modes import detach_regions
+from .regions import inline_regions
+from .trace import trace
+from .user_collectives import functional_collectives
+from .view_writes import VIEWS, find_shared_results
+
+_PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
+
+
+def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None) -> GraphModule:
+    """The Dynamo graph `gm` of a running torch.compile as IR, with the same calling convention.
+
+    Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
+    in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. Behind its results
+    come those of which several are views, see `view_writes.py`.
+    fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
+    Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
+    """
+    known = _known.get()
+    if known is None or fakes is not None:
+        return _captured(gm, example_inputs, fakes)
+    if gm not in known:
+        known[gm] = _captured(gm, example_inputs, fakes)
+    if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes change these, too
+        return known.pop(gm)
+    found = copied(known[gm])
+    found.meta.update(known[gm].meta)
+    _keep_sources(found, known[gm])
+    return found
+
+
+@contextmanager
+def captured_once(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
+    """For who looks at the same graphs with the same inputs in several ways. known: of each what was captured."""
+    before = _known.set(known)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+_known: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("known", default=None)
+
+
+def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
+    fake_mode, own = fake_inputs(example_inputs)
+    captured = trace(gm, own if fakes is None else fakes, fake_mode)
+    drop_dead(captured.graph, ("call_function", "get_attr"))
+    _lift_constants(captured, fake_mode)
+    _keep_dynamo_meta(captured, gm)
+    for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        mark(node, requires_grad=getattr(value, "requires_grad", None))
+    captured.meta[VIEWS] = find_shared_results(captured)
+    functionalize(captured)
+    _refuse_written_aliases(captured, example_inputs)
+    return _finish(captured)
+
+
+def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
+
+    Of a value in shards the whole. A dim that the program's guards leave one length has this number.
+    """
+    mode, fakes = _fakes(example_inputs)
+    return mode, _with_numbers(fakes, mode)
+
+
+def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, but a fake one in place of each plain one that has a number where Dynamo has a symbol."""
+    mode, fakes = _fakes(example_inputs)
+    rows = zip(example_inputs, fakes, _with_numbers(fakes, mode))
+    return [x if new is old or isinstance(x, Sharded) or wraps_others(x) else new for x, old, new in rows]
+
+
+def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Specialize the sizes that the program depends on, so that unrolled code may show a sequence.
+
+    Sizes that the user marked as dynamic stay symbols: Dynamo raises if one is specialized.
+
+    Returns:
+        Whether any size was specialized.
+    """
+    context, (_, fakes) = TracingContext.get(), _fakes(example_inputs)
+    marked = set[Any]()
+    for x, fake in zip(example_inputs, fakes):
+        symbolic = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
+        rows = zip(fake.shape, getattr(symbolic, "constraint_sizes", None) or ()) if symbolic is not None else ()
+        marked |= {size(extent) for extent, one in rows if one is not None and not one.warn_only}
+    found = [e for e in _extents(fakes) if size(e) not in marked and depends_on(e)]
+    for extent in found:
+        int(extent)  # adds a guard: another length is compiled again
+    (_known.get() or {}).pop(gm, None)
+    return bool(found)
+
+
+def _extents(fakes: Sequence[Any]) -> list[torch.SymInt]:
+    """The symbols among inputs and their sizes."""
+    extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    return [e for e in extents if isinstance(e, torch.SymInt)]
+
+
+def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """The fake mode, and the inputs in it with all of Dynamo's dynamic dims.
+
+    The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise SpError("SP203", "capture is supported inside a backend of torch.compile only.")
+    mode = context.fake_mode
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if isinstance(x, Sharded) or wraps_others(x):  # the whole, whatever holds it
+            parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
+            return _new(x, parts.shape, parts.stride(), mode)
+        if isinstance(x, FakeTensor):
+            return x if x.fake_mode is mode else mode.from_tensor(x)
+        return in_mode(x)
+
+    def in_mode(x: torch.Tensor) -> Any:
+        symbolic = context.tensor_to_context.get(x)
+        source = symbolic.tensor_source if symbolic else None
+        static = None if symbolic else True
+        return mode.from_tensor(x, symbolic_context=symbolic, source=source, static_shapes=static, trace=False)
+
+    return mode, [fake(x) for x in example_inputs]
+
+
+def _new(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor as the input is one, of another shape."""
+    with mode, torch.enable_grad():
+        made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        if x.is_leaf:
+            return made
+        dense = made.clone()  # to which a program may write
+        if all_same(sizes(dense.stride()), sizes(stride)):
+            return dense
+        memory = torch.empty(made.untyped_storage().nbytes() // made.element_size(), dtype=x.dtype, device=x.device)
+        return memory.requires_grad_().clone().as_strided(shape, stride)
+
+
+def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
+    """The fake inputs, with the only number that a symbol can be in its place."""
+    symbols: dict[Any, Any] = {size(e): e for e in _extents(fakes)}
+    numbers = {symbol: n for symbol, e in symbols.items() if (n := only_value(e)) is not None}
+    if not numbers:
+        return fakes
+
+    def is_settled(x: Any) -> bool:
+        return isinstance(x, torch.SymInt) and not sympy.sympify(size(x)).free_symbols.isdisjoint(numbers)
+
+    def known(x: Any) -> Any:
+        if isinstance(x, torch.SymInt):
+            return evaluated(sympy.sympify(size(x)), symbols | numbers)
+        if not isinstance(x, torch.Tensor) or not any(is_settled(e) for e in x.shape):
+            return x
+        return _new(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
+
+    return [known(x) for x in fakes]
+
+
+def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
+    """An exported program, or the module made of one, as IR with the user's calling convention. Graphs of make_fx too.
+
+    Parameters and buffers are get_attr nodes on the result, shared ones shared; no input guards are run. The given
+    program is not changed; its parameters are not copied. Raises SpError for a graph of calls that are no ops.
+    """
+    source = program.module() if isinstance(program, ExportedProgram) else program
+    gm = inline_regions(source)
+    for node in gm.graph.find_nodes(op="call_module"):
+        if node.target != "_guards_fn":
+            raise SpError("SP204", f"capture_export: {node.name} is a call of the module {node.target}.")
+        gm.graph.erase_node(node)
+    gm.delete_submodule("_guards_fn")
+    require_ops(gm, "capture_export")
+    mode = _only_mode(gm)
+    _own_bodies(gm)
+    functional_collectives(gm)
+    _lift_constants(gm, mode)
+    functionalize(gm)
+    return _finish(gm)
+
+
+def _only_mode(gm: GraphModule) -> FakeTensorMode | None:
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
+        raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
+    return detect_fake_mode(values)
+
+
+def _own_bodies(gm: GraphModule) -> None:
+    """Replace the bodies of region ops by copies, which may then be rewritten."""
+    for name, child in list(gm.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(gm, name, inline_regions(child))
+            _own_bodies(getattr(gm, name))
+
+
+def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
+    new, old = (g.graph.find_nodes(op="placeholder") for g in (captured, gm))
+    for n, o in zip(new, old, strict=True):
+        n.meta.update({k: o.meta[k] for k in _PLACEHOLDER_META if k in o.meta})
+    captured.meta.update(gm.meta)
+    _keep_sources(captured, gm)
+
+
+def _keep_sources(new: GraphModule, old: GraphModule) -> None:
+    for n, o in zip(*(gm.graph.find_nodes(op="placeholder") for gm in (new, old)), strict=True):
+        keep_source(n, o)
+    keep_state_sources(new, old)
+
+
+def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """An input written through one name and read through another: no graph over separate values can say that."""
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    owners: dict[int, list[Node]] = {}
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            owners.setdefault(storage_of(value), []).append(node)
+    written = {n.args[0] for n in captured.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    for names in owners.values():
+        changed = next((n for n in names if n in written), None)
+        if changed is not None and len(names) > 1:
+            other = next(n for n in names if n is not changed)
+            raise WriteError(
+                "SP221", f"The input {changed.name} is changed in place and shares memory with the input {other.name}."
+            )
+
+
+def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
+    """Make every tensor attribute a parameter or buffer and give its node a fake value.
+
+    A fake or functorch tensor in an attribute is a value that escaped the trace: the graph would be wrong.
+    """
+    known = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(gm)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, FakeTensor) or is_functorch_tensor(value):
+            readers = ", ".join(at(user) for user in node.users)
+            raise CaptureError("SP215", f"{node.name}: a value of torch.func is read outside its region, at {readers}.")
+        if node.target not in known:
+            delattr(gm, node.target)
+            gm.register_buffer(node.target, value, persistent=False)
+            mark(node, constant=True, requires_grad=value.requires_grad)
+        else:
+            asked = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
+            mark(node, requires_grad=asked)  # None: the user may still unfreeze a parameter
+        if "val" not in node.meta:
+            node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
+
+
+def _finish(gm: GraphModule) -> GraphModule:
+    for node in gm.graph.nodes:
+        node.meta.setdefault("val", None)
+    detach_regions(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm

@@ -1,0 +1,58 @@
+"""The form of a captured graph: calls of ops on fake values, of which none ever changes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.torch_compat import HigherOrderOperator, OpOverload, namespace_of
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.mutation import functional_form, is_mutation
+
+aten = torch.ops.aten
+STRICT_EXPORT = "Export the program with strict=True, where collectives are functional."
+
+
+def require_ops(gm: GraphModule, name: str) -> None:
+    """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
+    for node in gm.graph.nodes:
+        if call := _is_no_op(node):
+            raise SpError("SP204", f"{name}: {node.name} is {call}.")
+
+
+def require_functional(gm: GraphModule, name: str) -> None:
+    """Raises SpError where an op changes a value, other than an input at the end of the program."""
+    for node in gm.graph.nodes:
+        if _changes(node):
+            fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
+            raise SpError("SP206", f"{name}: {node.name}: {node.target} works in place.", fix)
+
+
+def _is_no_op(node: Node) -> str:
+    """Why the node is none of a graph of ops: as Dynamo has it before capture, and torch.fx.symbolic_trace."""
+    if node.op in ("call_method", "call_module"):
+        return f"a call of the {node.op.removeprefix('call_')} {node.target}"
+    if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
+        return ""
+    made = is_tensor(node) and node.target is not operator.getitem
+    unknown = "example_value" in node.meta or not all("val" in i.meta for i in node.all_input_nodes)
+    if made or unknown:
+        return f"a call of the Python function {getattr(node.target, '__name__', node.target)}"
+    return ""
+
+
+def _changes(node: Node) -> bool:
+    """Return whether the node may change a value that is read elsewhere.
+
+    An input is written back at the end of the program.
+    """
+    target: Any = node.target
+    if namespace_of(target) == "c10d":
+        return True
+    written_back = target is aten.copy_.default and node.args[0].op in ("placeholder", "get_attr")
+    in_place = is_mutation(node) and functional_form(target) is not None and not written_back
+    return in_place or str(target) == "triton_kernel_wrapper_mutation"

@@ -1,0 +1,276 @@
+"""functionalize: GraphModule -> GraphModule in which no value ever changes (pre-dispatch ATen, before autograd).
+
+Renaming, as in SSA. Aliases are read off the fake values (same storage), each with the view op that made it. An
+in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops,
+and the other views are taken anew from the new base when they are next read. A changed placeholder or buffer is
+written back by one aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form
+(custom ops, out= variants, norms with running statistics), which work on a private clone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from sp_compile.lowering.base.errors import SpError, WriteError, at
+from sp_compile.lowering.torch_compat import (
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+    has_autocast_kernel,
+    set_grad_enabled,
+    unmark_static,
+)
+from sp_compile.passes.graph.edit import Editor, drop_dead
+from sp_compile.passes.graph.mutation import (
+    Mutation,
+    functional_form,
+    is_mutation,
+    is_view_change,
+    mutation_of,
+    positional,
+)
+from sp_compile.passes.graph.node_info import record
+
+from . import view_inverses
+from .aliases import Aliases
+
+aten = torch.ops.aten
+RENORM_BEFORE = "Leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model."
+WRONG_OF_COMPLEX = {aten.silu_.default: "x * x.sigmoid()"}
+
+
+def functionalize(gm: GraphModule) -> GraphModule:
+    """Make `gm` and the bodies of its region ops functional, in place; returns `gm`.
+
+    Every node needs meta["val"]; inputs may have requires_grad on record. A changed placeholder is un-marked as a
+    static input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad,
+    detach, .data) of a value whose gradient is wanted: renaming would lose that gradient.
+    """
+    for _, child in gm.named_children():
+        if isinstance(child, GraphModule):
+            functionalize(child)
+    if any(is_mutation(n) for n in gm.graph.nodes):
+        _Functionalizer(gm).run()
+    return gm
+
+
+class _Functionalizer:
+    """One walk over the graph. A root's version counts its changes; a view is current if taken at that version."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm, self.graph = gm, gm.graph
+        self.editor = Editor().edit(gm.graph)
+        self.aliases = Aliases(gm.graph)
+        self.version: dict[Node, int] = {}
+        self.current: dict[Node, Node] = {}  # changed root -> its value
+        self.values: dict[Node, tuple[Node, int, bool]] = {}  # node -> value, its version, may carry a gradient
+        self.dead: list[Node] = []
+        self.autocast = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            self.aliases.calls[node] = map_arg((node.args, node.kwargs), self.aliases.name)
+            with self.graph.inserting_before(node):
+                self.visit(node)
+        for node in reversed(self.dead):
+            assert not node.users, f"{node} is still read by {list(node.users)}"
+            self.graph.erase_node(node)
+        drop_dead(self.graph)
+        self.graph.lint()
+        self.gm.recompile()
+
+    def visit(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self.aliases.adopt(node)
+        elif is_view_change(node):
+            self.change_view(node)
+        elif is_mutation(node):
+            self.change(node)
+        else:
+            node.args, node.kwargs = self.now_in(node)
+            if node.op == "output":
+                self.write_back()
+            else:
+                self.track_state(node)
+                self.adopt(node)
+
+    def track_state(self, node: Node) -> None:
+        if node.target is set_grad_enabled:
+            self.aliases.grad = bool(node.args[0])
+        elif node.target is enter_autocast:
+            self.autocast += 1
+        elif node.target is exit_autocast:
+            self.autocast -= 1
+
+    def adopt(self, node: Node) -> None:
+        if self.aliases.adopt(node):
+            self.values[node] = (node, self.version.get(self.aliases.root(node), 0), self.aliases.grad)
+
+    # ---- the value of a node at this point of the program
+
+    def now_in(self, node: Node) -> tuple[Any, Any]:
+        return map_arg(self.aliases.calls[node], self.now)
+
+    def now(self, node: Node) -> Node:
+        """The current value of `node`, a name as Aliases.name gives it."""
+        root = self.aliases.root(node)
+        version = self.version.get(root, 0)
+        value, taken_at, with_grad = self.values.get(node, (node, 0, True))
+        if taken_at == version and (with_grad or not self.aliases.grad or self.aliases.cut(node)):
+            return value
+        value = self.current[root] if node is root else self.take_view(node)
+        self.values[node] = (value, version, self.aliases.grad or node is root)
+        return value
+
+    def take_view(self, node: Node) -> Node:
+        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+            raise WriteError("SP222", f"{node.name}: {at(node)} is read after memory that it shares has changed.")
+        args, kwargs = self.now_in(node)
+        value = self.graph.call_function(node.target, args, kwargs)
+        value.meta = dict(node.meta)
+        cut = self.aliases.grad and self.aliases.cut(node)
+        if cut and self.aliases.differentiable(self.aliases.root(node)):
+            return self.emitter(node)(aten.detach.default, value)
+        return value
+
+    def emitter(self, like: Node) -> view_inverses.Emit:
+        """A function that adds a node with its fake value, described as `like` is."""
+        return lambda target, *args, **kwargs: self.editor.compute(target, args, like, kwargs)
+
+    # ---- changes
+
+    def change_view(self, node: Node) -> None:
+        """`x.unsqueeze_(0)`: from here on x means the view."""
+        target = self.aliases.calls[node][0][0]
+        op = functional_form(node.target)
+        if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
+            raise WriteError("SP223", f"{node.name}: {node.target} at {at(node)} changes the shape of an input.")
+        node.target = op
+        node.args, node.kwargs = self.now_in(node)
+        self.adopt(node)
+        self.aliases.rename(target, node)
+
+    def change(self, node: Node) -> None:
+        mutation = mutation_of(node, *self.aliases.calls[node])
+        for target in mutation.targets:
+            self.refuse_unsound(node, target)
+        if mutation.value is not None:
+            (target,) = mutation.targets
+            self.assign(node, target, self.new_value(node, mutation))
+            self.aliases.rename(node, target)
+            self.dead.append(node)
+            return
+        emit = self.emitter(node)
+        clones = {t: emit(aten.clone.default, self.now(t)) for t in mutation.targets}
+        node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda a: clones.get(a) or self.now(a))
+        with self.graph.inserting_before(node.next):
+            for target, clone in clones.items():
+                self.assign(node, target, clone)
+        if mutation.returns_target:
+            self.aliases.rename(node, mutation.targets[0])
+        else:
+            self.adopt(node)
+
+    def refuse_unsound(self, node: Node, target: Node) -> None:
+        root = self.aliases.root(target)
+        other = self.aliases.sharer(root)
+        if other is not None:
+            raise WriteError(
+                "SP221", f"{node.name}: {at(node)} changes {root.name}, which shares memory with {other.name}."
+            )
+        unrecorded = not self.aliases.grad or self.aliases.cut(target)
+        if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
+            raise WriteError(
+                "SP224",
+                f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, and its "
+                "gradient is needed.",
+                RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
+            )
+
+        if (
+            node.target in WRONG_OF_COMPLEX
+            and target.meta["val"].is_complex()
+            and self.aliases.any_differentiable(node)
+        ):
+            raise SpError(
+                "SP227",
+                f"{node.name}: {node.target} at {at(node)} works in place on complex numbers, of which torch "
+                "computes a wrong gradient.",
+                f"Write {WRONG_OF_COMPLEX[node.target]} instead.",
+            )
+
+    def new_value(self, node: Node, mutation: Mutation) -> Node:
+        assert mutation.value is not None
+        emit = self.emitter(node)
+        args, kwargs = self.now_in(node)
+        expected = mutation.targets[0].meta["val"]
+        with self.as_in_place(node, expected.device):
+            value = mutation.value(args, kwargs, emit)
+        if value.meta["val"].dtype != expected.dtype:
+            value = emit(aten.to.dtype, value, expected.dtype)
+        if value.meta["val"].shape != expected.shape:
+            value = emit(aten.expand.default, value, view_inverses.shape_in_graph(args[0], emit))
+        # A later view may need the strides of what was written to.
+        if expected.is_contiguous() and not value.meta["val"].is_contiguous():
+            value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+        return value
+
+    @contextmanager
+    def as_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
+        """Autocast changes the dtype of some ops but not of their in-place variants: keep it off for these."""
+        op = functional_form(node.target)
+        if not self.autocast or op is None or not has_autocast_kernel(op, device.type):
+            yield
+            return
+        token = self.graph.call_function(enter_autocast, (device.type, None, False, None))
+        with torch.autocast(device.type, enabled=False):
+            yield
+        leave = self.graph.call_function(exit_autocast, (token,))
+        token.meta["val"] = leave.meta["val"] = None
+
+    def assign(self, node: Node, target: Node, value: Node) -> None:
+        """Let `target` be `value` from here on, and with it the tensor of which `target` is a view."""
+        emit = self.emitter(node)
+        if self.aliases.any_differentiable(node):
+            if self.aliases.grad:
+                self.aliases.receive_gradient(target)
+            else:
+                value = emit(aten.detach.default, value)
+        root, whole, view = self.aliases.root(target), value, target
+        parent = self.aliases.parent
+        while view in parent:
+            whole = self.base_after(node, view, whole, emit)
+            source = parent[view]
+            view = parent[source] if view.target is operator.getitem else source
+        version = self.version[root] = self.version.get(root, 0) + 1
+        self.current[root] = whole
+        self.values[root] = (whole, version, True)
+        self.values[target] = (value, version, True)
+
+    def base_after(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
+        """The value of the tensor that `view` was taken from, once `view` is `new`."""
+        if view.target is operator.getitem:
+            split = self.aliases.calls[view][0][0]
+            whole = view_inverses.rejoined(self.application(split), view, new, emit)
+        else:
+            whole = view_inverses.invert(self.application(view), new, emit)
+        if whole is None:
+            raise WriteError("SP225", f"{node.name}: {at(node)} changes a view made by {view.target} at {at(view)}.")
+        return whole
+
+    def application(self, view: Node) -> view_inverses.View:
+        base, *rest = positional(view.target, *self.now_in(view))
+        return view_inverses.View(view, base, tuple(rest))
+
+    def write_back(self) -> None:
+        for root, value in self.current.items():
+            if root.op == "placeholder" or (root.op == "get_attr" and not record(root).constant):
+                unmark_static(root)
+                copy = self.graph.call_function(aten.copy_.default, (root, value))
+                copy.meta["val"] = root.meta["val"]

@@ -1,0 +1,287 @@
+"""Results that share memory on one device: one of them is returned, and the others are made as views of it afterwards.
+
+    (h, h[:, 0])  ->  (h, None)     and the second is select(h, 1, 0), made by eager code when the program has run
+
+So a write to one is seen in the other, and autograd takes them for views, as AOTAutograd has it for one device. It is
+found before the graph is made functional: afterwards nothing of a graph shares memory that has been written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from sp_compile.lowering.torch_compat import evaluated, pytree, schema_of, set_grad_enabled
+from sp_compile.passes.graph.call import is_tensor, overloads
+from sp_compile.passes.graph.edit import drop_dead
+from sp_compile.passes.graph.mutation import functional_form, is_mutation, is_view_change, mutation_of, positional
+from sp_compile.passes.graph.sizes import Size, all_same, same, size, sizes
+
+from .aliases import Aliases, storages_of
+
+aten = torch.ops.aten
+
+VIEWS = "sp_views"
+"""Where a captured graph keeps its `SharedResults`."""
+
+# Ops whose result shares memory by chance, where nothing has to be copied.
+_RESHAPES = overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
+_MAY_COPY = {*_RESHAPES, *overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One op of a chain of views, given what it is a view of and these. Sizes among the arguments may be symbolic."""
+
+    op: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def at(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
+        """The function of a tensor that it is where the symbols are these."""
+
+        def number(x: Any) -> Any:
+            return evaluated(x, known) if isinstance(x, sympy.Expr) else x
+
+        args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
+        return lambda x: self.op(x, *args, **kwargs)
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Those among the arguments."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs or {})))
+        return {one for x in leaves if isinstance(x, sympy.Expr) for one in x.free_symbols}
+
+
+@dataclass(frozen=True)
+class ResultView:
+    """Result `number` is made by `steps` of another result, or of an argument: `base`, by number."""
+
+    number: int
+    of_argument: bool
+    base: int
+    steps: tuple[ViewStep, ...]
+    shape: tuple[Size, ...] = ()  # of the base
+
+    @cached_property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Those of its steps."""
+        return {one for step in self.steps for one in step.symbols}
+
+    def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
+        """The functions that make it of this base. known: of the symbols those of the inputs."""
+        own = {symbol: extent for symbol, extent in zip(self.shape, base.shape) if isinstance(symbol, sympy.Symbol)}
+        return [step.at({**own, **known}) for step in self.steps]
+
+
+@dataclass(frozen=True)
+class SharedResults:
+    """views: results that others stand for. hidden: how many results more a graph returns for them, behind its own."""
+
+    views: tuple[ResultView, ...] = ()
+    hidden: int = 0
+
+
+def find_shared_results(gm: GraphModule) -> SharedResults:
+    """Which results of a captured graph, not yet functional, are views of which.
+
+    What several results are views of, and is none itself, becomes a result more.
+    """
+    results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    memory = Counter(one for x in (*inputs, *results) if is_tensor(x) for one in storages_of(x))
+    if not any(memory[one] > 1 for x in results if is_tensor(x) for one in storages_of(x)):
+        return SharedResults()
+    aliases = _read(gm.graph)
+    names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
+    given = {symbol for node in inputs for symbol in _symbols_of(node)}
+    groups: dict[Node, list[int]] = {}
+    for i, node in names.items():
+        groups.setdefault(aliases.root(node), []).append(i)
+    views, own = list[ResultView](), len(results)
+    for root, numbers in groups.items():
+        if root.op == "placeholder":
+            base = list(inputs).index(root)
+            found = [_result_view(aliases, i, names[i], root, True, base, given) for i in numbers]
+            views += [one for one in found if one is not None]
+        elif root.op != "get_attr":
+            for together in _overlapping(aliases, {i: names[i] for i in numbers}):
+                node = _common(aliases, [names[i] for i in together]) or root
+                if aliases.name(node) is not node:  # its shape has been changed in place
+                    continue
+                at = next((i for i in together if names[i] is node), len(results))
+                found = [_result_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
+                if None not in found:
+                    views += [one for one in found if one is not None]
+                    results += [node] if at == len(results) else []
+    if len(results) > own:
+        output = gm.graph.output_node()
+        output.args = (type(output.args[0])(results),)
+    return SharedResults(tuple(views), len(results) - own)
+
+
+def leave_out(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
+    """Let the graph return nothing in place of these views, and of the results behind its own no more than `hidden`."""
+    output, shared = gm.graph.output_node(), gm.meta[VIEWS]
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for view in views:
+        results[view.number] = None
+    output.args = (type(output.args[0])(results[: len(results) - shared.hidden + hidden]),)
+    drop_dead(gm.graph)
+    gm.recompile()
+
+
+def _read(graph: Graph) -> Aliases:
+    """What shares memory at the end of a program that changes values in place."""
+    aliases = Aliases(graph)
+    for node in graph.nodes:
+        args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.name)
+        if node.op == "output":
+            break
+        if node.target is set_grad_enabled:
+            aliases.grad = bool(node.args[0])
+        if is_view_change(node):
+            aliases.adopt(node)
+            aliases.rename(args[0], node)
+        elif is_mutation(node):
+            mutation = mutation_of(node, args, kwargs)
+            if mutation.value is not None or mutation.returns_target:
+                aliases.rename(node, mutation.targets[0])
+            else:
+                aliases.adopt(node)
+        else:
+            aliases.adopt(node)
+    return aliases
+
+
+def _chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
+    """The views from a base to a node, in order; from its root if there is no base."""
+    found = list[Node]()
+    while node is not base and node in aliases.parent:
+        found.append(node)
+        node = aliases.parent[node]
+    return found[::-1]
+
+
+def _common(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
+    """The one of these of which all others are views."""
+    for node in nodes:
+        if all(one is node or node in (_chain(aliases, one)) for one in nodes):
+            return node
+    return None
+
+
+def _overlapping(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
+    """Groups of results that a write to one may change in the others; pieces of a split are none."""
+    groups: list[list[int]] = []
+    for i, node in names.items():
+        touched = [g for g in groups if not all(_are_apart(aliases, node, names[k]) for k in g)]
+        groups = [g for g in groups if g not in touched]
+        groups.append([*(k for g in touched for k in g), i])
+    yield from (sorted(g) for g in groups if len(g) > 1)
+
+
+def _are_apart(aliases: Aliases, a: Node, b: Node) -> bool:
+    """Is it known that two views of one tensor have no element in common?"""
+    pairs = zip(_chain(aliases, a), _chain(aliases, b))
+    first, second = next(((x, y) for x, y in pairs if x is not y), (None, None))
+    if first is None or second is None:
+        return False
+    if first.target is operator.getitem and second.target is operator.getitem:
+        return bool(first.args[0] is second.args[0] and first.args[1] != second.args[1])
+    one, other = _stretch(aliases, first), _stretch(aliases, second)
+    if one is None or other is None or one[0] != other[0]:
+        return False
+    return one[2] <= other[1] or other[2] <= one[1]
+
+
+def _stretch(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
+    """The dim that a view cuts, where the cut begins and where it ends, counted from the front; None if not known."""
+    if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
+        return None
+    base, *rest = positional(node.target, *aliases.calls[node])
+    dim, *cut = rest or [0]
+    length = sizes(base.meta["val"].shape)[dim]
+    if node.target is aten.slice.Tensor:
+        start, end, step = [*cut, *list[Any]([None, None, 1])[len(cut) :]]
+        start, end = start or 0, length if end is None else end
+    else:
+        start, step = cut[0], 1
+        end = None if isinstance(start, Node) else length if start == -1 else start + 1
+        if node.target is aten.narrow.default:
+            end = None if isinstance(start, Node) or isinstance(cut[1], Node) else start + cut[1]
+    ends = [x for x in (start, end, step) if isinstance(x, int)]
+    if isinstance(length, int) and len(ends) == 3:
+        start, end = (x + length if x < 0 else min(x, length) for x in ends[:2])
+    known = len(ends) == 3 and step == 1 and min(start, end) >= 0
+    return (dim % base.meta["val"].ndim, start, end) if known else None
+
+
+def _result_view(
+    aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, given: Set[sympy.Symbol]
+) -> ResultView | None:
+    """How to make a result of what it is a view of; None where no op says that."""
+    steps = list[ViewStep]()
+    chain = _chain(aliases, node, base)
+    detaches = any(one.target is aten.detach.default for one in chain)
+    if chain and aliases.cut(node) and not aliases.cut(base) and not detaches:  # made under no_grad
+        steps.append(ViewStep(aten.detach.default))
+    for one in chain:
+        step = _view_step(aliases, one)
+        if step is None:
+            return None
+        steps.append(step)
+    shape = sizes(base.meta["val"].shape)
+    if any(not step.symbols <= {*given, *shape} for step in steps):
+        return None
+    return ResultView(number, of_argument, at, tuple(steps), shape)
+
+
+def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
+    source, value = aliases.parent[node], node.meta["val"]
+    base = source.meta["val"]
+    op = functional_form(node.target) if is_view_change(node) else node.target
+    if op is operator.getitem:
+        return ViewStep(operator.getitem, (node.args[1],))
+    args, kwargs = positional(op, *aliases.calls[node]), aliases.calls[node][1]
+    others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
+    kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
+    alone = bool(args) and args[0] is source and not others
+    if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
+        rest, kwargs = map_arg((args[1:], kwargs), size)
+        return ViewStep(op, rest, kwargs)
+    if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
+        return None
+    shape, strides = sizes(value.shape), sizes(value.stride())
+    starts = size(base.storage_offset()), size(value.storage_offset())
+    if all_same(shape, sizes(base.shape)) and all_same(strides, sizes(base.stride())) and same(*starts):
+        return ViewStep(aten.alias.default)
+    if op in _RESHAPES:
+        return ViewStep(aten.view.default, (list(shape),))
+    return ViewStep(_restrided, (list(shape), list(strides), starts[1] - starts[0]))
+
+
+def _is_positional(op: Any, name: str, count: int) -> bool:
+    return name in [argument.name for argument in schema_of(op).arguments[:count]]
+
+
+def _restrided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
+    """What begins so many elements behind the beginning of x."""
+    return x.as_strided(shape, strides, int(x.storage_offset()) + start)
+
+
+def _symbols_of(node: Node) -> set[sympy.Symbol]:
+    value = node.meta.get("val")
+    found = (
+        sizes(value.shape) if isinstance(value, Tensor) else [size(value)] if isinstance(value, torch.SymInt) else []
+    )
+    return {one for one in found if isinstance(one, sympy.Symbol)}

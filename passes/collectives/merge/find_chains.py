@@ -1,0 +1,281 @@
+"""Chains of collectives on one value: reduced, gathered or scattered over one group after the other.
+
+    all_reduce(a) -> wait -> view, permute, scale, cast -> all_reduce(b) -> wait
+
+What lies between has to commute with the collectives, so that those further up may move down to the last.
+
+How programs gather and scatter along another dim than the first: by chunks that are moved beside the collective.
+
+all_gather(x) -> wait -> split(dim 0) -> cat(dim d)             split(x, dim d) -> cat(dim 0) -> reduce_scatter -> wait
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.torch_compat import statically_known_true
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.mutation import is_mutation
+from sp_compile.passes.sharding.group_names import group_of
+from sp_compile.passes.sharding.matchers import is_cast, is_copy, keeps_order, order_of
+from sp_compile.passes.sharding.rule import lookup
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """`count` equal chunks of one dim, put side by side along another: source is before, result behind."""
+
+    split: Node
+    pieces: tuple[Node, ...]
+    cat: Node
+    away: int  # the dim that the chunks were taken from
+    onto: int  # the dim along which they lie now
+
+    @property
+    def source(self) -> Node:
+        """What is split."""
+        return Call(self.split)["self"]
+
+
+def chunks_of(cat: Node) -> Chunks | None:
+    """The move that ends with this node, if it is one, and if nothing else reads the chunks."""
+    if cat.target is not aten.cat.default:
+        return None
+    call = Call(cat)
+    pieces = tuple(call["tensors"])
+    split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
+    found = lookup(split) if isinstance(split, Node) else None
+    rule = found[1] if found is not None else None
+    if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
+        return None
+    in_order = all(p.target is operator.getitem and p.args == (split, i) for i, p in enumerate(pieces))
+    if not in_order or any(len(p.users) != 1 for p in pieces):
+        return None
+    first, *others = (p.meta["val"].shape[rule.window] for p in pieces)
+    equal = all(statically_known_true(rows == first) for rows in others)
+    return Chunks(split, pieces, cat, rule.window, call.dim()) if equal else None
+
+
+def chunks_behind(node: Node) -> Chunks | None:
+    """The move that is all that reads the node."""
+    for split in node.users:
+        for piece in split.users:
+            for cat in piece.users:
+                found = chunks_of(cat) if len(node.users) == 1 else None
+                return found if found is not None and found.source is node else None
+    return None
+
+
+autograd = torch.ops._c10d_functional_autograd
+
+COLLECTIVES = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    autograd.reduce_scatter_tensor.default: "reduce_scatter",
+    autograd.all_gather_into_tensor.default: "all_gather",
+}
+
+# Reductions that may be exchanged with each other.
+FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
+OTHERS = ("band", "bor", "bxor", "premul_sum")
+
+LONGEST = 6
+"""No mesh has more axes; there are 203 ways to put so many links into blocks."""
+
+MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective. op: the reduction, "" of an all_gather. chunks: what makes it one along another dim than 0."""
+
+    node: Node
+    kind: str
+    op: str
+    group: str
+    chunks: Chunks | None = None
+
+    @property
+    def operand(self) -> Node:
+        """What the collective itself takes."""
+        return Call(self.node)["input"]
+
+    @property
+    def source(self) -> Node:
+        """What is reduced, gathered or scattered: before its chunks are moved."""
+        if self.chunks is not None and self.kind == "reduce_scatter":
+            return self.chunks.source
+        return self.operand
+
+    @property
+    def dim(self) -> int:
+        """The dim that is gathered or scattered."""
+        if self.chunks is None:
+            return 0
+        return self.chunks.away if self.kind == "reduce_scatter" else self.chunks.onto
+
+
+@dataclass(frozen=True)
+class Chain:
+    """links: the collectives, the first one first. steps[i]: what lies between links[i] and the next, in order."""
+
+    links: list[Link]
+    steps: list[list[Node]]
+
+
+def chains(graph: Graph) -> tuple[list[Chain], list[tuple[Node, str]]]:
+    """The longest chains of two and more, and where one would go on if it were not for something: that is told.
+
+    Raises SpError: a reduction that torch does not know.
+    """
+    found: list[Chain] = []
+    broken: list[tuple[Node, str]] = []
+    taken: set[Node] = set()
+    for node in reversed(graph.nodes):
+        link = link_of(node)
+        if link is None or node in taken:
+            continue
+        chain = Chain([link], [])
+        while isinstance(above := _above(chain.links[0]), tuple) and len(chain.links) < LONGEST:
+            upper, steps = above
+            chain.links.insert(0, upper)
+            chain.steps.insert(0, steps)
+            taken.add(upper.node)
+        if isinstance(above, str):
+            broken.append((chain.links[0].node, above))
+        if len(chain.links) > 1:
+            found.append(chain)
+    return found[::-1], broken[::-1]
+
+
+def check_reductions(graph: Graph) -> None:
+    """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
+    for node in graph.nodes:
+        link_of(node)
+
+
+def link_of(node: Node) -> Link | None:
+    """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
+    kind = COLLECTIVES.get(node.target) if node.op == "call_function" else None
+    if kind is None:
+        return None
+    call = Call(node)
+    op = str(call.get("reduce_op", "")).lower()
+    if op and op not in FAMILIES and op not in OTHERS:
+        known = ", ".join((*FAMILIES, *OTHERS))
+        raise SpError("SP561", f"reduce_op: expected one of {known}, got {op!r} in {describe_node(node)}.")
+    group = group_of(node)
+    return None if group is None else Link(node, kind, op, group, _chunks(call, kind))
+
+
+def _chunks(call: Call, kind: str) -> Chunks | None:
+    """The move before a reduce_scatter, or behind an all_gather, of one chunk for each rank of its group."""
+    if kind == "all_reduce":
+        return None
+    if kind == "reduce_scatter":
+        found = chunks_of(call["input"])
+    else:
+        (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
+        found = chunks_behind(wait if wait.target is c10d.wait_tensor.default else call.node)
+    if found is None or found.split.target is not aten.split.Tensor:  # by whose size more can be cut
+        return None
+    beside = found.onto if kind == "reduce_scatter" else found.away
+    return found if beside == 0 and len(found.pieces) == call["group_size"] else None
+
+
+def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
+    """The collective of the same kind above a link and what lies between; why the two are not one; None if none is."""
+    node, steps, shared = link.source, [], ""
+    moved: Chunks | None = None
+    while (upper := link_of(node)) is None:
+        shared = shared or (node.name if len(node.users) > 1 else "")
+        if link.kind == "all_gather" and moved is None and (moved := chunks_of(node)) is not None:
+            node = moved.source
+            continue
+        below = _through(node, link)
+        if below is None:
+            return None
+        steps.append(node)
+        node = below
+    shared = shared or (node.name if len(node.users) > 1 else "")
+    if upper.kind != link.kind or upper.dim != link.dim:
+        return None
+    if link.kind == "all_gather" and upper.chunks != moved:
+        return None
+    for op in (upper.op, link.op):
+        if op in OTHERS:
+            return f"reductions by {op!r} are not merged"
+    if FAMILIES.get(upper.op) != FAMILIES.get(link.op):
+        return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
+    if shared:
+        return f"{shared} is used elsewhere too"
+    if any(upper.node < n < link.node and is_mutation(n) for n in node.graph.nodes):
+        return f"something is written in place between {upper.node.name} and {link.node.name}"
+    return upper, steps[::-1]
+
+
+def _through(node: Node, link: Link) -> Node | None:
+    """The operand that commutes through `node` with the collective; None if none does."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.target is aten.copy.default:
+        return node.args[1] if _keeps(node.args[1], node, link) else None
+    x = node.args[0]
+    if is_copy(node) or node.target in (c10d.wait_tensor.default, aten.detach.default):
+        commutes = True
+    elif is_cast(node):
+        commutes = _keeps(x, node, link)
+    elif node.target in MULTIPLICATIONS or node.target in QUOTIENTS:
+        commutes = _scales(node, link)
+    elif node.target is aten.neg.default:
+        commutes = FAMILIES.get(link.op, "linear") == "linear"
+    else:
+        moves = keeps_order(node) or order_of(node) is not None or node.target is aten.expand.default
+        commutes = moves and link.kind == "all_reduce"
+    return x if commutes else None
+
+
+def _keeps(x: Node, node: Node, link: Link) -> bool:
+    """Does the node hold the values of x exactly, at most in a wider dtype of the same order?"""
+    before, after = x.meta["val"], node.meta["val"]
+    if before.device != after.device or before.shape != after.shape:
+        return False
+    if before.dtype == after.dtype or link.kind == "all_gather":
+        return True
+    if link.op in ("max", "min") and _is_int(before.dtype) and _is_int(after.dtype):
+        a, b = torch.iinfo(before.dtype), torch.iinfo(after.dtype)
+        return b.min <= a.min and a.max <= b.max
+    return after.dtype in _WIDER.get(before.dtype, ())
+
+
+def _is_int(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _scales(node: Node, link: Link) -> bool:
+    """Is the operand multiplied by a number that the reduction lets through?"""
+    x, number = node.args[0], node.args[1]
+    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
+        return False
+    if node.target in QUOTIENTS and number == 0:
+        return False
+    family = FAMILIES.get(link.op, "linear")
+    sign = number > 0 if family in ("max", "min") else family == "linear"
+    return sign and x.meta["val"].dtype == node.meta["val"].dtype

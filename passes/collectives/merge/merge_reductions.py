@@ -1,0 +1,204 @@
+"""Merges collectives over several mesh axes: one over the union of the groups instead of one after the other.
+
+    all_reduce(wait(all_reduce(x, sum, a)), sum, b)   ->   all_reduce(x, sum, a + b)
+
+So for chains of two and more, through views, permutations, exact casts and factors that are Python numbers, taken to be
+the same on all ranks; and of reduce_scatters and all_gathers, along any dim, through casts and factors. It works on any
+graph of functional collectives on ATen level: exported, or the forward, backward or joint graph of AOTAutograd, where
+DTensor's redistributions over several axes appear.
+
+What is exact: the groups are the axes of a full grid, so that each rank's value counts once; the reductions agree. The
+result of max and min is the same, bit by bit; sums and products are rounded in another order, and are the same on all
+ranks, which two steps do not promise. sum and avg may follow each other: the factor 1 / (ranks averaged over) is
+applied once, before the sum, so that nothing overflows that did not; on bfloat16 and float16 that rounds each rank's
+value, as NCCL's own avg does. Only avgs stay one avg. Factors and wider dtypes between two reductions are applied
+before the one.
+
+Left alone, with a note: other mixtures of reductions, averages of integers, values that are used in between, groups
+that overlap or are no grid, orders of gathering that no communicator has, sizes that the ranks do not divide, groups
+without a declared communicator, and what the policy forbids. Sums of two all_reduces are not merged, nor coalesced
+collectives; a reduce_scatter inside machines, an all_reduce between them and an all_gather is not considered.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.base.options import CHOICES
+from sp_compile.passes.base import CollectivePass, Pass, register
+from sp_compile.passes.collectives.collective_context import CollectiveJob
+from sp_compile.passes.context import Job
+from sp_compile.passes.cost.known_groups import Groups, declared
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.fakes import infer
+
+from .choose_merge import Chooser, LinkSet, compared, known_value, unmerged
+from .find_chains import COLLECTIVES, Chain, Chunks, chains
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+@register
+class MergeReductions(CollectivePass):
+    """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
+
+    groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
+    policy: "auto" merges where the cost model predicts that it is faster, "always" wherever it is exact, "intra_node"
+        where the ranks to be merged are on one machine, "never" nowhere. cost: of communicators that `groups` has no
+        measurement of, the device's default constants with these replaced.
+    strict: a chain over a group that was not declared is an error; otherwise it is noted and left alone.
+    Every rank decides alike, if all have the same graph and what declare_groups gave them. The pass sees one rank's
+    graph and cannot tell whether the others have it too: a number between two reductions, as in
+    all_reduce(all_reduce(x, a) * 2.0, b), has to be the same number on every rank, or the merged values are wrong.
+    Exported on each rank of a program that writes `rank + 1` there, the graphs are different programs, not to be given
+    to this pass; backend="sp" compares what the ranks have written, and leaves such a program alone.
+    Raises SpError: an unknown policy or reduction, a graph without shapes, an undeclared group.
+    """
+
+    requires = frozenset({"captured", "exchanges are joined"})
+    provides = frozenset({"reductions are merged"})
+
+    @classmethod
+    def of(cls, job: CollectiveJob) -> Pass | None:
+        known, policy = declared(), job.merge_reductions
+        return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
+
+    def __init__(
+        self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
+    ) -> None:
+        super().__init__(cost=cost)
+        allowed = CHOICES["merge_reductions"]
+        if policy not in allowed:
+            raise SpError("SP905", f"policy: expected one of {', '.join(map(repr, allowed))}, got {policy!r}.")
+        self.groups, self.policy, self.strict = groups, policy, strict
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.chooser = Chooser(self.groups, self.policy, job.machine_of)
+        self.gone: set[Node] = set()
+        for node in gm.graph.nodes:
+            if node.target in COLLECTIVES:
+                known_value(node)
+        found, broken = chains(gm.graph)
+        refusals = [self._refuses(chain) for chain in found]
+        for node, why in broken:
+            self.refused(node, why)
+        changes = 0
+        for chain, refusal in zip(found, refusals):
+            if refusal is None:
+                changes += self._treat(chain)
+            else:
+                self.refused(chain.links[-1].node, refusal)
+        return changes
+
+    def _treat(self, chain: Chain) -> bool:
+        """Do a chain in the best way that the policy allows."""
+        ways = self.chooser.ways(chain)
+        best = self.chooser.best(ways)
+        if best is unmerged(ways):
+            self.refused(chain.links[-1].node, self.chooser.why_unmerged(chain, ways))
+            return False
+        for block, name in best.blocks.items():
+            if len(block) > 1:
+                links = [chain.links[i] for i in block]
+                self._merge(chain, block, name)
+                groups = ", ".join(repr(link.group) for link in links)
+                size = self.groups.size(name)
+                why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, unmerged(ways))}"
+                self.note(links[-1].node, why)
+        return True
+
+    def _refuses(self, chain: Chain) -> str | None:
+        """Why nothing of a chain can be merged, whatever the ranks; None if something might."""
+        if self.policy == "never":
+            return "the policy is 'never'"
+        undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
+        if undeclared is not None:
+            known = ", ".join(map(repr, sorted(self.groups.members))) or "none"
+            used = f"group {undeclared.group!r} of {describe_node(undeclared.node)}"
+            error = SpError("SP611", f"{used} was not declared; declared groups: {known}.")
+            if self.strict:
+                raise error
+            return str(error)
+        value = known_value(chain.links[-1].node)
+        rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if rounds and any(link.op == "avg" for link in chain.links):
+            return f"an average of {value.dtype} is rounded in every step"
+        return None
+
+    # The rewrite.
+
+    def _merge(self, chain: Chain, block: LinkSet, name: str) -> None:
+        """Take the first links of a block out, and let the last one do their work."""
+        last, links = chain.links[block[-1]], [chain.links[i] for i in block]
+        averages = [link for link in links if link.op == "avg"]
+        for i in block[:-1]:
+            self._take_out(chain, i)
+        for node in self._between(chain, block):
+            self._refresh(node)
+        ranks = self.groups.size(name)
+        if last.chunks is not None and last.kind == "reduce_scatter":
+            self._recut(last.chunks, ranks)
+        x, op = last.operand, last.op
+        if averages and len(averages) < len(links):
+            op, divisor = "sum", math.prod(self.groups.size(link.group) for link in averages)
+            with self.graph.inserting_before(last.node):
+                x = self.compute(aten.div.Tensor, (x, divisor), last.node)
+        changed = {"reduce_op": op, "group_size": ranks, "group_name": name}
+        last.node.args, last.node.kwargs = Call(last.node).rebuild([x], **changed)
+        self._refresh(last.node)
+        if last.chunks is not None and last.kind == "all_gather":
+            if last.chunks.source is not last.node:
+                self._refresh(last.chunks.source)
+            self._recut(last.chunks, ranks)
+
+    def _take_out(self, chain: Chain, number: int) -> None:
+        """Erase a link, with what waits for it and what moves its chunks."""
+        steps, link = chain.steps[number], chain.links[number]
+        waits = [node for node in steps if node.target is c10d.wait_tensor.default]
+        chain.steps[number] = [node for node in steps if node not in waits]
+        if link.chunks is not None:
+            chunks = link.chunks
+            chunks.cat.replace_all_uses_with(chunks.source)
+            for node in (chunks.cat, *chunks.pieces, chunks.split):
+                self.graph.erase_node(node)
+        for node in (*reversed(waits), link.node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            self.graph.erase_node(node)
+        self.gone.add(link.node)
+
+    def _recut(self, chunks: Chunks, count: int) -> None:
+        """Move so many chunks of the same size."""
+        self._refresh(chunks.split)
+        split, values, pieces = chunks.split, chunks.split.meta["val"], list(chunks.pieces)
+        for piece, value in zip(pieces, values):
+            piece.meta["val"] = value
+        with self.graph.inserting_before(chunks.cat):
+            more = range(len(pieces), count)
+            pieces += [self.emit(operator.getitem, (split, i), values[i], chunks.cat) for i in more]
+        chunks.cat.args = (pieces, *chunks.cat.args[1:])
+        self._refresh(chunks.cat)
+
+    def _between(self, chain: Chain, block: LinkSet) -> Iterator[Node]:
+        """What is left between the first and the last link of a block."""
+        for i in range(block[0], block[-1]):
+            yield from chain.steps[i]
+            if i + 1 < block[-1] and chain.links[i + 1].node not in self.gone:
+                yield chain.links[i + 1].node
+
+    def _refresh(self, node: Node) -> None:
+        """Infer a value anew. A view may be none of the operand as it was before a collective made it contiguous."""
+        try:
+            node.meta["val"] = infer(node.target, node.args, node.kwargs)
+        except (RuntimeError, ValueError):
+            with self.graph.inserting_before(node):
+                layout = {"memory_format": torch.contiguous_format}
+                x = self.compute(aten.clone.default, (node.args[0],), node, layout)
+            node.replace_input_with(node.args[0], x)
+            node.meta["val"] = infer(node.target, node.args, node.kwargs)

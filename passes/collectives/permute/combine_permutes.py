@@ -1,0 +1,156 @@
+"""Which exchanges may become one: the same dims, ranks and dtype, none of them waiting for another.
+
+q' = exchange(q); k' = exchange(k); v' = exchange(v); attention(q', k', v')
+
+Dims that are merged behind an exchange are merged before it.
+
+all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
+
+What arrives are n blocks of the dims that are gathered, [n, h * d, b * s]: transposed, the operand of a matmul. With h
+and d apart they are [n, h, b, s, d], where n * h * d positions have no common stride, so that flatten copies.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import tangents_of
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.mutation import is_mutation, is_pure
+from sp_compile.passes.graph.sizes import product, same, sizes
+from sp_compile.passes.sharding.group_names import is_collective
+
+from .arrangement import IndexMap, Mover
+from .match_permutes import PERMUTE, downstream, erase_chain, private
+
+aten = torch.ops.aten
+
+
+class PackExchanges(Pass):
+    """Independent exchanges of the same two dims as one, where the last of them is."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        groups = _groups_of_exchanges(gm.graph)
+        for members in groups:
+            _make_room(members)
+            self._together(members)
+        return len(groups)
+
+    def _together(self, members: Sequence[Node]) -> None:
+        _, scatter, gather, n, group = members[0].args
+        whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
+        ndim = members[0].meta["val"].ndim
+        with self.graph.inserting_before(members[-1]):
+            args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
+            both = self.compute(torch.ops.sp.all_to_all.default, args, members[-1])
+            fresh = [self.compute(operator.getitem, (both, i), m) for i, m in enumerate(members)]
+        self.note(both, f"{len(members)} exchanges in one", "packed")
+        for member, piece in zip(members, fresh):
+            self.replace(member, piece)
+
+
+def _groups_of_exchanges(graph: Graph) -> list[list[Node]]:
+    """Those that may become one: nothing between them waits for one of them."""
+    done = []
+    backward = closure(tangents_of(graph), lambda n: n.users)  # which will be cut off
+    open_groups: dict[Any, list[Node]] = {}
+    for node in [n for n in graph.nodes if n.target is PERMUTE]:
+        key = (*_key(node), node in backward)
+        if key in open_groups and _may_join(open_groups[key], node):
+            open_groups[key].append(node)
+        else:
+            open_groups[key] = [node]
+            done.append(open_groups[key])
+    return [members for members in done if len(members) > 1]
+
+
+def _key(node: Node) -> Any:
+    """Exchanges that differ in this need different messages."""
+    x, scatter, gather, n, group = node.args
+    value = x.meta["val"]
+    scatter, gather = scatter % value.ndim, gather % value.ndim
+    rows = sizes(value.shape)[gather]
+    return value.ndim, scatter, gather, rows, n, group, value.dtype, value.device
+
+
+def _dependent(members: list[Node], last: Node) -> list[Node] | None:
+    """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
+    found = closure(members, lambda n: [user for user in n.users if user < last])
+    return None if any(i in found for i in last.all_input_nodes) else sorted(found - set(members))
+
+
+def _may_join(members: list[Node], node: Node) -> bool:
+    waiting = _dependent(members, node)
+    # What has effects, or takes part in a collective, keeps its place.
+    return waiting is not None and all(is_pure(n) and not is_mutation(n) and not is_collective(n) for n in waiting)
+
+
+def _make_room(members: list[Node]) -> None:
+    """What used the first of them comes behind the last."""
+    behind = members[-1]
+    for node in _dependent(members[:-1], behind) or ():
+        behind.append(node)
+        behind = node
+
+
+class MergeFirst(Pass):
+    """Dims are merged before an exchange, not behind it."""
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        return sum([self._merged(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+
+    def _merged(self, node: Node) -> bool:
+        for result in downstream(node)[::-1]:
+            chain = private(node, result)
+            returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
+            groups = _groups(node, result) if chain is not None and not returned else None
+            if groups is not None and chain is not None and _rewritten(self, node, result, groups):
+                erase_chain(self.graph, frozenset(chain))
+                return True
+        return False
+
+
+def _groups(node: Node, result: Node) -> list[list[int]] | None:
+    """Which dims of the exchange's result are each dim of what is made of it, if gathered ones lead a merged dim."""
+    index = IndexMap()
+    given = index.tensor(sizes(node.meta["val"].shape))
+    made = Mover(index, {node: given}).tensor(result)
+    if made is None or made.fixed:
+        return None
+    whole = [index.resolve(dim) for dim in given.dims]
+    place = {factors[0]: d for d, factors in enumerate(whole) if len(factors) == 1}
+    groups = [[place.get(factor, -1) for factor in index.resolve(dim)] for dim in made.dims]
+    scatter, gather = (d % len(whole) for d in node.args[1:3])
+    leads = {group[0] for group in groups if group}
+    merged = any(group[0] == gather and len(group) > 1 for group in groups if group)
+    complete = all(groups) and sorted(d for group in groups for d in group) == list(range(len(whole)))
+    return groups if complete and merged and scatter in leads else None
+
+
+def _rewritten(editor: Editor, node: Node, result: Node, groups: list[list[int]]) -> bool:
+    x, scatter, gather, n, group = node.args
+    shape, order = sizes(x.meta["val"].shape), [d for dims in groups for d in dims]
+    if all(same(size, 1) for size in shape[: scatter % len(shape)]):
+        return False  # x is sent as it lies, and copied on its arrival
+    leads = [dims[0] for dims in groups]
+    merged = [product(shape[d] for d in dims) for dims in groups]
+    with editor.graph.inserting_before(node):
+        try:
+            if order != sorted(order):
+                x = editor.compute(aten.permute.default, (x, order), node)
+            x = editor.compute(aten.view.default, (x, editor.sizes.list(merged)), node)
+        except (RuntimeError, ValueError):  # x would have to be copied for that
+            editor.drop(x)
+            return False
+        dims = [leads.index(d % len(shape)) for d in (scatter, gather)]
+        fresh = editor.compute(PERMUTE, (x, *dims, n, group), result)
+    result.replace_all_uses_with(fresh)
+    return True

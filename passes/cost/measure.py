@@ -1,0 +1,337 @@
+"""The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
+
+Every path from `machine` and `lines_of_reductions` issues the same collectives on every rank, whatever the ranks find
+on their disks. What may fail on one rank alone is behind a `Meet`, where all hear of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sp_compile.lowering.attention.kernel_args import Kernel, Need
+from sp_compile.lowering.attention.kernels import expected_kernel
+from sp_compile.lowering.attention.op_args import LocalArgs
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.masks.blocks import Kind
+from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.torch_compat import process_group
+
+from .collective_time import Line, bytes_of, fitted
+from .machine import Machine
+
+FILE_VERSION = 2  # of what is kept on disk
+CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
+GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
+HOPPER = 9
+"""The generation of GPUs from which on cuDNN runs, and not FlashAttention-2 in its place."""
+MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
+
+Meet: TypeAlias = Callable[[Exception | None], None]
+"""All ranks come to it, with what has failed on them; if anything has, it raises the same SpError on every rank."""
+
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def machine(ranks: Ranks, device: torch.device, meet: Meet) -> Machine:
+    """The constants of these ranks, equal on all of them.
+
+    All-to-all, all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
+    together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
+    Raises what `meet` does.
+    """
+    group = ranks.process_group
+    if not ranks.exchanges:
+        return Machine.of(device.type)
+    known = _known.setdefault(group, {})
+    if device.type not in known:
+        where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        everyone = [(ranks.group, (tuple(range(ranks.n)),))]
+        jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
+        lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS, meet)
+        node, base = _ranks_per_node(ranks, where), _base(group, device, where)
+        known[device.type] = constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
+    return known[device.type]
+
+
+def constants(lines: Sequence[Line], n: int, node: int, base: Machine, kernel: str = "named") -> Machine:
+    """`base` with what the lines of all-to-all, all-gather and attention tell. kernel: what ran that attention.
+
+    Over several nodes the all-to-all is bound by the links between them, and `base` is kept for those inside.
+    """
+    exchange, gather, attention = lines
+    there, per_flop = exchange.bandwidth, attention.latency
+    links: dict[str, float] = {"inter_node_bandwidth": there * (n - node) / (n - 1)}
+    if n <= node:
+        links = {"all_to_all_bandwidth": there, "hop_bandwidth": there, "all_gather_bandwidth": gather.bandwidth}
+    return replace(
+        base,
+        **links,
+        flops=1 / per_flop / base.efficiency(kernel) if per_flop else base.flops,  # 0: noise
+        block_keys=1 / per_flop / attention.bandwidth if per_flop else base.block_keys,
+        all_to_all_latency=exchange.latency,
+        all_gather_latency=gather.latency,
+        hop_latency=exchange.latency,
+        ranks_per_node=node,
+    )
+
+
+Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
+"""What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
+
+
+def lines_of_reductions(
+    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: Meet
+) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
+    """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
+
+    turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
+    because the second of two does not find its ranks as the first one did. where: the device whose tensors they reduce.
+    All ranks of the program have to ask together. Raises what `meet` does.
+    """
+    named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
+    jobs = [_collective("all_reduce", several, where) for several in named]
+    lines = measured(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
+    mine = zip([[name for name, _ in several] for several in named], lines)
+    known = [(list(map(str, names)), line) for names, line in mine if None not in names]
+    alone = {names[0]: line for names, line in known if len(names) == 1}
+    return alone, {frozenset(names): line for names, line in known if len(names) > 1}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is timed. key: what its line is kept under. device: where it runs.
+
+    sizes: those that are timed. call: what to time of a size; None on a rank that takes no part. point: what a size and
+    its seconds are on the line; by the bytes that one rank sends.
+    """
+
+    key: Hashable
+    device: torch.device
+    sizes: Sequence[int]
+    call: Callable[[int], Callable[[], object] | None]
+    point: Callable[[int, float], tuple[float, float]]
+
+
+def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
+    """A collective over one group behind the other, of so many bytes on each rank (all_gather: in all)."""
+    names, parts = zip(*named)
+    n = max(map(len, parts[0]))
+
+    def shape(size: int) -> tuple[int, int]:
+        return 1 if kind == "all_gather" else n, max(1, size // n // 4)
+
+    def call(size: int) -> Callable[[], object] | None:
+        over = [(name, dist.get_world_size(process_group(name))) for name in names if name is not None]
+        if len(over) < len(names) or all(k == 1 for _, k in over):
+            return None
+        x = torch.ones(shape(size), device=where)
+        return lambda: reduce(lambda y, group: getattr(current(), kind)(y, group[1], group[0]), over, x)
+
+    def point(size: int, seconds: float) -> tuple[float, float]:
+        nbytes = 4 * math.prod(shape(size))
+        return sum(bytes_of(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
+
+    sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
+    return Measurement((kind, where.type, parts), where, sizes, call, point)
+
+
+def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
+    """Heads, their dims, and the dtype."""
+    return (4, 64, torch.float32) if device.type == "cpu" else (16, 128, torch.bfloat16)
+
+
+def _measured_kernel(device: torch.device) -> Kernel:
+    """What runs `_attention`."""
+    _, dim, dtype = _attention_sizes(device)
+    return expected_kernel(Need(device, dtype, Kind.FULL, dim, 1024))
+
+
+def _attention(device: torch.device) -> Measurement:
+    """Of one rank, by the kernel that its blocks run: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
+
+    def call(length: int) -> Callable[[], object]:
+        q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), whole(length)
+        args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
+        return lambda: args.attend(q, q, q, rows)
+
+    def point(length: int, seconds: float) -> tuple[float, float]:
+        return 1 / length, seconds / (4 * heads * dim * length**2)
+
+    key = ("attention", device.type, *([] if cpu else [_measured_kernel(device).name]))
+    return Measurement(key, device, (256, 1024) if cpu else (1024, 8192), call, point)
+
+
+def measured(
+    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: Meet
+) -> list[Line]:
+    """The lines of the jobs, equal on all ranks of the group, which have to ask together.
+
+    Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
+    slowest rank decides. where: the device whose tensors the group's own collectives take.
+    """
+    known = _known.setdefault(group, {})
+    new = list({job.key: job for job in jobs if job.key not in known}.values())
+    if new:
+        first, kept = dist.get_rank(group) == 0, {}
+        with _raised_on_all(meet):
+            path = _path(group, device)
+            kept = _read(path) if first else {}
+        found = _shared([kept.get(repr(job.key)) for job in new], group, where)
+        missing = [job for job, line in zip(new, found) if line is None]
+        known.update((job.key, line) for job, line in zip(new, found) if line is not None)
+        if missing:
+            known.update(zip([job.key for job in missing], _fit(missing, group, where, repeats, meet)))
+        if missing and first:
+            _write(path, kept | {repr(job.key): known[job.key] for job in missing})
+    return [known[job.key] for job in jobs]
+
+
+def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: Meet) -> list[Line]:
+    """The slowest rank of a round counts: that is what the next collective waits for.
+
+    The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
+    finds other caches than in a program that sends small ones.
+    """
+    points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
+    for k in range(max(len(job.sizes) for job in jobs)):
+        turn = [job for job in jobs if k < len(job.sizes)]
+        with torch.no_grad():
+            with _raised_on_all(meet):
+                calls = [(job.call(job.sizes[k]), job.device) for job in turn]
+            rounds = [[_time(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
+        slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
+            points[job.key].append(job.point(job.sizes[k], seconds))
+    return [fitted(*zip(*points[job.key])) for job in jobs]
+
+
+def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -> float:
+    """Seconds of a call that ranks come to together, and leave together; 0 for a rank that takes no part.
+
+    Several in a row would have no rank to wake up, which is what a small one mostly waits for.
+    """
+    seconds = 0.0
+    with _raised_on_all(meet):
+        if call is not None:
+            finish(device)
+            start = time.perf_counter()
+            call()
+            finish(device)
+            seconds = time.perf_counter() - start
+    return seconds
+
+
+@contextmanager
+def _raised_on_all(meet: Meet) -> Iterator[None]:
+    """Run a part, then meet: what it fails with is raised on every rank."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    meet(problem)
+
+
+def mean_of_middle(rounds: Tensor) -> Tensor:
+    """(rounds, ...) -> (...), the mean of the middle half: without what disturbed a round, steadier than a median."""
+    quarter = len(rounds) // 4
+    return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what runs on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
+    """The fewest ranks of the group that share a host."""
+    mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
+    hosts = current().all_gather(mine, ranks.n, ranks.group)
+    return min(Counter(hosts.tolist()).values())
+
+
+def _base(group: Any, device: torch.device, where: torch.device) -> Machine:
+    """The defaults, with the memory of the smallest of the ranks' devices, and what runs on the oldest.
+
+    Nothing limits a CPU, whose memory others share.
+    """
+    mine = [math.inf, math.inf]
+    if device.type == "cuda":
+        mine = [torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_capability(device)[0]]
+    least = torch.tensor(mine, dtype=torch.float64, device=where)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    memory, generation = least.tolist()
+    base = replace(Machine.of(device.type), memory=memory)
+    return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
+
+
+def _shared(found: Sequence[Line | None], group: Any, where: torch.device) -> list[Line | None]:
+    """What rank 0 found, on every rank: one broadcast."""
+    values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
+    tensor = torch.tensor(values, dtype=torch.float64, device=where)
+    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    return [None if math.isnan(latency) else Line(latency, beta) for latency, beta in tensor.tolist()]
+
+
+def _path(group: Any, device: torch.device) -> Path:
+    """The file of what these ranks measured: by host, device, which ranks of the program, backend and versions."""
+    folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    members = dist.get_process_group_ranks(group)
+    key = (
+        FILE_VERSION,
+        platform.node(),
+        f"{device.type} {gpu}",
+        [rank - members[0] for rank in members],
+        os.environ.get("LOCAL_WORLD_SIZE", ""),
+        dist.get_backend(group),
+        torch.__version__,
+        torch.get_num_threads(),
+    )
+    return Path(folder) / f"measured-{_hash(repr(key))[:16]}.json"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Line]:
+    """The lines in a file; none if there is no such file, or if it holds something else."""
+    try:
+        found = json.loads(path.read_text())
+        lines = {key: Line(*map(float, line)) for key, line in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return {}
+    return {key: line for key, line in lines.items() if line.latency >= 0 and line.bandwidth > 0}
+
+
+def _write(path: Path, lines: Mapping[str, Line]) -> None:
+    """The whole file or nothing; a disk that refuses costs only the next run's time."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # nothing stays where the file is refused
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                json.dump({key: [line.latency, line.bandwidth] for key, line in lines.items()}, file, indent=1)
+            os.replace(file.name, path)

@@ -1,0 +1,326 @@
+"""The memory of one rank over a training step, predicted: what stays, what is kept, the peaks and what makes them.
+
+    state      parameters and buffers, inputs, the optimizer's state: there all the time
+    forward    values of every graph as it runs, and what earlier graphs keep for their backward
+    loss       from the last matrix product of the last forward (the logits) to the first one of its backward
+    backward   what is kept, until it is read; values; and gradients, as they are made
+
+Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` of each layer, and of the model around them,
+does it: parameters and state in shards, and beside them
+
+    weights     of what is in no layer, whole from the forward to the backward's end; of one layer as they arrive, and
+                in a forward until the next ones do, in a backward but for the last layer of it; inside of a layer its
+                own as parameters, too
+    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which are on their
+                way into shards; and these shards
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+import torch
+from tabulate import tabulate
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.base.layers import layer_of
+from sp_compile.lowering.torch_compat import storage_of
+from sp_compile.passes.cost.walk.fused_kernels import Key
+from sp_compile.passes.cost.walk.liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
+from sp_compile.passes.graph.call import tangents_of, tensors_of
+from sp_compile.passes.graph.sizes import product, same, sizes
+
+from .attention_memory import GIB
+from .offload_cost import OnHost
+from .weight_memory import ADAMW, ModelBytes
+
+PHASES = ("forward", "loss", "backward")
+OTHER_VALUES_HELD = "results, their gradients, and what other graphs keep"
+ALIVE_LINES = 6
+"""Of a report, for what is alive at a peak."""
+COLUMN = 56
+"""Characters of a column of a table."""
+
+
+@dataclass
+class GraphStep:
+    """One graph of a program, forward and backward. inputs: bytes that it is given. results: that it gives its caller.
+
+    saved: that the forward leaves on the device for the backward, besides parameters and inputs.
+    tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
+    hosted: the same with all on the host that may wait there, where somebody asked. kept: what is saved, by the layer
+    whose backward is the last one to read it; "" what is made in no layer, but for what goes into the first.
+    """
+
+    forward: Walk
+    backward: Walk | None
+    inputs: int
+    results: int
+    saved: int = 0
+    tangents: int = 0
+    copied: int = 0
+    offloaded: OnHost | None = None
+    hosted: GraphStep | None = None
+    kept: Sequence[tuple[str, Alive]] = ()
+
+    @staticmethod
+    def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
+        """Walk both. inputs: bytes that the program is given, besides what is the model's own."""
+        first = walk(forward, fused)
+        if backward is None:
+            return GraphStep(first, None, inputs, first.end)
+        tangents = tangents_of(backward)
+        values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
+        read = [n for n in values if n.users]  # the others are parts of what waits on the host, and read from that
+        outputs = forward.output_node().args[0]
+        results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
+        # What the caller has, too, stays when the backward has read it.
+        others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
+        copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
+        second = walk(backward, fused, [*saved, *tangents])
+        kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        results_of = max(0, first.end - kept)
+        made = {n.name: layer_of(n) for n in forward.nodes}
+        begins = next((layer for layer in made.values() if layer), "")
+        by_layer = [
+            (layer if made.get(held.name) or layer == begins else "", held)
+            for layer, held in second.by_last_layer(saved)
+        ]
+        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, kept=by_layer)
+
+
+def _memory_of(nodes: Iterable[Node]) -> dict[Key, int]:
+    """The memory that the values of nodes lie in, each once, and its bytes."""
+    return {storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}
+
+
+def _is_row_major(x: torch.Tensor) -> bool:
+    """Are the strides those of a new tensor, those of dims of one element too?"""
+    shape = sizes(x.shape)
+    return all(same(stride, product(shape[d + 1 :])) for d, stride in enumerate(sizes(x.stride())))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
+
+    behind: is it one of a backward? arriving: of weights in shards, do any arrive then, or lie there as they arrived?
+    whole: of the gradients, those that are not in shards by then, where they go there layer by layer.
+    """
+
+    phase: str
+    moment: Moment
+    nbytes: int
+    graph: int
+    index: int
+    behind: bool = False
+    gradients: int = 0
+    arriving: bool = True
+    whole: int = 0
+
+
+@dataclass
+class StepMemory:
+    """Of one rank. per_weight: bytes of the optimizer's state for a byte of parameters.
+
+    shards: ranks over which the program says that parameters, gradients and that state lie; 1 if it does not.
+    """
+
+    weights: ModelBytes
+    per_weight: float = ADAMW
+    graphs: list[GraphStep] = field(default_factory=list)
+    shards: int = 1
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer's state."""
+        return round(self.per_weight * self.weights.learned)
+
+    @property
+    def inputs(self) -> int:
+        """Bytes that the program is given, whole."""
+        return max((graph.inputs for graph in self.graphs), default=0)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the forward leaves for the backward."""
+        return sum(graph.saved for graph in self.graphs)
+
+    @property
+    def offloaded(self) -> OnHost | None:
+        """What waits in the host's memory; None where that was not asked for."""
+        found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
+        return OnHost(*map(sum, zip(*map(astuple, found)))) if found else None
+
+    @property
+    def state(self) -> int:
+        """Bytes that are there all the time, gradients apart."""
+        return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
+
+    @property
+    def constant(self) -> int:
+        """Bytes that are there all the time, as the program says that they lie."""
+        return self.state if self.shards == 1 else self.in_shards(self.shards)
+
+    def held(self, point: Point) -> int:
+        """Bytes beside these then."""
+        return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
+
+    def held_in_shards(self, point: Point, n: int) -> int:
+        """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
+        weights = self.weights.whole(bool(point.moment.layer), point.arriving)
+        return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
+
+    def points(self) -> Iterator[Point]:
+        """The step, moment by moment."""
+        held = 0
+        last = len(self.graphs) - 1
+        for g, graph in enumerate(self.graphs):
+            begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
+            for i, moment in enumerate(graph.forward.moments):
+                phase = "forward" if begins is None or i < begins else "loss"
+                yield Point(phase, moment, held + moment.nbytes, g, i)
+            held += graph.saved + graph.results
+        ended = 0
+        for g, graph in reversed(list(enumerate(self.graphs))):
+            if graph.backward is None:
+                continue
+            held -= graph.saved
+            if g < last:  # the backward of a later graph made them
+                held -= min(ended, graph.tangents)
+            ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
+            arrived = 0 if not self.weights.unit else _begin_of_last_layer(graph.backward.moments) if g == 0 else None
+            whole = _not_in_shards(graph.backward.moments, self.weights.unit)
+            for i, moment in enumerate(graph.backward.moments):
+                phase = "loss" if i < ends else "backward"
+                nbytes = held + (graph.copied if i == 0 else 0) + moment.nbytes
+                arriving = arrived is None or i < arrived
+                yield Point(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
+            ended = graph.backward.end
+            held += ended
+
+    def peaks(self) -> dict[str, Point]:
+        """The largest moment of each phase."""
+        found: dict[str, Point] = {}
+        for point in self.points():
+            if point.phase not in found or self.held(point) > self.held(found[point.phase]):
+                found[point.phase] = point
+        return {phase: found[phase] for phase in PHASES if phase in found}
+
+    def alive(self, point: Point) -> list[Alive]:
+        """What is in memory then, of the graph that runs; what callers and other graphs keep is one entry."""
+        graph = self.graphs[point.graph]
+        run = graph.backward if point.behind and graph.backward is not None else graph.forward
+        others = point.nbytes - point.moment.nbytes
+        found = run.alive(point.index)
+        if point.behind:
+            found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
+        return [*found, Alive("results", OTHER_VALUES_HELD, others, "result")] if others > 0 else found
+
+    @property
+    def values(self) -> int:
+        """Bytes of values and gradients at the peak."""
+        return max((point.nbytes for point in self.points()), default=0)
+
+    @property
+    def but_gradients(self) -> int:
+        """Bytes at the peak of what is no gradient of a parameter."""
+        return max((point.nbytes - point.gradients for point in self.points()), default=0)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
+        return self.state + max(self.values, self.weights.learned)
+
+    def fsdp(self, n: int) -> int:
+        """The peak where n ranks share parameters, gradients and state by layers."""
+        return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
+
+    def peak_in_shards(self, held: int, n: int) -> int:
+        """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
+        return self.in_shards(n) + max(held, -(-self.weights.learned // n))
+
+    def in_shards(self, n: int) -> int:
+        """Bytes that are there all the time, where n ranks share parameters and state by layers."""
+        return self.weights.in_shards(n, self.per_weight) + self.weights.buffers + self.inputs
+
+    def text(self, n: int) -> str:
+        """For people. n: the ranks that FSDP would share the state over."""
+        w = self.weights
+        state = {"parameters": w.parameters, "gradients": w.learned, "optimizer": self.optimizer}
+        state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
+        lines = [", ".join(f"{name} {written(nbytes)}" for name, nbytes in state.items() if nbytes)]
+        if (sent := self.offloaded) is not None:
+            whole = f"of {written(sent.nbytes + sent.kept)} kept, {written(sent.nbytes)} wait in the host's memory"
+            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them beside no other work"
+            lines.append(f"offload: {whole} ({sent.values} values); {takes}")
+        rows: list[tuple[str, ...]] = []
+        for phase, point in self.peaks().items():
+            held = self.held(point)
+            total = written(self.constant + held)
+            rows.append((phase, total, written(held), point.moment.name, short(point.moment.where)))
+        lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
+        if self.graphs:
+            top = max(self.peaks().values(), key=self.held)
+            rows = [(written(nbytes), what, times, short(where)) for what, where, nbytes, times in self.summary(top)]
+            lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
+        if self.shards > 1:
+            lines.append(
+                f"peak of a rank {written(self.fsdp(self.shards))}, with parameters, gradients and optimizer in shards"
+            )
+        else:
+            lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
+        return "\n".join(lines)
+
+    def summary(self, point: Point, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
+        """(what it is, user's line, bytes, how many values) of what is alive, by line, the largest first."""
+        total: Counter[tuple[str, str]] = Counter()
+        count: Counter[tuple[str, str]] = Counter()
+        for held in self.alive(point):
+            total[held.origin, held.where] += held.nbytes
+            count[held.origin, held.where] += held.nbytes > 0
+        found = [
+            (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
+        ]
+        rest = sum(nbytes for _, _, nbytes, _ in found[most:])
+        return found[:most] + ([("others", "", rest, f"{len(found) - most} lines")] if rest else [])
+
+
+def _last_product(moments: Sequence[Moment]) -> int | None:
+    return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
+
+
+def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
+    """The moment from which on no other layer runs."""
+    layers = [moment.layer for moment in moments]
+    last = next(filter(None, reversed(layers)), "")
+    others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
+    return layers.index(last, others[-1] if others else 0) if last else 0
+
+
+def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
+    """Of a backward, at each moment: gradients made before any layer, in this one, and those of the one before it."""
+    found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    for moment in moments:
+        if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
+            apart, before = (apart if begin[0] else made), made
+            begin = moment.layer, moment.name
+        found.append(apart + min(unit, before - apart) + moment.results - before)
+        made = moment.results
+    return found
+
+
+def short(where: str) -> str:
+    """As much as a column of a table has."""
+    return where if len(where) <= COLUMN else where[: COLUMN - 3] + "..."
+
+
+def written(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"

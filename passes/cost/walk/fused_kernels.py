@@ -1,0 +1,278 @@
+"""Which of a graph's events Inductor lets run as one kernel, of a walk over its memory (`liveness.py`).
+
+An event that runs with an earlier one comes as early; what only a kernel itself reads of what it makes lies nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
+from sp_compile.passes.graph.call import WAIT, tensors_of
+from sp_compile.passes.graph.closure import reached
+from sp_compile.passes.graph.sizes import same, sizes
+
+from .kinds import (
+    ARRIVALS,
+    CAT,
+    ELEMENTWISE,
+    FEWEST_ELEMENTS,
+    FEWEST_ROWS,
+    FUSED_OVER,
+    PRIMS,
+    REDUCTIONS,
+    VIEWS,
+    WIDE_ROW,
+    WIDEST_ROW,
+    WRITES_LATE,
+)
+
+Key = int
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """Events that go through the same rows, in the order of the graph, and the places that they read and make."""
+
+    nodes: list[Node]
+    reads: set[Key]
+    makes: set[Key]
+
+    def joined(self, later: RowKernel) -> RowKernel:
+        return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.makes | later.makes)
+
+
+class FusedEvents:
+    """Events, in order: the places that each reads and makes. Where nothing is fused each is one operator."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused, self.on_gpu = fused, False
+        self.sums: dict[Node, Node] = {}  # the product that is made with each
+        self.made: dict[Node, list[Key]] = {}
+        self.taken: dict[Node, frozenset[Key]] = {}
+        self.sizes: dict[Key, int] = {}
+        self.results: set[Key] = set()
+        self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
+
+    def fuse(self) -> None:
+        """Let events run together: on a CPU sums alone, as was measured there."""
+        self.on_gpu = any(map(is_on_gpu, self.made))
+        self._fuse_sums()
+        if self.on_gpu:
+            self._fuse_rows()
+
+    def is_fused(self, node: Node) -> bool:
+        """Is it a part of kernels that Inductor writes?"""
+        target = node.target
+        if not self.fused or node in self.sums or not isinstance(target, OpOverload):
+            return False
+        return (
+            _name(target) in PRIMS
+            or target in REDUCTIONS
+            or target in ELEMENTWISE
+            or torch.Tag.pointwise in target.tags
+        )
+
+    def _fuse_sums(self) -> None:
+        """Let sums near each other that read a value in common, and as many rows, run as one when all of that is there.
+
+        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
+        part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
+        """
+        results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
+        number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
+        sums = [node for node in self.made if self._is_last_sum(node)]
+        pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
+        if any(map(is_on_gpu, sums)):  # those that have the most to read in common come first
+            pairs.sort(key=lambda pair: -sum(self.sizes[key] for key in self.taken[pair[0]] & self.taken[pair[1]]))
+        group_of = {node: [node] for node in sums}
+        for a, b in pairs:
+            one, other = group_of[a], group_of[b]
+            both = sorted([*one, *other], key=number.__getitem__)
+            near = number[both[-1]] - number[both[0]] <= FUSED_OVER
+            if one is not other and near and (len(both) == 2 or not _runs_with_rows(a)):
+                group_of.update(dict.fromkeys(both, both))
+        groups = {id(group): group for group in group_of.values() if len(group) > 1}
+        if groups:
+            self._sort({node: group for group in groups.values() for node in group})
+
+    def _read_in_common(self, a: Node, b: Node) -> bool:
+        """May two sums run as one for what they read? Wide rows of a GPU: more than one value, as was seen."""
+        wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
+        return _alike(a, b) and len(self.taken[a] & self.taken[b]) > wide
+
+    def _fuse_rows(self) -> None:
+        """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.
+
+        As a norm or a softmax with what is made of it; on a GPU with the gradient of its scale, too.
+        """
+        number = {node: i for i, node in enumerate(self.made)}
+        written: dict[Key, int] = {}  # by the last event that does
+        for node, keys in self.made.items():
+            waits = self.taken[node] if node.target in WRITES_LATE else ()
+            written.update((key, number[node]) for key in (*keys, *waits))
+        units = defaultdict[int, list[RowKernel]](list)  # by elements
+        for node in self.made:
+            count = self._elements_by_row(node)
+            if not count:
+                continue
+            last, others = RowKernel([node], {*self.taken[node]}, {*self.made[node]}), units[count]
+            while (found := self._joins(last, others, count, number, written)) is not None:
+                others.remove(found)
+                last = found.joined(last)
+            others.append(last)
+        together = [one.nodes for others in units.values() for one in others if len(one.nodes) > 1]
+        if together:
+            self._sort({node: group for group in together for node in group})
+
+    def _joins(
+        self, last: RowKernel, others: list[RowKernel], count: int, number: dict[Node, int], written: dict[Key, int]
+    ) -> RowKernel | None:
+        """An earlier one of what goes through so many elements, at which all that this one reads is there."""
+        large = {key for key in last.reads if self.sizes[key] >= count}
+        for one in others:
+            first = number[one.nodes[0]]
+            near = one.reads & large or one.makes & last.reads
+            there = (written.get(key, -1) < first for key in last.reads - one.makes - last.makes)
+            if first < number[last.nodes[0]] and near and all(there):
+                return one
+        return None
+
+    def _elements_by_row(self, node: Node) -> int:
+        """Elements that a kernel goes through row by row; 0 of any other event."""
+        if not self.is_fused(node):
+            return 0
+        if node.target not in REDUCTIONS:
+            return size_hint(node.meta["val"].numel()) if isinstance(node.meta["val"], torch.Tensor) else 0
+        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+        if not isinstance(x, Node) or not isinstance(dims, list | tuple):
+            return 0
+        shape = x.meta["val"].shape
+        of_rows = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
+        return size_hint(shape.numel()) if of_rows or _runs_with_rows(node) else 0
+
+    def _is_last_sum(self, node: Node) -> bool:
+        """Is it a sum that is returned, or only put together with others?"""
+        if node.target not in REDUCTIONS:
+            return False
+        passed = reached([node], lambda n: [x for x in n.users if n is node or _passes_on(x)])
+        return all(n is node or _passes_on(n) or n.target is CAT or n.op == "output" for n in passed)
+
+    def _sort(self, together: dict[Node, list[Node]]) -> None:
+        """Events in the order of the graph, each behind what it reads; those that run together are one."""
+        groups = {node: together.get(node, [node]) for node in self.made}
+        number = {node: i for i, node in enumerate(self.made)}
+        makers = defaultdict[Key, list[Node]](list)  # and what has to be waited for
+        for node, keys in self.made.items():
+            waits = self.taken[node] if node.target is WAIT or node.target in ARRIVALS else ()
+            for key in (*keys, *waits):
+                makers[key].append(groups[node][0])
+        order = dict[Node, None]()
+        waiting = [groups[node][0] for node in reversed(self.made)]
+        while waiting:
+            node = waiting[-1]
+            read = {
+                before
+                for one in groups[node]
+                for key in self.taken[one]
+                for before in makers[key]
+                if number[before] < number[one]
+            }
+            before = sorted(read - order.keys() - {node}, key=number.__getitem__, reverse=True)
+            waiting += before
+            if not before:
+                order[waiting.pop()] = None
+        for group in {id(group): group for group in together.values()}.values():
+            first, *others = group
+            reads = Counter(key for one in group for key in self.taken[one])
+            if self.on_gpu:
+                self.often[first] = frozenset(key for key, count in reads.items() if count > 1)
+            self.made[first] = [key for one in group for key in self.made[one]]
+            self.taken[first] = frozenset().union(*(self.taken[one] for one in group))
+            for one in others:
+                del self.made[one], self.taken[one]
+            self._keep_inside(first)
+        self.made = {node: self.made[node] for node in order}
+
+    def _keep_inside(self, event: Node) -> None:
+        """What only the event itself reads of what it makes has no place."""
+        elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
+        inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
+        self.made[event] = [key for key in self.made[event] if key not in inside]
+        self.taken[event] -= inside
+
+
+def products_in_sums(graph: Graph) -> dict[Node, Node]:
+    """Matrix products that only one sum reads, by that sum: Inductor makes both at once, where the sum is (`addmm`).
+
+    As a weight's gradient that is added to that of the embedding it is tied to. Not what a GPU's kernels go on with.
+    """
+    found = dict[Node, Node]()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
+        pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
+        found.update((node, product) for product, other in pairs if _is_added(product, other))
+    return found
+
+
+def _is_added(product: Any, other: Any) -> bool:
+    """May something be added to a product in the product's own kernel?"""
+    if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
+        return False
+    if not isinstance(other, Node) or other is product or not isinstance(other.meta.get("val"), torch.Tensor):
+        return False
+    x, y = product.meta["val"], other.meta["val"]
+    fits = all(same(a, b) or same(a, 1) for a, b in zip(sizes(y.shape)[::-1], sizes(x.shape)[::-1]))
+    return fits and y.dim() <= x.dim() and x.dtype == y.dtype
+
+
+def _is_elementwise(user: Node) -> bool:
+    """Is it a part of a kernel, or a view that only such read?"""
+    if user.target is operator.getitem:
+        return all(map(_is_elementwise, user.users))
+    if not isinstance(user.target, OpOverload):
+        return False
+    if any(argument.alias_info is not None for argument in schema_of(user.target).arguments):
+        return all(map(_is_elementwise, user.users))
+    return torch.Tag.pointwise in user.target.tags
+
+
+def _alike(a: Node, b: Node) -> bool:
+    """Do two sums have the same rows and the same results?"""
+    (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
+    return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
+
+
+def is_on_gpu(node: Node) -> bool:
+    """A model on the meta device is on none: it is looked at for one."""
+    return any(x.device.type != "cpu" for x in tensors_of(node))
+
+
+def _passes_on(node: Node) -> bool:
+    """Does it give what it is given, in another shape or dtype?"""
+    return node.target in VIEWS or _name(node.target) == "prims::convert_element_type"
+
+
+def _runs_with_rows(node: Node) -> bool:
+    """Does a GPU's kernel that has a row at once make this sum over rows, too?
+
+    Where there is much to read, in many more rows than columns: Inductor's `MixOrderReduction`.
+    """
+    if not is_on_gpu(node):
+        return False
+    *rows, width = map(size_hint, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    count = math.prod(rows)
+    return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
+
+
+def _name(target: Any) -> str:
+    """aten::mm; nothing of what is no operator."""
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

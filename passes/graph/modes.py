@@ -1,0 +1,123 @@
+"""The modes that a node runs in, which calls of the graph enter and leave: without gradients, and autocast."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node, map_arg
+
+from sp_compile.lowering.torch_compat import (
+    OpOverload,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    enter_autocast,
+    exit_autocast,
+    pytree,
+    set_grad_enabled,
+)
+
+from .call import tensors_of
+
+
+def without_grad(graph: Graph) -> set[Node]:
+    """All nodes in regions without gradients, where a graph begins with them."""
+    off, grad = set[Node](), True
+    for node in graph.nodes:
+        if node.target is set_grad_enabled:
+            grad = bool(node.args[0])
+        if not grad:
+            off.add(node)
+    return off
+
+
+def autocast_regions(node: Node) -> list[Any]:
+    """(device type, dtype, enabled, cache enabled) of every region that the node is in, the innermost last."""
+    entered: dict[Node, Any] = {}
+    for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
+        if other < node:
+            entered[other] = other.args
+    for other in node.graph.find_nodes(op="call_function", target=exit_autocast):
+        if other < node:
+            entered.pop(other.args[0], None)
+    return list(entered.values())
+
+
+def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
+    """What an op that autocast runs in less precision would compute in at this place on a device, if x is given."""
+    found = x.dtype
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return found
+    for where, dtype, enabled, _ in autocast_regions(node):
+        if where == device:
+            found = (dtype or torch.get_autocast_dtype(device)) if enabled else x.dtype
+    return found
+
+
+def same_autocast(nodes: Sequence[Node]) -> bool:
+    """Would an op compute in the same dtype at the places of all of them?"""
+    first = autocast_regions(nodes[0])
+    return all(autocast_regions(node) == first for node in nodes[1:])
+
+
+@contextmanager
+def autocast_at(node: Node) -> Iterator[None]:
+    """The autocast regions that the node is in, entered."""
+    with ExitStack() as regions:
+        for device, dtype, enabled, cache in autocast_regions(node):
+            regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        yield
+
+
+@contextmanager
+def without_autocast(device: str) -> Iterator[None]:
+    """Inside, nothing is cast on this device; "meta" has no autocast that could be left."""
+    known = torch.amp.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if known else nullcontext():
+        yield
+
+
+def settle_dtypes(graph: Graph) -> None:
+    """Give values the dtypes that the graph's autocast regions make them: a capture records what they are without."""
+    if not graph.find_nodes(op="call_function", target=enter_autocast):
+        return
+    mode = detect_fake_mode([v for node in graph.nodes for v in tensors_of(node)])
+    if mode is None:
+        return
+    other: set[Node] = set()
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        for node in filter(_has_dtype, graph.nodes):
+            if other.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            with autocast_at(node), uncached_autocast():
+                found = node.target(*args, **kwargs)
+            before = tensors_of(node)
+            node.meta["val"] = pytree.tree_map(_in_dtype, node.meta["val"], found)
+            if [x.dtype for x in before] != [x.dtype for x in tensors_of(node)]:
+                other.add(node)
+
+
+def _has_dtype(node: Node) -> bool:
+    """Is it an operator that gives tensors?"""
+    return bool(tensors_of(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
+
+
+def _in_dtype(x: Any, like: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or x.dtype == like.dtype:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=like.dtype, device=x.device)
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Inside, autocast keeps no weights in less precision: those of a trace are none of the program's."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

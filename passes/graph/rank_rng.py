@@ -1,0 +1,63 @@
+"""Random draws under sequence parallelism: independent on shards, equal on what is replicated.
+
+Users seed every rank alike. A draw on a shard must then differ from rank to rank (or tokens t and t + S/n would share a
+dropout mask), so a graph that draws runs under a generator state derived from the rank; the user's generator is
+advanced by one draw, the same on every rank. Draws on replicated values are agreed on by `sp::broadcast`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.torch_compat import OpOverload, schema_of
+
+from .call import Call, packet_of
+
+aten = torch.ops.aten
+_KINDS = ("", "alpha_", "feature_", "feature_alpha_")
+DROPOUTS = [aten.native_dropout, *(getattr(aten, f"{kind}dropout{end}") for kind in _KINDS for end in ("", "_"))]
+_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
+
+
+def draws(gm: GraphModule) -> bool:
+    """Does the graph draw random numbers?"""
+    return any(is_random(node) for node in gm.graph.nodes)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Does the node draw random numbers? Attention and dropout only if their probability is not zero."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, OpOverload):
+        bodies = [a for a in node.all_input_nodes if a.op == "get_attr"]
+        modules = [getattr(node.graph.owning_module, b.target, None) for b in bodies]
+        return any(isinstance(m, GraphModule) and draws(m) for m in modules)
+    drops = packet_of(node) in DROPOUTS
+    if torch.Tag.nondeterministic_seeded not in node.target.tags and not drops:
+        arguments = schema_of(node.target).arguments
+        if not any(a.name == "dropout_p" for a in arguments):
+            return False
+    call = Call(node)
+    probability = call.get("dropout_p", call.get("p") if drops else None)
+    active = call.get("train", call.get("training", True))
+    return active is not False and probability != 0
+
+
+def decorrelated(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+    """`run` under a generator that differs from rank to rank; the user's generators move on alike everywhere."""
+
+    def call(*args: Any) -> Any:
+        seed = int(torch.randint(0, 1 << 62, ()).item())
+        rank = dist.get_rank(ranks.process_group)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((seed + rank * _STRIDE) % (1 << 63))
+            return run(*args)
+
+    return call

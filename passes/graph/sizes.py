@@ -1,0 +1,217 @@
+"""Exact arithmetic on sizes: Python ints where a size is known, sympy expressions where it is symbolic.
+
+Sizes are compared as expressions, never as SymInts: comparing SymInts would add guards to the user's program.
+
+Turns symbolic sizes into graph nodes: `S*B` becomes sym_size and mul nodes over the graph's inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from sp_compile.lowering.base.errors import CaptureError
+from sp_compile.lowering.torch_compat import FloorDiv, Max, size_hint
+
+Size: TypeAlias = int | sympy.Expr
+
+
+def size(value: Any) -> Size:
+    """The size that a graph argument stands for: an int, a SymInt, a sympy expression or the Node of one."""
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    if isinstance(value, sympy.Expr):
+        return int(value) if value.is_Integer else value
+    return int(value)
+
+
+def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
+    """`size` of each, such as a tensor's shape or strides."""
+    return tuple(size(v) for v in values)
+
+
+def bytes_now(value: torch.Tensor, least: int = 0) -> int:
+    """Bytes of a value in the call that is being compiled, elements of `least` bytes or more; asking adds no guard."""
+    return size_hint(value.numel()) * max(value.element_size(), least)
+
+
+def product(values: Iterable[Size]) -> Size:
+    """The product of the sizes; 1 if there are none."""
+    out: Size = 1
+    for v in values:
+        out = out * v
+    return out
+
+
+def same(a: Size, b: Size) -> bool:
+    """Are the sizes equal whatever the symbols are?"""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a == b or sympy.expand(a - b) == 0
+
+
+def where_not_empty(value: Size) -> Size:
+    """The size if no dim is of no elements: strides of new tensors are products of Max(1, extent)."""
+    if isinstance(value, int):
+        return value
+    return size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
+
+
+def all_same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Are two shapes equal whatever the symbols are?"""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """a / b where that is provably an integer, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    return _symbolic_quotient(sympy.sympify(a), sympy.sympify(b))
+
+
+@lru_cache(maxsize=4096)
+def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
+    if a == b:
+        return 1
+    if b == 1:
+        return size(a)
+    q = a / b
+    if q.as_numer_denom()[1] != 1:
+        if not (a.has(sympy.Add) or b.has(sympy.Add)):
+            return None
+        q = sympy.cancel(q)
+    numerator, denominator = q.as_numer_denom()
+    integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
+    return size(q) if denominator == 1 and integral else None
+
+
+def gcd(a: Size, b: Size) -> Size:
+    """The greatest common divisor, as far as it can be proved; of symbolic sizes that of the polynomials."""
+    if isinstance(a, int) and isinstance(b, int):
+        return math.gcd(a, b)
+    if quotient(b, a) is not None:
+        return a
+    if quotient(a, b) is not None:
+        return b
+    return size(sympy.gcd(a, b))
+
+
+def lcm(a: Size, b: Size) -> Size:
+    """The least common multiple, by `gcd`."""
+    found = quotient(a * b, gcd(a, b))
+    return a * b if found is None else found
+
+
+def ceil_div(a: Size, n: int) -> Size:
+    """ceil(a / n): the local length of an axis of `a` positions over `n` ranks."""
+    if isinstance(a, int):
+        return -(-a // n)
+    exact = quotient(a, n)
+    return exact if exact is not None else FloorDiv(a + (n - 1), sympy.Integer(n))
+
+
+def divides(n: int, a: Size) -> bool:
+    """Does n provably divide a?"""
+    return quotient(a, n) is not None
+
+
+def mostly(part: Size, whole: Size) -> bool:
+    """Is part at least half of whole for long sequences? Decides cost, never correctness."""
+    return 2 * typical(part) >= typical(whole)
+
+
+def from_front(position: Size, extent: Size) -> Size:
+    """A position in a dim, which a negative number counts from the end."""
+    return extent + position if isinstance(position, int) and position < 0 else position
+
+
+def typical(a: Size) -> int:
+    """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
+    if isinstance(a, int):
+        return a
+    return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
+
+
+class Sizes:
+    """Sizes as arguments of a graph's nodes. Every expression is computed once, right after the inputs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[Size, Node] = {}
+        self.sources: dict[sympy.Symbol, tuple[Node, int]] = {}
+        self.last: Node | None = None
+        for node in graph.find_nodes(op="placeholder"):
+            self.last, value = node, node.meta.get("val")
+            if isinstance(value, torch.SymInt) and isinstance(size(value), sympy.Expr):
+                self.known.setdefault(size(value), node)
+            elif isinstance(value, torch.Tensor):
+                for d, extent in enumerate(sizes(value.shape)):
+                    if isinstance(extent, sympy.Symbol):
+                        self.sources.setdefault(extent, (node, d))
+
+    def __call__(self, value: Size) -> int | Node:
+        """The int, or the node that computes the expression at run time."""
+        if isinstance(value, int):
+            return value
+        if value not in self.known:
+            self.known[value] = self._build(value)
+        return self.known[value]
+
+    def list(self, values: Any) -> list[int | Node]:
+        """Each of the values as in a call."""
+        return [self(v) for v in values]
+
+    def _build(self, expr: sympy.Expr) -> Node:
+        if isinstance(expr, sympy.Symbol):
+            if expr not in self.sources:
+                for known, node in list(self.known.items()):  # inputs="local": an input may be n times the symbol
+                    times, rest = sympy.sympify(known).as_coeff_Mul()
+                    if rest == expr and times.is_Integer and times > 1:
+                        return self._emit(operator.floordiv, (node, int(times)))
+                raise CaptureError("SP219", f"The size {expr} is not the size of an input.")
+            node, dim = self.sources[expr]
+            return self._emit(torch.ops.aten.sym_size.int, (node, dim))
+        if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
+            op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
+            return self._emit(op, tuple(self(size(a)) for a in expr.args))
+        if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
+            return self._fold(operator.mul, [expr.base] * int(expr.exp))
+        if isinstance(expr, sympy.Add | sympy.Mul):
+            return self._fold(operator.add if isinstance(expr, sympy.Add) else operator.mul, expr.args)
+        raise CaptureError("SP219", f"The size {expr} has a form that cannot be computed in the graph.")
+
+    def _fold(self, op: Any, terms: Any) -> Node:
+        total = self(size(terms[0]))
+        for term in terms[1:]:
+            total = self._emit(op, (total, self(size(term))))
+        assert isinstance(total, Node), terms
+        return total
+
+    def _emit(self, target: Any, args: tuple[Any, ...]) -> Node:
+        values = [a.meta["val"] if isinstance(a, Node) else a for a in args]
+        where = self.graph.inserting_after(self.last) if self.last is not None else self.graph.inserting_before(None)
+        with where:
+            node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*values)
+        self.last = node
+        return node
+
+
+def read_off_inputs(graph: Graph) -> None:
+    """Let each size be read off an input: a value that is read for its size alone would stay in memory until then."""
+    of, given = Sizes(graph), graph.find_nodes(op="placeholder")
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        extent = size(node.meta["val"])
+        known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
+        if known and node.args[0] not in given:
+            node.replace_all_uses_with(of(extent))
+            graph.erase_node(node)

@@ -1,0 +1,68 @@
+"""What becomes of the halves of a joint graph: exchanges are hidden, then what is kept goes to the host."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from sp_compile import passes
+from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.base.ranks import ALONE
+from sp_compile.lowering.torch_compat import DRAWS_AGAIN, FakeTensor
+from sp_compile.passes.base import Passes, check_order, passes_in
+from sp_compile.passes.graph.fakes import infer
+
+from .joint_context import HalvesJob
+from .offload_values import Offload
+from .overlap import Overlap
+
+
+class EachHalf(Passes):
+    """The forward, then the backward if there is one."""
+
+    provides = frozenset({"exchanges are hidden"})
+    steps = (Overlap,)
+
+    def apply(self, gm: GraphModule, job: HalvesJob) -> int:
+        changes = super().apply(gm, job)
+        if job.backward is not None:
+            self.gm = job.backward
+            changes += super().apply(job.backward, job)
+            self.gm = gm
+        return changes
+
+
+class Halves(Passes):
+    """All that is done to a forward and its backward, in place, or to a forward that has none."""
+
+    steps = (EachHalf, Offload)
+    given: HalvesJob
+
+    def __init__(self, job: HalvesJob | None = None) -> None:
+        check_order(passes_in(Halves))
+        super().__init__(job or HalvesJob(ALONE))
+
+    @property
+    def key(self) -> str:
+        """For caches of compiled code."""
+        job = self.given
+        room = f"{job.state} {job.memory} {job.given_bytes}" if job.offload == "auto" else ""
+        return f"{sources_digest(*passes.__path__)} {job.offload} {job.cost} {room}"
+
+    def both(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
+        """results: how many of the forward's are its caller's."""
+        self.given.backward, self.given.results = backward, results
+        _say_what_is_drawn(backward)
+        self.run(forward, self.given)
+
+    def alone(self, forward: GraphModule) -> None:
+        """Of an inference."""
+        self.given.backward = None
+        self.run(forward, self.given)
+
+
+def _say_what_is_drawn(gm: GraphModule) -> None:
+    """torch writes what draws again, in the backward of a checkpoint, without its value."""
+    fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
+    for target in DRAWS_AGAIN:
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            node.meta.setdefault("val", infer(target, node.args, node.kwargs, like=fake))

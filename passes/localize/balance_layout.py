@@ -1,0 +1,289 @@
+"""layout="balanced": ranks hold the sequence in an order in which all of them attend to about as many pairs.
+
+    shard(ids, 1, ..)                      order, inverse, table, .. = sp.deal([doc], ["Eq(row0, col0) & (k <= q)"], ..)
+    ring_attention(.., rows=[doc], ..)     shard(reorder(ids, 1, order, inverse), ..)
+    unshard(y, 1, ..)                  ->  ring_attention(.., rows=[reorder(doc), order], pieces=[table, ..],
+                                               "Eq(row0, col0) & (col1 <= row1)")
+                                           reorder(unshard(y, 1, ..), 1, inverse, order)
+
+The order is made once a graph, at its head, from the vectors that predicates look up and what these say: the same on
+all ranks, which hold them whole. Whole values keep the order of the program, and meet the other one where they are cut
+or put together; an attention's predicate asks for positions where it asked for indices; nothing else notices. The
+tables of all vectors come with the order, so a graph waits once. Bytes moved between ranks: none.
+Where that may be: `strategies.attention.layouts`. A graph that is given dealt rows has their order as three inputs
+more, behind its own, and keeps it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.base.frames import DEALT, row_order
+from sp_compile.lowering.masks import score
+from sp_compile.lowering.masks.balance_rows import dealt, fake_orders
+from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
+from sp_compile.lowering.torch_compat import namespace_of, size_hint
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import Job, Note, NoteKind, Settings
+from sp_compile.passes.graph.call import Call, shape_of, tensors_of
+from sp_compile.passes.graph.fakes import fake_mode_of
+from sp_compile.passes.graph.node_info import mark, record
+from sp_compile.passes.graph.sizes import Size, product, same, size, sizes
+from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.sharding.placement import Shard
+
+from .mask_tables import first_of_each, move_before, vectors_of
+
+sp = torch.ops.sp
+GIVEN = ("dealt_order", "dealt_inverse", "dealt_chunks")
+KEPT_ENDS = 1
+"""Rows at either end of the sequence that keep their place, for graphs that look at the row beside each: labels."""
+FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
+Frames = dict[str, tuple[Size, ...]]
+"""The dealt frames among a call's arguments."""
+
+
+class Deal(Pass):
+    """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
+
+    requires = frozenset({"proved"})
+    provides = frozenset({"dealt"})
+
+    @classmethod
+    def of(cls, job: Any) -> Pass | None:
+        return cls() if row_order(job.folds).dealt else None
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
+        given = dealt_inputs(job)
+        if calls or given:
+            self.ends = KEPT_ENDS if _goes_on(gm, job) else 0
+            self._order(gm, calls, job.ranks.n, given)
+        for call, frames in calls:
+            self._write(call, frames)
+        if calls or given:
+            self.drop(*self.made)
+        return len(calls)
+
+    def _order(self, gm: GraphModule, calls: Sequence[tuple[Call, Frames]], n: int, given: Sequence[Shard]) -> None:
+        """The order, at the head of the graph: ``sp::deal``; or as inputs, that of rows which the graph is `given`."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        first = calls[0][0].node if calls else inputs[-1].next
+        found = [frame for _, frames in calls for frame in frames.values()]
+        length = given[0].frame.size if given else found[0][1]
+        for call, frames in calls:
+            if not all(same(frame[1], length) for frame in frames.values()):
+                raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
+        attends = [call for call, frames in calls if "q_frame" in frames]
+        self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
+        self.vectors = list(dict.fromkeys(self.known.values()))
+        move_before(first, self.vectors)
+        device = next(x.device for node in inputs for x in tensors_of(node))
+        orders = self._given(inputs, length, n, device) if given else []
+        with self.graph.inserting_before(first):
+            if given:
+                made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+            else:
+                made = self.compute(sp.deal.default, self._dealing(attends, found, length, n, device), first)
+            parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
+            self.order, self.inverse, _, positions, *tables = *orders, *parts
+            where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
+            count = len(self.vectors)
+            self.tables = dict(zip(self.vectors, tables[:count]))
+            self.moved = {
+                v: (self._reordered(v, 1, (1, length, 0, length), first), table)
+                for v, table in zip(self.vectors, tables[count:], strict=True)
+            }
+            self.positions = where, positions
+            self.made = [*parts, where, *(v for v, _ in self.moved.values())]
+
+    def _dealing(
+        self, attends: Sequence[Call], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
+    ) -> tuple[Any, ...]:
+        """The arguments of ``sp::deal``."""
+        predicates, weights, numbers = self._work(attends)
+        self._foresee(predicates, weights, numbers, self.sizes(length), n)
+        ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found} | {(self.ends, self.ends)}
+        fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
+        strategies = ((strategy_of(call.node.target), call) for call in attends)
+        stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
+        return self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device
+
+    def _given(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
+        """The order of the rows that the graph is given, as inputs."""
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, "the balanced order of the inputs is kept"))
+        extent, orders = self.sizes(length), []
+        with fake_mode_of([node.meta.get("val") for node in inputs]):
+            values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
+        last = inputs[-1]
+        with self.graph.inserting_before(last.next):
+            for name, value in zip(GIVEN, values, strict=True):
+                orders.append(self.graph.placeholder(name))
+                orders[-1].meta["val"] = value
+        if self.sizes.last is last:
+            self.sizes.last = orders[-1]
+        return orders
+
+    def _work(self, attends: Iterable[Call]) -> tuple[list[str], list[Node | int], list[Node | int]]:
+        """(predicates over all vectors and numbers, how much a pair of each takes, the numbers)"""
+        numbers: list[Any] = []
+        weights: dict[str, Size] = {}
+        for call in attends:
+            if not all(v in self.known for v in vectors_of(call.node)):
+                continue  # of other keys than the sequence's
+            names: dict[str, str] = {}
+            for kind in ("row", "col"):
+                names |= {
+                    f"{kind}{i}": f"{kind}{self.vectors.index(self.known[v])}" for i, v in enumerate(call[f"{kind}s"])
+                }
+            for i, number in enumerate(call["sizes"]):
+                numbers += [] if number in numbers else [number]
+                names[f"n{i}"] = f"n{numbers.index(number)}"
+            predicate = _renamed(call["predicate"], names)
+            heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
+            weights[predicate] = weights.get(predicate, 0) + product((heads, dims))
+        return list(weights), self.sizes.list(weights.values()), numbers
+
+    def _foresee(self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int) -> None:
+        """Note what is known of the work before there are documents."""
+        known = tuple(map(of_positions, predicates))
+        made = dealt(known, tuple(map(_now, weights)), tuple(map(_now, numbers)), (), _now(length), n)
+        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.undealt:.2f}"
+        why = f"the busiest rank has {times}"
+        if known != tuple(predicates):
+            why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
+        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, why))
+
+    def _write(self, call: Call, frames: Frames) -> None:
+        node = call.node
+        if "q_frame" in frames:
+            self._attend(call, frames)
+        elif node.target in (sp.shard.default, sp.reduce_scatter.default):
+            node.args = (self._before(node, node.args[0], call["dim"], frames["frame"]), *node.args[1:])
+        elif node.target in (sp.unshard.default, sp.all_gather.default):
+            self._after(node, call["dim"], frames["frame"])
+        elif node.target is sp.all_to_all.default and "scatter_frame" in frames:
+            where = call["scatter_dim"], frames["scatter_frame"]
+            operands = [self._before(node, x, *where) for x in call.operands]
+            node.args, node.kwargs = call.rebuild(operands)
+        elif node.target is sp.all_to_all.default:
+            for part in list(node.users):
+                self._after(part, call["gather_dim"], frames["gather_frame"])
+        elif node.target not in (sp.mask.default, sp.window.default):
+            raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
+        call = Call(node)
+        plain = {name: list(call[name])[:4] for name in frames}
+        node.args, node.kwargs = call.rebuild(call.operands, **plain)
+
+    def _attend(self, call: Call, frames: Frames) -> None:
+        """Positions for indices, and vectors and masks in the order; keys stay as they are where they are whole.
+
+        An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
+        """
+        node, names = call.node, dict[str, str]()
+        changed: dict[str, Any] = {}
+        if "orders" in call.args and "k_frame" in frames:
+            changed["orders"] = [self.order, self.inverse]
+        moved_frames = frames if "orders" not in call.args else {"q_frame": frames["q_frame"]}
+        moved: list[tuple[Node, Node | None]]
+        tables: list[Node | None] = []
+        with self.graph.inserting_before(node):
+            for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
+                vectors = list(call[f"{kind}s"])
+                if frame in moved_frames:
+                    moved = [self._vector(v, frames[frame], node) for v in vectors]
+                    if index in symbols(call["predicate"]) | score.symbols_in(call["score"]):
+                        names[index] = f"{kind}{len(vectors)}"
+                        moved.append(self._positions(frames[frame], node))
+                    vectors, known = [v for v, _ in moved], [table for _, table in moved]
+                else:
+                    known = [self.tables[self.known[v]] if v in self.known else None for v in vectors]
+                changed[f"{kind}s"] = vectors
+                tables += known
+            mask = call["mask"]
+            for dim, frame in ((2, "q_frame"), (3, "k_frame")):
+                if mask is not None and frame in moved_frames and not same(shape_of(mask)[dim], 1):
+                    mask = self._reordered(mask, dim, moved_frames[frame], node)
+        given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
+        if names:
+            changed["score"] = score.renamed(call["score"], names)
+        predicate = _renamed(call["predicate"], names)
+        node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)
+
+    def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+        """Of the rows of a frame in the new order, counted from its own first, and their table, if that is made."""
+        _, _, start, length, *_ = frame
+        if same(start, 0):
+            return self.positions
+        aten = torch.ops.aten
+        rows = self.compute(aten.slice.Tensor, (self.order, 0, *self.sizes.list((start, size(start + length)))), like)
+        own = self.compute(aten.sub.Tensor, (rows, self.sizes(start)), like)
+        return self.compute(aten.unsqueeze.default, (own, 0), like), None
+
+    def _vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+        """A vector in the order of the frame's rows, and its table, if that is made."""
+        if vector in self.known:
+            return self.moved[self.known[vector]]
+        return self._reordered(vector, 1, frame, like), None
+
+    def _before(self, node: Node, x: Node, dim: int, frame: tuple[Size, ...]) -> Node:
+        with self.graph.inserting_before(node):
+            return self._reordered(x, dim, frame, node)
+
+    def _after(self, node: Node, dim: int, frame: tuple[Size, ...]) -> None:
+        """The program's order for all that reads the node."""
+        with self.behind(node):
+            fresh = self._reordered(node, dim, frame, node, back=True)
+        mark(fresh, origin=record(node).origin)
+        self.interpose(node, fresh)
+
+    def _reordered(self, x: Node, dim: int, frame: tuple[Size, ...], like: Node, back: bool = False) -> Node:
+        orders = (self.inverse, self.order) if back else (self.order, self.inverse)
+        args = (x, dim, self.sizes.list(frame[:4]), *orders)
+        fresh = self.compute(sp.reorder.default, args, like)
+        mark(fresh, requires_grad=record(x).requires_grad)
+        return fresh
+
+
+def dealt_inputs(job: Settings) -> list[Shard]:
+    """Of the rows that come dealt from another graph, how they lie."""
+    return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.dealt]
+
+
+def _goes_on(gm: GraphModule, job: Job) -> bool:
+    """Does a result stay in shards, for another graph?"""
+    assert job.planned is not None
+    origins = [record(node).origin for node in gm.graph.output_node().all_input_nodes]
+    return any(isinstance(job.planned.of(one), Shard) for one in origins if one is not None)
+
+
+def _dealt(node: Node) -> Frames:
+    if namespace_of(node.target) != sp.name:
+        return {}
+    call = Call(node)
+    found = {name: sizes(call.get(name) or ()) for name in FRAMES}
+    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT.folds}
+
+
+def _now(value: Any) -> int:
+    """A size, or the node of one, in the call that is compiled."""
+    return size_hint(value.meta["val"] if isinstance(value, Node) else value)
+
+
+def _of_length(vector: Node, length: Size) -> bool:
+    return same(shape_of(vector)[1], length)
+
+
+def _renamed(predicate: str, names: dict[str, str]) -> str:
+    """The predicate with other symbols."""
+    if not names:
+        return predicate
+    known = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}
+    return str(parse(predicate).xreplace(known))

@@ -1,0 +1,105 @@
+"""What masks look up comes to the host once a graph, at its beginning; nothing else waits for the device.
+
+    ring_attention(.., rows=[doc], cols=[doc], pieces=[], ..)      a, b = sp.pieces([doc, padding])
+    ring_attention(.., rows=[], cols=[padding], pieces=[], ..)     ring_attention(.., [doc], [doc], [a, a], ..)
+                                                             ->    ring_attention(.., [], [padding], [b], ..)
+
+One call for all attentions of the graph, right behind the last vector; what vectors are computed from moves in front of
+the first attention where it comes later. A vector that is computed from an attention begins another call. Tables are
+saved for the backward, which is another graph. Bytes moved between ranks: none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from sp_compile.lowering.torch_compat import OpOverload
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.graph.mutation import is_pure
+
+sp = torch.ops.sp
+
+
+class Lookups(Pass):
+    """Gives every attention the tables of its vectors."""
+
+    requires = frozenset({"dealt", "strides are restored"})  # it moves vectors, with their copies, and adds no others
+    provides = frozenset({"tables are made"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _looks_up(n)]
+        calls = 0
+        while waiting:
+            first = waiting[0]
+            together = [n for n in waiting if all(may_precede(v, first) for v in vectors_of(n))]
+            self._give(first, together)
+            waiting = [n for n in waiting if n not in together]
+            calls += 1
+        return calls
+
+    def _give(self, first: Node, readers: list[Node]) -> None:
+        known = first_of_each(v for n in readers for v in vectors_of(n))
+        vectors = list(dict.fromkeys(known.values()))
+        move_before(first, vectors)
+        last = max(vectors)
+        with self.behind(last):
+            found = self.compute(sp.pieces.default, (vectors,), last)
+            values = found.meta["val"]
+            tables = {v: self.emit(operator.getitem, (found, i), values[i], last) for i, v in enumerate(vectors)}
+        for node in readers:
+            call = Call(node)
+            node.args, node.kwargs = call.rebuild(call.operands, pieces=[tables[known[v]] for v in vectors_of(node)])
+
+
+def _looks_up(node: Node) -> bool:
+    """Is it an attention with vectors, of which it has no tables yet?"""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "sp":
+        return False
+    call = Call(node)
+    return "pieces" in call.args and not call["pieces"] and bool(vectors_of(node))
+
+
+def vectors_of(node: Node) -> list[Node]:
+    """What the predicate of an attention on shards looks up."""
+    call = Call(node)
+    return [*call["rows"], *call["cols"]]
+
+
+def first_of_each(vectors: Iterable[Node]) -> dict[Node, Node]:
+    """For each vector the first of those that are computed alike."""
+    known: dict[Node, Node] = {}
+    for vector in vectors:
+        known[vector] = next((v for v in known.values() if _same_computation(v, vector)), vector)
+    return known
+
+
+def _same_computation(a: Node, b: Node) -> bool:
+    """Are they the same calls of pure ops, down to the same nodes?"""
+    if a is b or a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
+        return a is b
+    read: tuple[list[Node], list[Node]] = ([], [])
+    calls = [map_arg((n.args, n.kwargs), lambda x, nodes=nodes: nodes.append(x)) for n, nodes in zip((a, b), read)]
+    return calls[0] == calls[1] and all(_same_computation(x, y) for x, y in zip(*read, strict=True))
+
+
+def move_before(first: Node, vectors: Sequence[Node]) -> None:
+    """Compute the vectors, which may precede the node, in front of it."""
+    for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_behind(v, first) for v in vectors))]:
+        first.prepend(node)
+
+
+def _behind(vector: Node, first: Node) -> set[Node]:
+    """What a vector is computed from that does not come before the node, the vector too."""
+    return closure([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
+
+
+def may_precede(vector: Node, first: Node) -> bool:
+    """Can the vector be computed before the node, whatever else happens between them?"""
+    return all(n is not first and is_pure(n) for n in _behind(vector, first))

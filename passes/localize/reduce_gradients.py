@@ -1,0 +1,124 @@
+"""Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
+
+`x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
+parameters share a reduction, one for each of the `buckets`. A node can be lifted if nothing wants its gradient
+invariant.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import size
+from sp_compile.passes.propagate import wanted
+from sp_compile.passes.sharding.placement import REPLICATE, Placement, Plan, Replicate
+from sp_compile.passes.sharding.rule import transfer_of
+
+# As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
+BUCKET_BYTES = 25 << 20
+# A bucket is a second copy of its gradients while it is filled: no larger share of all that are summed than this,
+# unless it is small anyway.
+BUCKET_SHARE = 1 / 16
+SMALL_BUCKET = 1 << 20
+
+
+def differentiable_nodes(gm: GraphModule) -> set[Node]:
+    """Values that may need a gradient: floats that depend on an input or parameter which requires one."""
+    out: set[Node] = set()
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            passes = is_tensor(node) and record(node).requires_grad is not False
+        else:
+            passes = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
+            passes = passes and any(a in out for a in node.all_input_nodes)
+        if passes and (not is_tensor(node) or value.is_floating_point() or value.is_complex()):
+            out.add(node)
+    return out
+
+
+def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[Node]:
+    """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
+    lifted: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if (
+            node in differentiable
+            and _liftable(node, plan)
+            and node.users
+            and all(_takes_summand(node, u, plan, lifted) for u in node.users)
+        ):
+            lifted.add(node)
+    # One of several results takes summands only if all do: they are converted before the op, or each behind it.
+    return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
+
+
+def _liftable(node: Node, plan: Plan) -> bool:
+    if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
+        return False
+    if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
+        return False
+    return all(p == REPLICATE for p in plan.placements.get(node, ()))
+
+
+def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
+    wants = wanted(node, user, plan)
+    return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
+
+
+def enters_shards(node: Node, plan: Plan, lifted: set[Node]) -> bool:
+    """Does a user take a replicated value as a summand of the gradient?"""
+    return any(user in lifted or any(map(_is_summand, wanted(node, user, plan))) for user in node.users)
+
+
+def _is_summand(want: Placement) -> bool:
+    return isinstance(want, Replicate) and want.partial_grad
+
+
+def buckets(sources: list[Node]) -> list[list[Node]]:
+    """Runs of parameters, in the order of their use, of at most `_bucket_bytes` (but at least one parameter) each."""
+    out: list[list[Node]] = []
+    most = _bucket_bytes(sources)
+    filled = most + 1
+    for source in sources:
+        nbytes = _known_bytes(source)
+        if filled + nbytes > most and filled:
+            out.append([])
+            filled = 0
+        out[-1].append(source)
+        filled += nbytes
+    return out
+
+
+def _bucket_bytes(sources: list[Node]) -> int:
+    share = int(sum(map(_known_bytes, sources)) * BUCKET_SHARE)
+    return min(BUCKET_BYTES, max(SMALL_BUCKET, share))
+
+
+def _known_bytes(source: Node) -> int:
+    value = source.meta["val"]
+    numel = size(value.numel())
+    return numel * value.element_size() if isinstance(numel, int) else 0
+
+
+def before_first_use(sums: list[Node], graph: Graph) -> None:
+    """Move ops on inputs and parameters in front of the first reader of what they give, or of its no_grad region.
+
+    Autograd runs first what came last: so the gradients of a layer are summed when they are made, not all at the end.
+    """
+    region: Node | None = None
+    readers: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.target is set_grad_enabled:
+            region = None if node.args[0] else region or node
+        elif node.target is not operator.getitem:
+            for made in [x.args[0] for x in node.all_input_nodes if x.target is operator.getitem]:
+                readers.setdefault(made, region or node)
+    for made in sums:
+        for node in (made, *made.users):
+            readers[made].prepend(node)

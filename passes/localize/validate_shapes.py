@@ -1,0 +1,138 @@
+"""The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
+
+Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
+size. Also: only op overloads and built-in operators, no rank in the graph, no exchange read before its wait, and padded
+rows that hold what `fill_padding.py` says. Bytes moved: none. Raises SpError naming the node, the user's line, both shapes
+and the expected one.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.torch_compat import (
+    HigherOrderOperator,
+    OpOverload,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    follows,
+    namespace_of,
+)
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import is_tensor, tensors_of
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import Size, same, sizes
+from sp_compile.passes.sharding.group_names import is_under_way
+from sp_compile.passes.sharding.placement import Placement, Plan, Shard
+
+from .fill_padding import PaddingProof
+
+sp = torch.ops.sp
+PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
+"""Modules of what else a program may call."""
+OF_SORTED = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
+
+
+class Prove(Pass):
+    """The proof as the pipeline runs it, behind Localize."""
+
+    requires = frozenset({"local", "ops"})
+    provides = frozenset({"proved"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        assert job.planned is not None
+        validate(gm, job.planned, job.ranks.n)
+        return 0
+
+
+def validate(local: GraphModule, plan: Plan, n: int) -> None:
+    """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
+    fakes = [node.meta.get("val") for node in local.graph.nodes]
+    mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
+    in_order_of_keys: set[Node] = set()
+    padding = PaddingProof(plan, n)
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
+        for node in local.graph.nodes:
+            if node.op == "call_function":
+                _check_target(node)
+                _check_waited(node)
+                _check_sorted(node, in_order_of_keys)
+                _infer(node, plan)
+                _check_shape(node, plan, n, mode)
+            padding.check(node)
+
+
+def _check_target(node: Node) -> None:
+    target = node.target
+    known = isinstance(target, (OpOverload, HigherOrderOperator))
+    if not known and getattr(target, "__module__", "") not in PYTHON:
+        raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
+
+
+def _check_waited(node: Node) -> None:
+    """No op of ours may read what another exchange has not brought yet."""
+    if namespace_of(node.target) != sp.name:
+        return
+    for source in node.all_input_nodes:
+        if is_under_way(source):
+            raise SpError("SP922", f"{describe_node(node)} reads {source.name} before its exchange has ended.")
+
+
+def _check_sorted(node: Node, known: set[Node]) -> None:
+    """Rows that each rank has sorted by itself meet no op of ours that knows rows by their place. known: such rows."""
+    if node.target in (sp.sort_rows.default, sp.to_sorted.default) or any(x in known for x in node.all_input_nodes):
+        if node.target is not sp.from_sorted.default:
+            known.add(node)
+        if namespace_of(node.target) == sp.name and node.target not in OF_SORTED:
+            cause = f"{describe_node(node)} reads by position rows that each rank has sorted by a key."
+            raise SpError("SP309", cause)
+
+
+def _infer(node: Node, plan: Plan) -> None:
+    """The node's local value. A node that runs alike on every rank keeps its global one."""
+    source = record(node).origin
+    local = namespace_of(node.target) == sp.name or node.target is operator.getitem
+    if source is not None and source not in plan.wants and not local:
+        return
+    if not isinstance(node.target, OpOverload) and "val" in node.meta and source is None:
+        return
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+    try:
+        node.meta["val"] = node.target(*args, **kwargs)
+    except Exception as e:
+        shapes = [list(a.meta["val"].shape) for a in node.all_input_nodes if is_tensor(a)]
+        raise SpError("SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {e}.") from e
+
+
+def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
+    source = record(node).origin
+    if source is None:
+        return
+    for placement, here, there in zip(plan.placements.get(source, ()), tensors_of(node), tensors_of(source)):
+        expected, found = local_shape(placement, there, n), sizes(here.shape)
+        if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
+            raise SpError(
+                "SP926",
+                f"{describe_node(node)}: expected the local shape {list(expected)} of the global shape "
+                f"{list(sizes(there.shape))}, placed {placement} over {n} ranks, got {list(found)}.",
+            )
+
+
+def _equal(expected: Size, found: Size, mode: Any) -> bool:
+    """For every value of the symbols that the guards of the user's program let through."""
+    return same(expected, found) or follows(mode, sympy.Eq(expected, found))
+
+
+def local_shape(placement: Placement, whole: torch.Tensor, n: int) -> tuple[Size, ...]:
+    """The shape that one of `n` ranks holds of a value."""
+    shape = list(sizes(whole.shape))
+    if isinstance(placement, Shard):
+        shape[placement.dim] = placement.local_size(n)
+    return tuple(shape)

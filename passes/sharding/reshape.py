@@ -1,0 +1,76 @@
+"""The factors that two shapes of the same elements share, in row-major order: what a view does to dims.
+
+[2, 12] -> [2, 4, 3]    d0 (d1 d2) -> d0 d1 d2
+[6, 10] -> [4, 15]      (d0 old2) (old3 d1) -> (d0 new4) (new5 d1)    what lies across dims of the other is whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import mul
+
+import sympy
+
+from sp_compile.passes.graph.sizes import Size, gcd, lcm, quotient, same, size, typical
+
+from .factors import Dims, Factors, group, parts
+
+_EMPTY = sympy.Symbol("empty", integer=True, positive=True)  # stands for 0, which everything divides
+Cut = tuple[str, Size, Size]  # a factor, and how many elements of the slower ones are before and with it
+
+
+@lru_cache(maxsize=4096)
+def reshaping(before: tuple[Size, ...], after: tuple[Size, ...]) -> Factors:
+    """The rule of an op that gives the same elements other dims."""
+    old, new = _strides(before), _strides(after)
+    cuts: tuple[list[list[Cut]], list[list[Cut]]] = ([[] for _ in before], [[] for _ in after])
+    extents: dict[str, Size] = {}
+    for i, j, start, end, extent in _shared(old, new):
+        factor = f"d{len(extents)}"
+        extents[factor] = extent
+        cuts[0][i].append((factor, start, end))
+        cuts[1][j].append((factor, start, end))
+    shared = len(extents)
+    operand, result = _dims(old, cuts[0], "old", extents), _dims(new, cuts[1], "new", extents)
+    across = dict.fromkeys([*extents][shared:], "whole")
+    grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in parts(dim)}
+    sizes = {f: size(sympy.sympify(s).subs(_EMPTY, 0)) for f, s in extents.items() if f in grouped}
+    return Factors((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
+
+
+def _strides(shape: Sequence[Size]) -> list[Size]:
+    """How many elements of the slower dims there are before each dim, and in all."""
+    return list(accumulate((_EMPTY if s == 0 else s for s in shape), mul, initial=1))
+
+
+def _shared(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
+    """(old dim, new dim, start, end, extent) of every factor that is whole in both."""
+    i = j = 0
+    while i + 1 < len(old) and j + 1 < len(new):
+        ends = old[i + 1], new[j + 1]
+        start, end = lcm(old[i], new[j]), gcd(*ends)
+        extent = quotient(end, start)
+        if extent is not None and not same(extent, 1):
+            yield i, j, start, end, extent
+        first, second = (same(end, e) for e in ends)
+        if not (first or second):  # neither divides the other: whichever is longer goes on
+            lengths = [typical(e) for e in ends]
+            first, second = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
+        i, j = i + first, j + second
+
+
+def _dims(ends: Sequence[Size], cuts: Sequence[Sequence[Cut]], name: str, extents: dict[str, Size]) -> Dims:
+    """The dims as groups of the shared factors, and of what lies between them, which gets a name and an extent."""
+    dims = []
+    for (at, end), own in zip(pairwise(ends), cuts):
+        factors = []
+        for factor, start, stop in (*own, ("", end, end)):
+            if not same(at, start):
+                factors.append(f"{name}{len(extents)}")
+                extents[factors[-1]] = quotient(start, at) or start / at
+            factors.append(factor)
+            at = stop
+        dims.append(group(factors))
+    return tuple(dims)

@@ -1,0 +1,94 @@
+"""Ops that act on each element alone, with broadcasting: whatever is tagged pointwise, and what torch forgot to tag.
+
+SMOOTH_OPS are finite, with finite derivatives, wherever their operands are: see `is_smooth`. They cannot notice padded
+rows that are finite, whatever these hold. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the
+square root of a zero), so `passes/localize/fill_padding.py` restores the rows first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from sp_compile.passes.graph.call import Call, overloads
+from sp_compile.passes.sharding.rule import POINTWISE, Factors, lookup, rule, rule_of
+
+from ._build import along, bind, names
+
+aten = torch.ops.aten
+
+LAZY_OPS = overloads("""
+    alias clone contiguous detach empty_like full_like lift lift_fresh lift_fresh_copy ones_like rand_like
+    randint_like randint_like.low_dtype randn_like to.device to.dtype to.dtype_layout _to_copy zeros_like
+""") + [torch.ops.prims.convert_element_type.default]
+
+
+def pointwise_rule(call: Call) -> Factors | None:
+    """Every operand and every result "...", whatever the number of tensor operands. (aten.equal gives a bool.)"""
+    if not call.operands or not call.results():
+        return None
+    operands = ", ".join("..." for _ in call.operands)
+    results = ", ".join("..." for _ in call.results())
+    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY_OPS)
+
+
+UNTAGGED_OPS = overloads("""
+    __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor _conj absolute alpha_dropout arccos arccosh
+    arcsin arcsinh arctan arctan2 arctanh complex conj divide.Scalar divide.Tensor divide.Tensor_mode
+    dropout fill.Scalar fill.Tensor fix float_power.Scalar float_power.Tensor_Scalar
+    float_power.Tensor_Tensor floor_divide.Scalar floor_divide greater.Scalar greater.Tensor
+    greater_equal.Scalar greater_equal.Tensor hardswish imag isclose isreal less.Scalar less.Tensor
+    less_equal.Scalar less_equal.Tensor log_sigmoid masked_fill.Tensor multiply.Scalar multiply.Tensor
+    native_dropout negative not_equal.Scalar not_equal.Tensor polar real resolve_conj resolve_neg rrelu
+    rsub.Tensor special_digamma special_erf special_erfc special_exp2 special_expit special_expm1
+    special_gammaln special_i0 special_log1p special_logit special_ndtr special_round special_sinc
+    special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
+    where.ScalarSelf where.self
+""")
+rule_of(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS)(pointwise_rule)
+
+rule(aten.copy.default, "..., ... -> ...")
+rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
+rule(aten.prelu.default, "n c ..., c -> n c ...")
+
+
+@rule_of(aten.to.other, aten.type_as.default)
+def _like_other(call: Call) -> Factors | None:
+    """Only the dtype and the device of the other operand are read, and it need not broadcast."""
+    if call.shape(0) == call.shape(1):
+        return bind(call, "..., ... -> ...", lazy=True)
+    dims, other = names(call.ndim()), names(call.ndim(1), "other")
+    return Factors((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
+
+
+@rule_of(aten.view.dtype)
+def _view_dtype(call: Call) -> Factors:
+    """Another item size changes the last dim."""
+    if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
+        return along(call, (), lazy=True)
+    last = call.ndim() - 1
+    return along(call, [last], (*names(last), "new"), lazy=True)
+
+
+SMOOTH_OPS = overloads("""
+    add.Tensor addmm baddbmm bmm cos cross_entropy_loss dropout einsum gelu layer_norm linear
+    log_softmax.int masked_fill.Scalar matmul mean mean.dim mm mse_loss mul.Scalar mul.Tensor neg
+    nll_loss_nd relu rms_norm sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh
+""")
+
+
+def is_smooth(node: Node) -> bool:
+    """Is the call finite, with finite derivatives, wherever its operands are finite?"""
+    call, rule = lookup(node) or (None, None)
+    if call is None or rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
+        return False
+    fill, eps = call.get("value"), call.get("eps")
+    return not (isinstance(fill, float) and not math.isfinite(fill)) and (eps is None or eps > 0)
+
+
+def only_moves(node: Node) -> bool:
+    """Does the op move or cast elements, and nothing else?"""
+    _, rule = lookup(node) or (None, None)
+    return rule is not None and rule.lazy and is_smooth(node)

@@ -1,0 +1,78 @@
+"""Gathered keys and values: every rank attends with its own queries over all keys.
+
+    scaled_dot_product_attention(q, k, v)   ->   sp::gathered_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
+
+One all-gather of K and V forward, another and a reduce-scatter backward; nothing whole is kept in between, and causal
+attention is cut into full blocks and diagonals. For few key heads, and for what no other pass takes: keys that are
+whole already, odd head counts, cross attention. Refuses: queries that are not sharded along their sequence.
+Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h, again in the backward, and their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from sp_compile.lowering.base.frames import LAYOUTS
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.comm import routes
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.passes.cost.collective_time import bytes_of
+from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.sizes import Size
+
+from .base import ShardedAttention, register
+
+
+class KeyGather(ShardedAttention):
+    """Claims attention that was chosen to gather its keys, and what is left of attention when its turn comes."""
+
+    name = "gathered"
+    op = torch.ops.sp.gathered_attention.default
+    merges = moves_keys = False
+    takes_rest = True
+
+    def says(self, node: Node) -> str:
+        return "keys and values are gathered, and gathered again in the backward"
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    n, kv = shape.n, shape.kv_heads * shape.kv_bytes
+    busiest = shape.imbalance(n, layout)
+    compute = machine.attention(shape.flops * busiest, shape.kv_len)
+    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged. Zigzag keys come in
+    # two runs, too.
+    runs = LAYOUTS[layout].chunks
+    calls = (3 if shape.causal else 1) * runs * machine.call
+    again = runs * machine.seconds("all_gather", kv / runs, n) + machine.copy(2 * n * kv)
+    wide = kv * shape.widening
+    grads = runs * machine.seconds("all_gather", wide / runs, n) + machine.copy(2 * n * wide)
+    forward, backward = compute + again + calls, BACKWARD_FLOPS * compute + again + grads + calls
+    if shape.causal:
+        forward += machine.copy(shape.merge_bytes)
+        backward += machine.copy(shape.accumulate_bytes)
+    memory: float = n * kv
+    if shape.training:  # with the gradients of all keys; then these alone, and packed
+        inside = shape.workspace(1, shape.kv_len // runs)
+        memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv * shape.widening) + shape.gradient_bytes
+    yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads = Heads(call)
+    keys = heads.keys if len(call["k_frame"]) else 0
+    others = heads.moved(n, keys=False) + bytes_of("all_gather", keys, n)
+    return others, others + bytes_of("reduce_scatter", keys * heads.widening, n)
+
+
+def _declare(call: Call, ranks: Ranks) -> None:
+    routes.declare(ranks.group, 1, ranks.n)
+
+
+register(
+    Strategy(name="gather", preference=1, rewrite=KeyGather, candidates=_candidates, sends=_sends, declare=_declare)
+)

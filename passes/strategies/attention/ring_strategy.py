@@ -1,0 +1,157 @@
+"""Ring attention (arXiv:2310.01889): keys and values go round, and every rank keeps its queries.
+
+    scaled_dot_product_attention(q, k, v)   ->   sp::ring_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
+
+Any number of heads; P - 1 shifts forward, at most 2 P - 1 backward; a sliding window needs only the shifts that reach
+it. Causal attention is balanced by the zigzag layout, of the whole program or (`balance`) inside the op. Refuses:
+queries that are not sharded along their sequence, keys and values that are not sharded alike.
+Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h in P-1 hops, as many in the backward, and
+the gradients of K and V, which travel with them and one hop further, or are reduce-scattered.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from sp_compile.lowering.attention.ring_kernel import hops_of_window
+from sp_compile.lowering.base.frames import LAYOUTS
+from sp_compile.lowering.comm import routes
+from sp_compile.lowering.masks.predicate import conjuncts, is_of_distance, over, symbols
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE, Candidate, Shape, Strategy
+from sp_compile.passes.cost.collective_time import bytes_of
+from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import Size
+from sp_compile.passes.sharding.attention_axes import predicate_of
+
+from .base import ShardedAttention, register, sequence_shard
+
+
+class Ring(ShardedAttention):
+    """Claims attention that was chosen to run as a ring (by hand: `Ring(4)(graph_module)`, any)."""
+
+    op = torch.ops.sp.ring_attention.default
+
+    def last(self, node: Node) -> tuple[Any, ...]:
+        return self._steps(node), ring_grads(node)
+
+    def says(self, node: Node) -> str:
+        shifts = self._steps(node) - 1
+        return f"{shifts} shifts of keys and values forward, at most {2 * shifts + 1} backward"
+
+    def _steps(self, node: Node) -> int:
+        """1 + the furthest rank backwards whose keys any query may see; all ranks unless sizes and mask prove less."""
+        call, n = Call(node), self.job.ranks.n
+        query, key = (sequence_shard(self.plan, call, i) for i in range(2))
+        predicate = predicate_of(call)
+        if not predicate or query is None or key is None or self._balance(node):
+            return n
+        rows, in_order = query.frame.local(n), query.frame.order.in_order and query.frame.start == 0
+        if not query.matches(key) or not isinstance(rows, int) or not in_order:
+            return n
+        return 1 + furthest(predicate, n, rows)
+
+
+@lru_cache(maxsize=256)
+def furthest(predicate: str, n: int, rows: int) -> int:
+    """How many ranks backwards the furthest one is whose keys any query may see, each of `n` with so many rows.
+
+    What asks only how far a key is from its query says the same of all ranks with another's keys before their own, and
+    the same of all others: it is asked once for each of the two.
+    """
+    free = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+    near = [c for c in conjuncts(predicate) if is_of_distance(c, ())]
+
+    def may(condition: str, rank: int, step: int) -> bool:
+        keys = _held((rank - step) % n, rows)
+        return over(condition, {**free, "q": _held(rank, rows), "k": keys}) is not False
+
+    for step in reversed(range(n)):
+        for one, ranks in ((n - 1, range(step, n)), (0, range(step))):
+            if all(may(c, one, step) for c in near) and any(may(predicate, rank, step) for rank in ranks):
+                return step
+    return 0
+
+
+def _held(rank: int, rows: int) -> tuple[int, int]:
+    return rank * rows, (rank + 1) * rows - 1
+
+
+def ring_grads(node: Node) -> str:
+    """How the gradients of its keys and values were chosen to get home."""
+    choice = record(node).choice
+    return choice.ring_grads or "travel" if choice is not None else "travel"
+
+
+def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
+    """A ring of `n / ulysses` places, each with the rows of `ulysses` neighbours and a share of the heads."""
+    size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
+    kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
+    grads = kv * shape.widening
+    hops = _hops(shape, size) if ulysses == 1 else size - 1
+    keys = ulysses * shape.kv_rows / chunks
+    busiest = shape.imbalance(size, layout)
+    step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
+    # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
+    blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
+    calls = (blocks * (hops + 1) + hops) * machine.call
+    hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
+
+    forward = calls + step + hops * machine.together(step, hop)
+    forward += hops * share * machine.copy(shape.merge_bytes)
+    back = BACKWARD_FLOPS * step
+    backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
+    # Keys that are here and coming, and the accumulators with what is added to them.
+    memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    if shape.training:
+        inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
+        memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
+    last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
+    travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
+    scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
+    parts = memory + 2 * size * grads  # every part, and all of them packed
+    if forward + backward + travel <= TIE * (forward + backward + scatter) or parts > machine.memory:
+        rounds = (hops, 2 * hops + last)
+        return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
+    return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
+
+
+def _hops(shape: Shape, size: int) -> int:
+    """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
+    if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
+        return size - 1
+    return hops_of_window(shape.window, -(-shape.q_len // size), size)
+
+
+def sends(heads: Heads, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
+    """What one rank sends in a ring of `size` places for so many bytes of keys and values."""
+    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
+    shifts = hops * bytes_of("shift", keys, size)
+    return shifts, shifts + home * heads.widening * keys
+
+
+def _sends(call: Call, n: int) -> tuple[Size, Size]:
+    heads = Heads(call)
+    moved = heads.moved(n, keys=True)
+    there, back = sends(heads, heads.keys, n, call["steps"] - 1)
+    return moved + there, moved + back
+
+
+register(
+    Strategy(
+        name="ring",
+        preference=2,
+        rewrite=Ring,
+        candidates=lambda shape, machine, layout: [candidate(shape, machine, layout)],
+        sends=_sends,
+        declare=lambda call, ranks: routes.declare(ranks.group, 1, call["steps"]),
+        always=True,
+    )
+)

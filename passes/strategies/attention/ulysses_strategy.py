@@ -1,0 +1,243 @@
+"""Ulysses: attention on whole sequences and a share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+
+    q: f32[B, H, S/n, D]   k, v: f32[B, Hkv, S/n, D]
+    q, k, v = sp.all_to_all([q, k, v])        one exchange:   f32[B, H/n, S, D], f32[B, Hkv/n, S, D]
+    out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
+    out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
+
+Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each goes to the ranks that use it; their
+gradients come back summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head
+mask is sliced by head, any other mask stays whole. Refuses: query heads that n does not divide (an error if the user
+asked for Ulysses), operands without a head dim, unequal windows.
+
+In groups of heads (`ulysses_chunks`) the same once a group, and a cat of the results: while one group is attended to,
+the next one's operands and the last one's result are under way (DeepSpeed's FPDT, Yao et al. 2024, arXiv:2408.16978,
+cuts the sequence instead).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.lowering.base.frames import LAYOUTS
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.sizes import Size, divides, same, sizes
+from sp_compile.passes.sharding.attention_axes import ATTENTION
+from sp_compile.passes.sharding.placement import Demand, Placement, Shard
+
+from .base import SEQUENCE_FROM_END, AttentionPass, register, sequence_shard
+
+sp, aten = torch.ops.sp, torch.ops.aten
+HEADS_FROM_END = -3
+DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
+
+
+class Ulysses(AttentionPass):
+    """Claims the demands of attention where the ranks divide the query heads."""
+
+    merges = False
+    explains = True
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if node.target not in ATTENTION or not self.chosen(node):
+            return ""
+        why = self._unfit(Call(node))
+        if why is not None and self.job.attention == self.name:
+            raise SpError("SP402", f"attention='ulysses' does not support {describe_node(node)}: {why}.")
+        return why
+
+    def _unfit(self, call: Call) -> str | None:
+        n = self.job.ranks.n
+        for i, operand in enumerate(call.operands[:3]):
+            shape = call.shape(i)
+            if len(shape) < 3:
+                return f"operand {operand.name} of shape {list(shape)} has no head dim"
+            heads = shape[HEADS_FROM_END]
+            if not divides(n, heads) and (i == 0 or not self._repeats(call)):
+                return f"{n} ranks do not divide the {heads} heads of {operand.name}, of shape {list(shape)}"
+            have = self.plan.of(operand)
+            if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
+                return f"{operand.name} is sharded on dim {have.dim}, not on its sequence"
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        placed = {o: self.plan.of(o) for o in Call(node).operands[:3]}
+        if self._repeats(Call(node)):
+            placed.update(self._repeat(node, placed))
+        chunks = self._chunks(node)
+        if chunks == 1:
+            self.note(node, self._around(node, placed)[1])
+            return
+        done = [self._around(part, lies) for part, lies in self._parts(node, chunks, placed)]
+        self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
+        with self.graph.inserting_before(node):
+            whole = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
+        self.replace(node, whole)
+
+    def _chunks(self, node: Node) -> int:
+        """In how many groups of heads: as was asked for, or as was chosen; what differs from head to head stays one."""
+        asked, choice, call = self.job.ulysses_chunks, record(node).choice, Call(node)
+        chunks = asked if isinstance(asked, int) else choice.chunks if choice is not None else 1
+        heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
+        mask = call.get("attn_mask")
+        of_heads = mask is not None and not same((1, *sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
+        n, why = self.job.ranks.n, None
+        if not all(divides(chunks * n, h) for h in heads):
+            why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks are not so many groups"
+        elif call.get("heads") or call.get("sinks") is not None or of_heads or call["dropout_p"]:
+            why = "its heads have masks, scores, sinks or random draws of their own"
+        if chunks == 1 or why is None:
+            return int(chunks)
+        self.refused(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
+        return 1
+
+    def _parts(
+        self, node: Node, chunks: int, placed: dict[Node, Placement]
+    ) -> list[tuple[Node, dict[Node, Placement]]]:
+        """The same attention of each group of heads, one behind the other, and how its operands lie."""
+        call, parts = Call(node), []
+        with self.graph.inserting_before(node):
+            split = {o: self._split(o, chunks, node) for o in call.operands[:3]}
+            for i in range(chunks):
+                operands = [split[o][i] for o in call.operands[:3]]
+                args, kwargs = call.rebuild([*operands, *call.operands[3:]])
+                part = self.compute(node.target, args, node, kwargs)
+                part.meta = {**node.meta, "val": part.meta["val"]}
+                parts.append((part, {split[o][i]: have for o, have in placed.items() if o in split}))
+        return parts
+
+    def _split(self, x: Node, chunks: int, node: Node) -> list[Node]:
+        """Groups of heads. Not slices: their gradients would be padded and added one by one."""
+        dim = x.meta["val"].ndim + HEADS_FROM_END
+        both = self.compute(aten.split.Tensor, (x, sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
+        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
+
+    def _around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
+        """Exchange what an attention reads and gives. Returns the result behind that, and what was done."""
+        call = Call(node)
+        moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
+        groups = _by_frame(moved)
+        heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
+        whole = (HEADS_FROM_END, (1, heads, 0, heads))
+        fresh: dict[Node, Node] = {}
+        with self.graph.inserting_before(node):
+            for group in groups:
+                rows = (SEQUENCE_FROM_END, moved[group[0]].frame_arg())
+                fresh.update(zip(group, self._exchange(group, whole, rows, node)))
+        operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
+        node.args, node.kwargs = call.rebuild(operands)
+        queries, back = moved.get(call.operands[0]), node
+        if queries is not None:
+            with self.behind(node):
+                (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
+            self.interpose(node, back)
+        return back, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back"
+
+    def _repeats(self, call: Call) -> bool:
+        """Must key heads be repeated, and is that what a share of the query heads needs?"""
+        heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
+        grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
+        return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
+
+    def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
+        """Repeat every key head in place, lcm(Hkv, n) heads in all; the new operands lie as the old ones."""
+        call = Call(node)
+        with self.graph.inserting_before(node):
+            repeated = {o: self._repeated(o, node) for o in call.operands[1:3]}
+        operands = [call.operands[0], *(repeated[o] for o in call.operands[1:3]), *call.operands[3:]]
+        node.args, node.kwargs = call.rebuild(operands, enable_gqa=True)
+        return {new: placed[old] for old, new in repeated.items()}
+
+    def _repeated(self, x: Node, node: Node) -> Node:
+        heads = sizes(x.meta["val"].shape)[HEADS_FROM_END]
+        return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
+
+    def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
+        ndim, ranks = operands[0].meta["val"].ndim, self.job.ranks
+        cuts = [x for dim, frame in (scattered, gathered) for x in (ndim + dim, self.sizes.list(frame))]
+        values = [o.meta["val"] for o in operands]
+        both = self.emit(sp.all_to_all.default, (operands, *cuts, ranks.n, ranks.group), values, node)
+        return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(values)]
+
+
+def _by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
+    """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
+    groups: list[list[Node]] = []
+    for operand, have in moved.items():
+        group = next((g for g in groups if have.matches(moved[g[0]])), [])
+        if not group:
+            groups.append(group)
+        group.append(operand)
+    return groups
+
+
+def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+    """Whole sequences are in their own order, whatever that of the shards. In groups of heads where that is faster."""
+    n = shape.n
+    if LAYOUTS[layout].chunks > 1:
+        return
+    legal = None if shape.heads % n == 0 else f"{n} ranks do not divide {shape.heads} query heads"
+    inside = shape.workspace(n, shape.kv_len) if legal is None else 0
+    memory = exchanged_memory(shape, n) + inside if n > 1 else 0
+    found = [
+        Candidate(
+            "ulysses", n, 1, layout, *_seconds(shape, machine, 1), memory, (2, 2) if n > 1 else (0, 0), legal=legal
+        )
+    ]
+    heads = math.lcm(shape.kv_heads, n) // n
+    for chunks in range(2, heads + 1 if n > 1 and legal is None else 0):
+        if heads % chunks == 0 and shape.heads % (chunks * n) == 0:
+            forward, backward = _seconds(shape, machine, chunks)
+            found.append(replace(found[0], forward=forward, backward=backward, rounds=(2 * chunks,) * 2, chunks=chunks))
+    yield found[0]
+    best = min(found, key=lambda c: c.seconds)
+    if best.chunks > 1:
+        yield best
+
+
+def _seconds(shape: Shape, machine: Machine, chunks: int) -> tuple[float, float]:
+    """Forward and backward in so many groups of heads: of the exchanges all but one group's hide behind attention."""
+    compute = machine.attention(shape.flops, shape.kv_len)
+    exchange = exchange_seconds(shape, machine, shape.n, chunks)
+    shown = exchange / chunks + chunks * machine.call
+    forward, backward = (
+        machine.together(work, exchange - exchange / chunks) for work in (compute, BACKWARD_FLOPS * compute)
+    )
+    return forward + shown, backward + shown
+
+
+def exchange_seconds(shape: Shape, machine: Machine, ranks: int, chunks: int = 1) -> float:
+    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing.
+
+    Of all groups of heads together, where there are several.
+    """
+    if ranks == 1:
+        return 0.0
+    back = shape.heads * shape.out_bytes
+    there = exchanged_bytes(shape, ranks) - back
+    exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (there, back))
+    return chunks * exchanges + machine.copy(2 * (there + back))
+
+
+def exchanged_bytes(shape: Shape, ranks: int) -> int:
+    """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
+    repeated = math.lcm(shape.kv_heads, ranks)
+    return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
+
+
+def exchanged_memory(shape: Shape, ranks: int) -> int:
+    """q, k, v and the result behind the exchange, and in the backward their gradients."""
+    return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
+
+
+register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates, options=("ulysses_chunks",)))

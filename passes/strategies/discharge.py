@@ -1,0 +1,80 @@
+"""The base of passes that discharge demands. A strategy is one file: what it claims, and what it puts in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError, describe_node
+from sp_compile.passes.base import Pass, Passes
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.sizes import Size
+from sp_compile.passes.sharding.placement import Demand, Plan
+
+aten = torch.ops.aten
+MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+
+
+class Rewrite(Pass):
+    """Discharges the demands it claims by inserting exchanges that are identities in the global view.
+
+    By hand: `Ulysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    Every call analyses the graph anew, so that passes can be run in any order, and more than once.
+    """
+
+    requires = frozenset({"canonical", "attention is chosen"})
+    provides = frozenset({"claimed"})
+    kinds: frozenset[str] = frozenset()
+    plan: Plan
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        self.plan = job.plan(gm)
+        by_node: dict[Node, list[Demand]] = {}
+        for demand in self.plan.demands:
+            if demand.kind in self.kinds:
+                by_node.setdefault(demand.node, []).append(demand)
+        changes = 0
+        for node, demands in by_node.items():
+            refusal = self.refuses(node, demands)
+            if refusal is None:
+                self.rewrite(node, demands)
+                changes += 1
+            elif refusal:
+                self.refused(node, refusal)
+        return changes
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
+        return None
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the node's demands; the graph keeps its meaning in the global view."""
+        raise NotImplementedError
+
+    # What rewrites are written with.
+
+    def is_at(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
+        """arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
+        device = {"device": like.meta["val"].device}
+        positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)
+        here = self.compute(aten.eq.Scalar, (positions, position), like)
+        shape = [self.sizes(length) if d == dim else 1 for d in range(ndim)]
+        return self.compute(aten.reshape.default, (here, shape), like)
+
+
+class Rounds(Passes):
+    """Rewrites, round after round, until no demand is left."""
+
+    provides = frozenset({"no demands"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        changes = 0
+        for _ in range(MAX_ROUNDS):
+            if not job.plan(gm).demands:
+                return changes
+            changes += super().apply(gm, job)
+        if left := job.plan(gm).demands:
+            demand = left[0]
+            cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no pass meets: {demand.why}."
+            raise SpError("SP912", cause)
+        return changes

@@ -1,0 +1,142 @@
+"""Windows along a sharded sequence: each rank takes the rows that it lacks from its neighbours, and keeps its own.
+
+    conv1d(x, w, b, padding=1)   ->   sp.conv1d(x, w, b, 1, 1, ..., frame, result, n, group)
+    cat([row, x[:, :-1]], 1)     ->   where(arange(S) == 0, row, sp.shift(x[:, :-1], 1, 1, 0, ...))
+    x[:, 1:] - x[:, :-1]         ->   x[:, 1:] - sp.shift(x[:, :-1], 1, 0, 0, ...), where the other window lies
+
+So for avg_pool1d, max_pool1d, unfold, roll and constant_pad_nd that shifts. Bytes sent: the rows that another rank
+lacks, forward and backward: one shift for each direction that a window reaches in, as long as it reaches no further
+than the next rank. Leaves alone (to be gathered): zigzag sequences, strides that the ranks do not divide, windows of
+more than half the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.sharding.placement import Demand, Partial, Placement, Replicate, Shard
+from sp_compile.passes.sharding.window_rules import SlidingRows, WindowCall, place, shifts_of, slides_of
+
+from .discharge import Rewrite
+from .gather_demands import operand_of, replace_operand
+
+aten, sp = torch.ops.aten, torch.ops.sp
+
+
+class Halo(Rewrite):
+    """Claims the demands of windows on shards, of a row in front of a shard, and of shards one beside the other."""
+
+    requires = Rewrite.requires | {"picked"}  # one row is sent alone
+    kinds = frozenset({"halo", "whole", "align"})
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        claimed = self._joined(node) is not None or (
+            node in self.plan.wants and any(d.kind == "halo" or self._beside(node, d) is not None for d in demands)
+        )
+        return None if claimed else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        joined = self._joined(node)
+        if joined is not None:
+            self._join(node, *joined)
+        elif any(d.kind == "halo" for d in demands):
+            self._slide(node)
+        else:
+            for demand in demands:
+                self._move(node, demand)
+
+    # Windows.
+
+    def _slide(self, node: Node) -> None:
+        call, (have, *_), (result,) = Call(node), self.plan.wants[node], self.plan.placements[node]
+        assert isinstance(have, Shard)
+        assert isinstance(result, Shard)
+        slides = slides_of(call)[have.dim]
+        with self.graph.inserting_before(node):
+            x = call.operands[0]
+            if slides.first is not None:
+                op, args = slides.first
+                x = self.compute(op, (x, *args), node)
+            new = self._on_shards(slides, x, have, result, node.meta["val"], node)
+        self.replace(node, new)
+
+    def _on_shards(
+        self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
+    ) -> Node:
+        ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
+        if slides.sliding.rolls is not None:
+            frames = frames[:1]
+        args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
+        new = self.emit(slides.op, args, value, like)
+        shifts = [_from(hop, rows) for hop, rows in shifts_of(Call(new), ranks.n)]
+        self.note(new, ", ".join(shifts) or "no rows of other ranks")
+        return new
+
+    # A row and a slice.
+
+    def _joined(self, node: Node) -> tuple[int, Shard, Shard] | None:
+        """(number of the sharded operand, where it lies, where the cat will lie) of a cat with one row."""
+        if node.target is not aten.cat.default:
+            return None
+        call = Call(node)
+        have = [self.plan.of(o) for o in call.operands]
+        sharded = [i for i, p in enumerate(have) if isinstance(p, Shard) and p.dim == call.dim()]
+        if len(have) != 2 or len(sharded) != 1 or not isinstance(have[1 - sharded[0]], (Replicate, Partial)):
+            return None
+        (i,) = sharded
+        shard, row = have[i], call.operands[1 - i]
+        assert isinstance(shard, Shard)
+        alike = all(o.meta["val"].dtype == node.meta["val"].dtype for o in call.operands)
+        if not alike or not same(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
+            return None
+        placed = place(self._one_more(call, i), shard, self.job.ranks.n)
+        return (i, shard, placed) if isinstance(placed, Shard) else None
+
+    def _one_more(self, call: Call, i: int) -> SlidingRows:
+        """x with a row in front of it, or behind it if it comes first."""
+        return SlidingRows(call.result_shapes()[0][call.dim()], before=i)
+
+    def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
+        call = Call(node)
+        slides = WindowCall(self._one_more(call, i), sp.shift.default, (have.dim,), (0,))
+        length = call.result_shapes()[0][have.dim]
+        with self.graph.inserting_before(node):
+            shifted = self._on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
+            position = self.sizes(0 if i else length - 1)
+            here = self.is_at(position, length, have.dim, call.ndim(), node)
+            row = call.operands[1 - i]
+            new = self.compute(aten.where.self, (here, row, shifted), node)
+        self.replace(node, new)
+
+    # Two windows of one sequence.
+
+    def _beside(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
+        """(where an operand lies, where the node wants it) if the two differ in where they start."""
+        wants = self.plan.wants.get(node, ())
+        want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
+        have = demand.have
+        if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
+            return None
+        found = place(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        if isinstance(found, str) or have.dim != want.dim or not want.frame.order.in_order:
+            return None
+        alike = same(have.frame.size, want.frame.size) and same(have.frame.length, want.frame.length)
+        return (have, want) if alike and same(want.outer, 1) and same(want.inner, 1) else None
+
+    def _move(self, node: Node, demand: Demand) -> None:
+        found = self._beside(node, demand)
+        if found is None:
+            return
+        have, want = found
+        x = operand_of(node, demand.operand)
+        slides = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
+        with self.graph.inserting_before(node):
+            moved = self._on_shards(slides, x, have, want, x.meta["val"], node)
+        replace_operand(node, demand.operand, moved)
+
+
+def _from(hop: int, rows: object) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"

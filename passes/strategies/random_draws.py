@@ -1,0 +1,42 @@
+"""Random draws on replicated values: every rank takes rank 0's.
+
+    y = dropout(x)   with x alike on every rank   ->   y = sp.broadcast(dropout(sp.broadcast_grad(x)))
+
+The value and the gradient are then those of one device, rank 0. Draws on shards need nothing: they are independent.
+Bytes sent: the result once, from rank 0, forward; the operands' gradients backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from sp_compile.passes.graph.call import is_tensor
+from sp_compile.passes.propagate import drawn
+from sp_compile.passes.sharding.placement import Demand
+
+from .discharge import Rewrite
+
+sp = torch.ops.sp
+
+
+class Draws(Rewrite):
+    """Claims draws that would differ from rank to rank on a value that must not."""
+
+    name = "draw"
+    requires = Rewrite.requires | {"gathered"}  # what runs on shards draws its own
+    provides = frozenset({"drawn"})
+    kinds = frozenset({"draw"})
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        group = self.job.ranks.group
+        with self.graph.inserting_before(node):
+            for operand in [a for a in node.all_input_nodes if is_tensor(a)]:
+                value = operand.meta["val"]
+                if value.is_floating_point() or value.is_complex():
+                    args = (operand, group)
+                    node.replace_input_with(operand, self.emit(sp.broadcast_grad.default, args, value, node))
+        for result in drawn(node):
+            with self.behind(result):
+                self.interpose(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))
+        self.note(node, "drawn alike on every rank: rank 0's draw")

@@ -1,0 +1,165 @@
+"""Scans along a sharded sequence: each rank scans its rows, and only what they add up to is exchanged.
+
+    cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
+    cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
+    sp.linear_scan(a, b, initial, S)   ->   the same with its frame
+
+Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
+are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
+that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan_demands.py). Leaves alone: dims that hold
+more than the sequence (see below), and dtypes without scans, such as complex numbers (to be gathered).
+
+A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.
+
+    cumsum(x: (B * S, ...), 0)      rows of one sequence, then what the sequences before it add up to:
+        y = sp.scan(x: (B, S, ...), 1);  y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+    cumsum(x: (S * K, ...), 0)      within each position, then over the positions:
+        y = cumsum(x: (S, K, ...), 1);   y + sp.scan(y[:, -1], 0, exclusive)[:, None]
+
+What this leaves along S itself is for the above, and for `select_row.py`. Bytes sent: those of one scan; of a batch also
+one row of each sequence, which the rank that holds it sends to the others. Refuses: indices of extremes, segments and
+recurrences, and float maxima and log-sum-exps, whose gradients would not be those of the scan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+from sp_compile.lowering.scan.monoids import accumulate_dtype
+from sp_compile.lowering.torch_compat import size_hint
+from sp_compile.passes.canonical.scan_calls import EXTREMES, TORCH_SCANS, has_scan, reads_indices, scan, to_sp_scan
+from sp_compile.passes.context import Job
+from sp_compile.passes.cost.scan_cost import choose_exchange, message_bytes
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.sizes import same, sizes
+from sp_compile.passes.sharding.placement import Demand, Plan, Shard
+
+from .discharge import Rewrite
+from .local_scan import SlowScans
+
+aten, sp = torch.ops.aten, torch.ops.sp
+COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
+
+
+class NestedScan(Rewrite):
+    """Claims the demands of scans along a dim of several factors."""
+
+    provides = frozenset({"claimed", "scans are flat"})
+    kinds = frozenset({"scan"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
+        changes = 0
+        while found := super().apply(gm, job):
+            changes += found
+            job.forget()
+        return changes
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = scanned_rows(self.plan, node)
+        fresh = to_sp_scan(self, node)
+        with self.graph.inserting_before(fresh):
+            parts = _TwoScans(self, fresh).run(shard)
+        self.replace(fresh, parts)
+        self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
+
+
+def scanned_rows(plan: Plan, node: Node) -> Shard:
+    """Where the rows of a scan that states a demand lie."""
+    return next(w for w in plan.wants[node] if isinstance(w, Shard))
+
+
+def is_flat(shard: Shard) -> bool:
+    """Does the dim hold the sequence and nothing else?"""
+    return same(shard.outer, 1) and same(shard.inner, 1)
+
+
+def _cannot(node: Node) -> str | None:
+    call = Call(node)
+    op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
+    known = node.target in (sp.scan.default, *TORCH_SCANS) and has_scan(call)
+    if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
+        return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
+    if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):
+        return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"
+    return None
+
+
+class _TwoScans:
+    def __init__(self, editor: Editor, node: Node) -> None:
+        call = Call(node)
+        self.editor, self.node, self.value = editor, node, node.meta["val"]
+        self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
+        self.exclusive, self.reverse = call["exclusive"], call["reverse"]
+        # What one scan adds in, so that the sum of the parts is rounded once, as its result is.
+        given = call["accumulate"] if self.op in ("sum", "prod") else None
+        self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
+
+    def run(self, shard: Shard) -> Node:
+        dim, length = self.dim, shard.frame.length
+        parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
+        x, whole = self.editor.cast(self.x, self.wide, self.node), sizes(self.value.shape)
+        x = self.editor.reshaped(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
+        each, before = self.two_levels(x, dim)
+        mark(before if same(shard.inner, 1) else each, aside=True)
+        both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
+        return self.editor.cast(self.editor.reshaped(both, whole, self.node), self.value.dtype, self.node)
+
+    def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
+        """The scan of dim + 1, and what all rows of dim before this one combine to."""
+        each = self.scanned(y, dim + 1, self.exclusive)
+        whole = self.call(COMBINE[self.op], each, y) if self.exclusive else each
+        last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
+        return each, self.scanned(last, dim, True)
+
+    def scanned(self, x: Node, dim: int, exclusive: bool) -> Node:
+        value = x.meta["val"]
+        return scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
+
+    def call(self, target: Any, *args: Any) -> Node:
+        return self.editor.compute(target, args, self.node)
+
+
+class Scan(Rewrite):
+    """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
+
+    requires = Rewrite.requires | {"scans are flat"}
+    kinds = frozenset({"scan"})
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        claimed = super().call(graph_module).modified
+        return PassResult(graph_module, SlowScans(self.given)(graph_module).modified or claimed)
+
+    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+        if not has_scan(Call(node)):
+            return f"there is no scan of {Call(node).results()[0].dtype} on shards"
+        shard = scanned_rows(self.plan, node)
+        if shard.frame.order.dealt:
+            return f"what comes before each row is elsewhere in the {shard.frame.order.name} layout"
+        return None if is_flat(shard) else ""
+
+    def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        shard = scanned_rows(self.plan, node)
+        fresh = to_sp_scan(self, node)
+        call, ranks, folds = Call(fresh), self.job.ranks, shard.frame.folds
+        nbytes, _ = message_bytes(call, folds, size_hint)
+        cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
+        where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
+        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)
+        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
+
+
+def _described(call: Call) -> str:
+    if call.node.target is sp.linear_scan.default:
+        return "linear recurrence"
+    kind = "exclusive" if call.get("exclusive") else "inclusive"
+    return f"{kind} {call['op']}" + (", reversed," if call["reverse"] else "")

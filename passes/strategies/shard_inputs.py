@@ -1,0 +1,45 @@
+"""Attention whose queries, keys and values are whole on every rank begins on shards of them.
+
+    scaled_dot_product_attention(q, k, v, is_causal=True)
+    ->  scaled_dot_product_attention(clone(q), clone(k), clone(v), is_causal=True)
+
+What is computed token by token begins on shards by itself, and so do the queries of attention that no mask counts; what
+counts from the first query does not: a program that is an attention and little else would run whole on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.base import Pass
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.node_info import mark, record
+from sp_compile.passes.sharding.attention_axes import attention_nodes, reads_position
+from sp_compile.passes.sharding.placement import REPLICATE
+
+
+class BeginAttention(Pass):
+    """Clones what attention reads, where it could be cut along the sequence and nobody has begun to."""
+
+    requires = frozenset({"canonical", "exchanges are marked"})
+    provides = frozenset({"attention begins"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        found = [n for n in attention_nodes(gm) if reads_position(Call(n)) and not record(n).whole]
+        if job.ranks.n == 1 or not found:
+            return 0
+        axes, plan = job.axes(gm), job.plan(gm)
+        made: dict[Node, Node] = {}
+        for node in found:
+            operands = dict.fromkeys(Call(node).operands[:3])
+            if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
+                continue
+            for x in operands:
+                if x not in made:
+                    with gm.graph.inserting_before(node):
+                        made[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
+                    mark(made[x], begins=True)
+                node.replace_input_with(x, made[x])
+        return len(made)

@@ -1,0 +1,97 @@
+"""Random draws that look like a value: drawn for all its rows, so that they are the same whoever holds which.
+
+    rand_like(x)      ->   rand(sizes of x)
+    dropout(x, p)     ->   x * dropout(ones, p)
+
+Ranks of a tensor-parallel group seed alike and draw alike; each then keeps the draws of its rows. A compiler that makes
+each element's draw from its index makes only those.
+
+aten.copy(x, y) -> y: what functionalisation makes of an in-place write, as dist.all_reduce(x) is one.
+
+Nothing of x is left in the result but its layout, so x does not say who has which rows of it. Bytes: none.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.base import Pass
+from sp_compile.passes.graph.call import Call, is_tensor
+from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.rank_rng import is_random
+from sp_compile.passes.graph.sizes import sizes
+from sp_compile.passes.sharding.axes import name_axes
+
+from .varying import ScatterJob, differing
+
+aten = torch.ops.aten
+LIKE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+
+
+class DrawWhole(Pass):
+    """Rewrites the draws that are alike on every rank."""
+
+    requires = frozenset({"differences are known"})
+    provides = frozenset({"draws are whole"})
+
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
+        drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE, *DROPOUT)]
+        differ = differing(gm, name_axes(gm), job.varying) if drawn else set()
+        alike = [node for node in drawn if node not in differ]
+        for node in alike:
+            (_draw if node.target in LIKE else _drop)(self, node)
+        return len(alike)
+
+
+def _draw(editor: Editor, node: Node) -> None:
+    value = node.meta["val"]
+    with editor.graph.inserting_before(node):
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        shape = editor.sizes.list(sizes(value.shape))
+        editor.replace(node, editor.emit(LIKE[node.target], (shape,), value, node, kwargs))
+
+
+def _drop(editor: Editor, node: Node) -> None:
+    """native_dropout also returns its mask, which says nothing of x."""
+    call = Call(node)
+    x = call.operands[0]
+    value = x.meta["val"]
+    with editor.graph.inserting_before(node):
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        ones = editor.emit(aten.ones.default, (editor.sizes.list(sizes(value.shape)),), value, node, kwargs)
+        args, options = call.rebuild([ones])
+        drawn = editor.emit(node.target, args, node.meta["val"], node, options)
+        if is_tensor(node):
+            editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
+            return
+        factor, mask = (editor.emit(operator.getitem, (drawn, i), v, node) for i, v in enumerate(node.meta["val"]))
+        scaled = editor.emit(aten.mul.Tensor, (x, factor), value, node)
+    editor.replace(node, (scaled, mask))
+
+
+class DropOverwrites(Pass):
+    """What is written over a value stands for it. A write that converts or broadcasts stays."""
+
+    provides = frozenset({"nothing is overwritten"})
+
+    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
+        gone: dict[Node, Node] = {}
+        copied = 0
+        for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
+            old, new = node.args[0].meta["val"], node.args[1].meta["val"]
+            if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+                continue
+            if old.stride() == new.stride():
+                gone[node] = node.args[1]
+                node.replace_all_uses_with(node.args[1])
+                gm.graph.erase_node(node)
+            elif old.is_contiguous():
+                node.target, node.args = aten.clone.default, (node.args[1],)
+                node.kwargs = {"memory_format": torch.contiguous_format}
+                copied += 1
+        job.facts = job.facts.after(gone)
+        return len(gone) + copied

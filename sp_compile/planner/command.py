@@ -1,0 +1,150 @@
+"""The command line: `python -m sp_compile explain|verify|plan module:function`.
+
+The function gives (model, args) or (model, args, kwargs): the model and what it is called with, whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.verify import explain, verify
+
+from .page import page
+from .plan import plan
+from .report_json import of_plan, of_report
+
+TOLERANCE = 1e-3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 1 where `verify` finds a larger error than allowed or `plan` that nothing fits.
+
+    2: bad input, said in one line.
+    """
+    args, others = _parser().parse_known_args(argv)
+    try:
+        if others:
+            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(others)!r}{_memory(args)}.")
+        for path in filter(None, (args.json, args.html)):
+            _check_place(path)
+        return _run(args)
+    except OSError as error:  # what the check before has not seen
+        sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
+        return 2
+    except SpError as error:
+        sys.stderr.write(f"sp_compile {args.command}: {error}\n")
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    ranks = _ranks(args.ranks) if args.command == "plan" else []
+    model, inputs, kwargs = _called(args.target)
+    options = dict(map(_option, args.option))
+    given: dict[str, Any] = {"kwargs": kwargs}
+    if args.command == "plan":
+        given |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
+    else:
+        given |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
+    if both := sorted(given.keys() & options.keys()):
+        raise SpError("SP732", f"--option {both[0]}: an argument of {args.command}{_memory(args)}.")
+    if args.command == "plan":
+        made = plan(model, inputs, **given, **options)
+        text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
+    else:
+        entry: Callable[..., Any] = explain if args.command == "explain" else verify
+        report = entry(model, *inputs, **given, **options)
+        text, found = str(report), of_report(report)
+        failed = args.command == "verify" and not report.worst <= args.tolerance
+    sys.stdout.write(text + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.html:
+        args.html.write_text(page(found))
+    return int(failed)
+
+
+def _memory(args: argparse.Namespace) -> str:
+    return " (explain always predicts the memory)" if args.command == "explain" else ""
+
+
+def _check_place(path: Path) -> None:
+    """Raises SpError: no file can be there. Before the work, which may take minutes."""
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+    if not there:
+        path.unlink()
+
+
+def _cannot_write(path: Any, error: OSError) -> SpError:
+    return SpError("SP733", f"{path}: the file cannot be written ({error.strerror}).")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sp_compile", description="What sequence parallelism does to a model."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in (
+        ("explain", "rewrites, collectives and memory of a rank"),
+        ("verify", "numbers of simulated ranks against one device"),
+        ("plan", "what fits on how many ranks, and how fast it is"),
+    ):
+        one = commands.add_parser(name, help=words, description=words)
+        one.add_argument("target", help="module:function that gives (model, args) or (model, args, kwargs)")
+        one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
+        one.add_argument("--json", type=Path, help="write it as JSON, too")
+        one.add_argument("--html", type=Path, help="write it as a page, too")
+        if name == "plan":
+            one.add_argument("--memory", default="80GB", help="of a device")
+            one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
+            one.add_argument("--ranks", nargs="+", default=["8,16,64"], help="numbers of ranks, as in 8 16 64")
+        else:
+            one.add_argument("--sp", type=int, default=2, help="ranks that share the sequence")
+        if name == "verify":
+            one.add_argument("--tolerance", type=float, default=TOLERANCE, help="the largest relative error")
+    return parser
+
+
+def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """What the function gives. Raises SpError: there is none, or it gives something else."""
+    module, _, name = target.partition(":")
+    sys.path[:0] = [""] if "" not in sys.path else []
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpError("SP734", f"target: expected module:function, got {target!r}: {str(error).rstrip('.')}.") from None
+    found = function()
+    form = isinstance(found, tuple) and 2 <= len(found) <= 3 and isinstance(found[1], tuple | list)
+    if not form or not isinstance(found[-1], dict if len(found) == 3 else tuple | list):
+        raise SpError("SP735", f"target: expected {target!r} to return (model, args) or (model, args, kwargs).")
+    return found[0], found[1], found[2] if len(found) == 3 else {}
+
+
+def _ranks(words: Sequence[str]) -> list[int]:
+    """Numbers, with commas or spaces between them."""
+    found = [one for word in words for one in word.split(",") if one]
+    if not found or not all(one.isdecimal() for one in found):
+        raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(words)!r}.")
+    return list(map(int, found))
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpError("SP731", f"--option: expected NAME=VALUE such as attention=ring, got {text!r}.")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

@@ -1,0 +1,185 @@
+"""Render the JSON of a report or a plan (`report_json.py`) as one HTML page without external resources.
+
+The template is `page.html`; this file computes what it shows: rows of tables, and the points of the memory chart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sp_compile.passes.cost.step_memory import written
+
+from .byte_sizes import SizeUnit
+
+WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
+LABEL = 80
+"""The most characters of the label at the peak."""
+KINDS = {
+    "sharded": "each rank has its rows",
+    "tiled": "rows of a rank, some at a time",
+    "exchanged": "ranks send and receive",
+    "gathered": "replicated on every rank",
+}
+PURPOSES = {
+    "reduce_grad": "gradients of parameters, summed over the ranks",
+    "all_to_all": "heads for positions, and back",
+    "unshard": "rows of all ranks, concatenated on each",
+    "all_gather": "rows of all ranks, concatenated on each",
+    "ring_attention": "keys and values, from rank to rank",
+    "hybrid_attention": "heads for positions, then keys and values from rank to rank",
+    "gathered_attention": "keys and values, concatenated on every rank",
+    "shift": "rows of a neighbor",
+    "all_reduce": "partial sums of the ranks",
+    "shard": "nothing: a rank slices its rows out of a replicated value",
+}
+"""What an exchange is for, where its name is not enough."""
+COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Return the HTML page of a report's or a plan's JSON."""
+    is_plan = found["format"] == "sp_compile.plan"
+    values = _plan_values(found) if is_plan else _report_values(found)
+    data = json.dumps(found).replace("<", "\\u003c")
+    title = "What fits" if is_plan else f"The program on {found['ranks']} ranks"
+    return _template().render(
+        found=found, plan=is_plan, title=title, data=jinja2.utils.markupsafe.Markup(data), **values
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    """Return the compiled template."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"nbytes": written, "call": _call_of}
+    return environment.from_string(Path(__file__).with_suffix(".html").read_text())
+
+
+def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a report beside its JSON."""
+    gathered = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
+    rewrites = [
+        {**row, "gathered": row["where"] in gathered}
+        for row in sorted(found["rewrites"], key=lambda row: row["where"] not in gathered)
+    ]
+    totals: Counter[str] = Counter()
+    for e in found["collectives"]:
+        totals[e["op"]] += e["forward_bytes"] + e["backward_bytes"]
+    memory = found["memory"]
+    return {
+        "memory": memory,
+        "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in found["inputs"].items()),
+        "kinds": KINDS,
+        "most_kept": max((block["kept_bytes"] for block in found["blocks"]), default=0) or 1,
+        "tiles": _count_equal(found["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
+        "totals": totals.most_common(),
+        "most_sent": max(totals.values(), default=0) or 1,
+        "purposes": {op: PURPOSES.get(op, "") for op in totals},
+        "collectives": _count_equal(found["collectives"], "op", "shape", "forward_bytes", "backward_bytes", "where"),
+        "rewrites": _count_equal(rewrites, "done", "where", "why", "gathered"),
+        "shares": [(name, written(nbytes)) for name, nbytes in _shares(memory)] if memory else [],
+        "area": _area(memory) if memory else None,
+        "width": WIDTH,
+        "height": HEIGHT,
+    }
+
+
+def _plan_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a plan beside its JSON: the rows of its table, with their marks."""
+    unit, fastest = SizeUnit(found["unit"]), dict[int, int]()
+    for i in sorted(range(len(found["ways"])), key=lambda i: found["ways"][i]["seconds"]):
+        if found["ways"][i]["fits"]:
+            fastest.setdefault(found["ways"][i]["ranks"], i)
+    rows = [
+        (
+            *(way["ranks"], way["attention"], way["layout"], "each layer" if way["checkpoint"] else "as written"),
+            f"auto: {way['most_tiles'] or 'none'}" if way["tiles"] == "auto" else way["tiles"],
+            f"{way['offload']:.0%}: {unit(way['host_bytes'])}" if way["offload"] else "never",
+            *(way["state"], f"{'' if way['looked'] else '~'}{unit(way['memory_bytes'])}", way["phase"]),
+            *(f"{way['seconds']:.3g}", f"{way['tokens_per_second']:,.0f}"),
+        )
+        for way in found["ways"]
+    ]
+    marks = ["best" if i in fastest.values() else "" if w["fits"] else "misses" for i, w in enumerate(found["ways"])]
+    best = None if found["best"] is None else found["ways"][found["best"]]
+    return {"unit": unit, "ways": rows, "marks": marks, "best": best}
+
+
+def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return equal rows once, each with how often it occurs; only these fields are compared and kept."""
+    counted = Counter(tuple(row[field] for field in fields) for row in rows)
+    return [(times, dict(zip(fields, row, strict=True))) for row, times in counted.items()]
+
+
+def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+    """Yield what a rank holds, and the peak: first for the placement of the state, then for the other one."""
+    n = memory["shards"]
+    state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
+    if n == 1:
+        yield from ((text, memory[f"{name}_bytes"]) for name, text in state.items())
+    else:
+        shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
+        parameters, _, optimizer = (f"{text} ({written(memory[f'{name}_bytes'])})" for name, text in state.items())
+        yield f"{n} shards of {parameters} and {optimizer}", shards
+    for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
+        yield text, memory[f"{name}_bytes"]
+    if n == 1:
+        yield "peak of the step", memory["peak_bytes"]
+        yield "peak, with FSDP over the ranks", memory["peak_with_fsdp_bytes"]
+    else:
+        yield "peak of the step", memory["peak_with_fsdp_bytes"]
+        yield "peak, with the state on every rank", memory["peak_bytes"]
+
+
+def _area(memory: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the chart of values over the step, above the constant bytes.
+
+    Of more than `MOST_POINTS` points the largest of each run is drawn, so the peak is one of them.
+    """
+    points, width = memory["curve"], max(1, len(memory["curve"]) // MOST_POINTS)
+    runs = [points[i : i + width] for i in range(0, len(points), width)]
+    curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
+    if not curve:
+        return None
+    state = memory["constant_bytes"]
+    top = 1.05 * (state + max(point["values_bytes"] for point in curve))
+    x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
+    y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
+    floor = HEIGHT * (1 - state / top)
+    phases = []
+    for name, group in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
+        run = list(group)
+        last = min(run[-1] + 1, len(curve) - 1)
+        line = " ".join(f"L{x[i]:.1f} {y[i]:.1f}" for i in run)
+        path = f"M{x[run[0]]:.1f} {floor:.1f} {line} L{x[last]:.1f} {y[run[-1]]:.1f} L{x[last]:.1f} {floor:.1f} Z"
+        # The loss is narrow: its label ends where it does, so that it does not overlap the next one.
+        at, anchor = (x[last] - 3, "end") if name == "loss" else (x[run[0]] + 3, "start")
+        phases.append({"name": name, "path": path, "color": COLORS[name], "x": f"{at:.0f}", "anchor": anchor})
+    peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
+    text = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    anchor, offset = ("end", -8) if x[peak] > WIDTH / 2 else ("start", 8)
+    label = {"text": text if len(text) <= LABEL else f"{text[:LABEL]}...", "anchor": anchor, "text_x": x[peak] + offset}
+    label |= {"x": x[peak], "y": y[peak], "text_y": max(12.0, y[peak] - 4)}
+    return {"floor": floor, "phases": phases, "peak": label, "ticks": _ticks(top)}
+
+
+def _ticks(top: float) -> Sequence[Mapping[str, float]]:
+    """Return at least four round numbers of bytes from 0 to `top`, with their heights."""
+    step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
+    return [{"bytes": i * step, "y": HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
+
+
+def _call_of(where: str) -> str:
+    """Return the code of a source line, without the file and without what the result is assigned to."""
+    code = where.partition(": ")[2] or where
+    return re.sub(r"^(return |[\w., ]+ = )", "", code)

@@ -1,0 +1,405 @@
+"""`plan`: how a model could be trained on so many ranks: what fits, how long a step takes, and which options to give.
+
+    sp_compile.plan(model, (ids,), labels=ids, memory="80GB", ranks=[8, 16, 64]).best.options
+
+Each number of ranks is looked at as `explain(memory=True)` does it, with the attention that the cost model takes to be
+the fastest: as the model is written; with its layers checkpointed, where that does not fit, or copies to the host take
+longer than all else; and in so many tiles, where that is so again. What another attention, or state on every rank,
+would hold is estimated from these; if such a way, or one with a share on the host, seems to be the best, it is looked
+at, too, until the best one has been (`planned_steps.py`). So what is said of the best is what `explain` says with its options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.options import OFFLOAD, SPConfig
+from sp_compile.passes.context import NoteKind
+from sp_compile.passes.cost.few_layers import checkpoint_blocks
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
+from sp_compile.verify import sorted_out
+
+from .byte_sizes import SizeUnit, bytes_of_text, unit_of_text
+from .planned_steps import SHARES, LookedStep, PlanWay, StepPlanner, merged_options
+
+TILES = 16
+"""That work on rows is done in, where as many as the memory asks for are too few."""
+ROUNDS = 4
+"""Of looks at what seems to be best."""
+NEAR = 1.1
+"""Of the memory: what an estimate says to be no more than that is looked at where nothing faster fits."""
+AS_GOOD = 1.01
+"""Times the seconds that nothing can be below."""
+MOST_ROWS = 8
+"""Of a table, for each number of ranks."""
+REFUSED = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train. ranks: that share the sequence. memory: bytes of a rank at the peak; phase: when.
+
+    checkpoint: is each layer computed again in the backward? tiles: in how many; "auto" for as many as the memory asks
+    for, most_tiles of any one; "never" for none. offload: the share of what is kept that waits on the host, and host:
+    its bytes. state: "sharded" over the ranks by FSDP, or "on every rank". kept: bytes that the forward leaves for the
+    backward, wherever. seconds: of a step. tokens: of the sequence. looked: is it predicted with these very options, or
+    estimated from others? given: options that the plan was given.
+    """
+
+    ranks: int
+    attention: str
+    layout: str
+    checkpoint: bool
+    tiles: int | str
+    offload: float
+    host: float
+    state: str
+    memory: float
+    phase: str
+    kept: float
+    seconds: float
+    tokens: int
+    fits: bool
+    looked: bool = True
+    most_tiles: int = 0
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def way(self) -> PlanWay:
+        """How it is asked for."""
+        return PlanWay(self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
+        return merged_options(self.given, self.way.options)
+
+    @property
+    def asks(self) -> str:
+        """What the program has to do beside the options."""
+        words = ["torch.utils.checkpoint around each layer"] if self.checkpoint else []
+        words += [f"fully_shard over the {self.ranks} ranks"] if self.state == "sharded" else []
+        return " and ".join(words)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class StepPlan:
+    """What was found; `str(plan)` is a table. memory: of a device. host_memory: of the host, for each rank.
+
+    rows: of each number of ranks, the fastest first. changes: what would have to change, for numbers of ranks on which
+    nothing fits. notes: what was not tried, and why.
+    unit: that sizes are shown in.
+    """
+
+    memory: float
+    weights: ModelBytes
+    rows: list[Variant] = field(default_factory=list)
+    changes: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unit: SizeUnit = SizeUnit("GB")  # noqa: RUF009  (it does not change)
+    host_memory: float | None = None
+
+    @property
+    def best(self) -> Variant:
+        """The fastest that fits, with the least on the host. Raises SpError: nothing does; it says what to change."""
+        fitting = [row for row in self.rows if row.fits]
+        if not fitting:
+            raise SpError(
+                "SP723", f"plan: nothing fits: {'; '.join([*self.changes.values(), *self.notes]).rstrip('.')}."
+            )
+        return min(fitting, key=_by_time)
+
+    def of(self, ranks: int) -> Variant | None:
+        """The fastest on so many ranks; None if nothing fits."""
+        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_by_time, default=None)
+
+    def fits_on_device(self, ranks: int) -> bool:
+        """Does anything fit on so many ranks with nothing on the host?"""
+        return any(row.fits and not row.offload for row in self.rows if row.ranks == ranks)
+
+    def __str__(self) -> str:
+        shown = [
+            row
+            for n in dict.fromkeys(r.ranks for r in self.rows)
+            for row in [r for r in self.rows if r.ranks == n][:MOST_ROWS]
+        ]
+        rows = [
+            [
+                *(show(r) for show in COLUMNS.values()),
+                f"{'' if r.looked else '~'}{self.unit(r.memory)}",
+                self.unit(r.host) if r.host else "",
+                *(show(r) for show in MORE_COLUMNS.values()),
+                "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
+            ]
+            for r in shown
+        ]
+        host = f", {self.unit(self.host_memory)} of its host" if self.host_memory is not None else ""
+        lines = [f"{self.unit(self.memory)} a rank{host}; parameters {self.unit(self.weights.parameters)}"]
+        lines.append(tabulate(rows, headers=[*COLUMNS, "memory", "host", *MORE_COLUMNS, ""], disable_numparse=True))
+        lines += [ESTIMATED] if not all(row.looked for row in shown) else []
+        if any(row.fits for row in self.rows):
+            best = self.best
+            beside = f", and in the program {best.asks}" if best.asks else ""
+            lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{beside}")
+        return "\n".join([*lines, *self.changes.values(), *self.notes])
+
+
+def _by_time(row: Variant) -> tuple[float, float]:
+    """Seconds; of ways that take as long, what waits on the host."""
+    return row.seconds, row.host
+
+
+ESTIMATED = "~: estimated from the program with another attention or other shards of the state"
+COLUMNS: dict[str, Callable[[Variant], Any]] = {
+    "ranks": lambda r: r.ranks,
+    "attention": lambda r: r.attention,
+    "layout": lambda r: r.layout,
+    "checkpoints": lambda r: "each layer" if r.checkpoint else "as written",
+    "tiles": lambda r: f"auto: {r.most_tiles or 'none'}" if r.tiles == "auto" else r.tiles,
+    "offload": lambda r: f"{r.offload:.0%}" if r.offload else "never",
+    "state": lambda r: r.state,
+}
+MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
+    "peak of": lambda r: r.phase,
+    "s/step": lambda r: f"{r.seconds:.3g}",
+    "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
+}
+"""Of a plan's table, before and behind the memory."""
+
+
+def plan(
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor = (),
+    *,
+    memory: str | float = "80GB",
+    ranks: int | Sequence[int] = (8, 16, 64),
+    host_memory: str | float | None = None,
+    optimizer: Any = None,
+    cost: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> StepPlan:
+    """What fits on so many ranks of so much memory, and how fast it is. The model may be on "meta", so that none runs.
+
+    inputs: of the model, whole: a tensor, several, or a dict of keyword arguments. memory: of a device, in bytes or as
+    "80GB", "75GiB". host_memory: of the host for each rank, for what waits there; None: as much as it takes. ranks:
+    numbers of ranks that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer:
+    as for `explain`. cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on
+    one). config: other fields of SPConfig, which then are in the options of every way, and keyword arguments of the
+    model; those that are called as one of these go into `kwargs`. attention, layout, tiles, offload and state are
+    tried, unless they are given. Raises SpError as `explain` does, for a memory or ranks that are none, and for a
+    model that is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    host = None if host_memory is None else bytes_of_text(host_memory, "host_memory")
+    device, wanted = bytes_of_text(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
+    if not wanted or not all(type(n) is int and n > 0 for n in wanted):
+        raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
+    options, found_kwargs = sorted_out(model, {**config, "kwargs": {**named, **(kwargs or {})}})
+    SPConfig.of(options).refuse("plan", **REFUSED)
+    where = next((x.device.type for x in model.parameters()), "cpu")
+    limits = {**(cost or {}), "memory": device}
+    sent = options.pop("offload", "auto")
+    planner = StepPlanner(
+        model,
+        args,
+        found_kwargs,
+        Machine.of(where, limits),
+        {**options, "cost": limits},
+        SHARES if sent == "auto" else (),
+        state_per_weight(optimizer),
+        _tokens([*args, *found_kwargs.values()]),
+        checkpoint_blocks(model),
+        0.0 if sent in OFFLOAD else float(sent),
+        math.inf if host is None else host,
+    )
+    found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory), host_memory=host)
+    _first_looks(planner, found, wanted, options.get("tiles"))
+    _look_at_the_best(planner, found, wanted)
+    found.rows.sort(key=lambda row: (row.ranks, not row.fits, *_by_time(row)))
+    for n in wanted:
+        if found.of(n) is None:
+            found.changes[n] = _change(planner, found, n)
+    return found
+
+
+def _is_settled(found: StepPlan, n: int) -> bool:
+    """Can no checkpoints and no smaller tiles be better? It fits; or copies to the host take no longer than the rest.
+
+    As it is written, a step takes no longer than with anything computed again, or in more tiles.
+    """
+    best = found.of(n)
+    least = min((row.seconds for row in found.rows if row.ranks == n and not row.checkpoint), default=0.0)
+    return best is not None and (found.fits_on_device(n) or best.seconds <= AS_GOOD * least)
+
+
+def _tokens(values: Iterable[Any]) -> int:
+    """Positions of the program's largest input of integers, or of its first dims."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
+    ids = [x.numel() for x in tensors if not x.is_floating_point()]
+    return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
+
+
+def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
+    """At each number of ranks with the fastest attention, until it fits with nothing on the host."""
+    tiles = "auto" if asked_tiles is None else asked_tiles
+    attends = {n: planner.attends(n) for n in wanted if planner.constant(n) < found.memory}
+    tiled: dict[int, int] = {}
+    ways: list[tuple[bool, int | str]] = [(False, tiles)]
+    while ways:
+        again, tiles = ways.pop(0)
+        left = [n for n, known in attends.items() if known and not _is_settled(found, n)]
+        if tiles == TILES and asked_tiles is None:
+            left = [n for n in left if tiled.get(n, 0) < TILES]
+        state = {n: planner.states(n)[0] for n in left}
+        ways_of = [PlanWay(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
+        looked = planner.look(ways_of) if left else []
+        for step in looked:
+            if tiles == TILES and asked_tiles is None and not step.most_tiles:
+                continue
+            tiled[step.way.ranks] = step.most_tiles
+            found.notes += [note for note in _breaks(step) if note not in found.notes]
+            for attend in attends[step.way.ranks]:
+                found.rows += [_variant(planner, **row) for row in planner.rows(step, attend)]
+        # An estimate settles nothing: what it says to fit may not.
+        _look_at_the_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
+        if not again and tiles != TILES and not found.rows:
+            return
+        if not again and tiles != TILES:
+            more = [TILES] if asked_tiles is None else []
+            own = any(step.look.checkpoints for step in looked)
+            again = bool(planner.blocks) and not own
+            ways = [(again, "auto" if asked_tiles is None else asked_tiles)] if again else []
+            ways += [(again, one) for one in more]
+            if not all(map(found.fits_on_device, wanted)):
+                found.notes += [OWN_CHECKPOINTS] if own else [NO_BLOCKS] if not again else []
+        elif again and looked and not any(step.look.checkpoints for step in looked):
+            found.rows = [row for row in found.rows if not row.checkpoint]
+            found.notes.append(NOT_CALLED)
+            ways = [(False, one) for _, one in ways]
+
+
+def _breaks(looked: LookedStep) -> list[str]:
+    """Where the program is several graphs."""
+    return [f"{one.where}: {one.text}; {SEVERAL}" for one in looked.look.report.find_notes(NoteKind.GRAPH_BREAK)]
+
+
+SEVERAL = "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"
+NO_BLOCKS = (
+    "no checkpoints were tried: the model has no list of blocks (nn.ModuleList, nn.Sequential) to put them "
+    "around; call torch.utils.checkpoint around parts of it and plan again: a model's own are kept as they are"
+)
+OWN_CHECKPOINTS = "the model's own checkpoints are kept as they are, and no others were tried"
+NOT_CALLED = (
+    "no checkpoints were tried: the entries of the model's lists of blocks are not called as modules; call "
+    "torch.utils.checkpoint around parts of it and plan again"
+)
+
+
+def _variant(planner: StepPlanner, way: PlanWay, **found: Any) -> Variant:
+    return Variant(
+        way.ranks, way.attention, way.layout, way.again, way.tiles, way.offload, state=way.state,
+        tokens=planner.tokens, given=planner.options, **found,
+    )  # fmt: skip
+
+
+def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
+    """Until what seems best on each of these numbers of ranks was looked at. near: and once at what nearly fits."""
+    missed: set[int] = set()
+    for left in reversed(range(ROUNDS)):
+        if not (open_ways := [row for n in wanted for row in _unlooked(found, n, near and n not in missed)]):
+            break
+        missed |= {row.ranks for row in open_ways if not row.fits}
+        _settle(planner, found, open_ways, refines=left > 0)
+
+
+def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
+    """What seems to be best on so many ranks. near: and of what would be faster and nearly fits, what holds least."""
+    best = found.of(n)
+    rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR * found.memory]
+    faster = [row for row in rows if best is None or AS_GOOD * row.seconds < best.seconds]
+    nearest = min(faster, key=lambda row: row.memory, default=None) if near else None
+    return [row for row in (best, nearest) if row is not None and not row.looked]
+
+
+def _settle(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
+    """Look at these, and have what was seen in their place; and another share, where that is enough.
+
+    refines: where it only seems to be, too.
+    """
+    seen = {step.way: step for step in planner.look([row.way for row in rows])}
+    for row in rows:
+        found.rows.remove(row)
+        if (step := seen.get(row.way)) is None:
+            continue
+        attend = next(one for one in planner.attends(row.ranks) if one.key == row.way.key)
+        made = _variant(planner, **planner.row(step, attend, row.state, row.offload))
+        found.rows.append(made)
+        if row.offload and planner.shares and step.knows_shares:
+            least = planner.least(step, attend, row.state)
+            found.rows += [_variant(planner, **least)] if least and least["way"] != row.way else []
+        elif refines and row.offload:
+            known = {
+                other.way.offload: other for other in found.rows if replace(other.way, offload=0.0) == _on_device(row)
+            }
+            if (share := _share_that_fits(planner, known, made, found.memory)) is not None:
+                host = made.host * share / made.offload
+                guess = replace(made, offload=share, host=host, looked=False, memory=found.memory)
+                found.rows += [replace(guess, fits=True)] if host <= planner.host else []
+
+
+def _on_device(row: Variant) -> PlanWay:
+    """The same with nothing on the host."""
+    return replace(row.way, offload=0.0)
+
+
+def _share_that_fits(
+    planner: StepPlanner, known: Mapping[float, Variant], made: Variant, memory: float
+) -> float | None:
+    """The least share that is not known yet with which a way fits, if what it holds falls evenly; None of none."""
+    if (here := known.get(0.0)) is None or here.memory <= made.memory:
+        return None
+    wanted = made.offload * (here.memory - memory) / (here.memory - made.memory)
+    share = next((one for one in planner.shares if one >= wanted), None)
+    return None if share in known else share
+
+
+def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
+    """What would have to change for one number of ranks."""
+    rows = [row for row in found.rows if row.ranks == n]
+    more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
+    elsewhere = f"it fits on {min(more)}" if more else ""
+    if (state := planner.constant(n)) >= found.memory:
+        words = [f"{n} ranks: parameters, gradients and the optimizer's state alone are {found.unit(state)} in shards"]
+        return "; ".join(filter(None, [*words, elsewhere, "take more ranks, or an optimizer with less state"]))
+    if not rows:
+        return f"{n} ranks: {'; '.join(filter(None, [planner.refusal(n), elsewhere]))}"
+    least = min(rows, key=lambda row: row.memory)
+    way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
+    way += f", tiles {least.tiles}, {least.offload:.0%} of what is kept on the host"
+    words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way})"]
+    if (excess := least.memory - found.memory) > 0:
+        words[0] += f", {found.unit(excess)} too much, in its {least.phase}"
+        words.append(f"the largest there: {planner.largest(least.way)}")
+    if found.host_memory is not None:
+        words.append(f"{found.unit(least.host)} wait on the host, which has {found.unit(found.host_memory)} for a rank")
+    words.append(elsewhere)
+    words.append("take more ranks or smaller batches, and let the model return its loss alone")
+    return "; ".join(filter(None, words))

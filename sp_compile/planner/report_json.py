@@ -1,0 +1,217 @@
+"""Reports and plans as JSON: names and units stay as they are while "version" is 1; fields may be added.
+
+    {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
+     "rewrites":    [{"kind": "rewritten", "subject": "ulysses", "done": "ulysses", "node": "...",
+                      "where": "FILE:12: y = f(x)", "why": "..."}],
+     "collectives": [{"op": "all_to_all", "node", "where", "shape", "forward_bytes", "backward_bytes"}],
+     "attention":   [{"attention": "batch 1, ...", "nodes": 32, "chosen": "ring", "layout": "zigzag", "seconds": 0.1,
+                      "memory_bytes": 1}],
+     "blocks":      [{"where", "kind": "gathered" | "exchanged" | "tiled" | "sharded", "kept_bytes", "sent_bytes",
+                      "done": []}],
+     "tiles":       [{"node", "where", "tiles", "rows", "inside_bytes", "tile_bytes"}],
+     "memory":      null | {"parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes",
+                    "kept_bytes", "constant_bytes", "shards", "peak_bytes", "peak_with_fsdp_bytes",
+                    "offload": null | {"values", "nbytes", "kept", "seconds", "waits"},
+                    "peaks": [{"phase", "node", "where", "values_bytes", "alive": [{"origin", "where", "bytes"}]}],
+                    "curve": [{"phase", "node", "where", "values_bytes"}]},
+     "errors":      [{"name", "error": 1e-12 | null}]}
+
+    {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "host_memory_bytes": null | 1e12, "unit": "GB",
+     "parameters_bytes": 1, "best": 0 | null,
+     "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
+               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
+     "changes": {"8": "..."}, "notes": ["..."]}
+
+A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
+what is there all the time: parameters and the optimizer's state in so many shards, buffers and inputs. values: beside
+it, with gradients, and weights that are whole. unit: that of the memory which was asked for. looked: is the way
+predicted with these very options, or estimated from others? error: relative, the largest; null where it is infinite.
+What options hold that is no JSON is there as its text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sp_compile.lowering.base.errors import TANGENTS_LINE, UNKNOWN_LINE
+from sp_compile.passes.cost.decision import described
+from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.graph.sizes import typical
+from sp_compile.passes.report import Report
+
+from .plan import StepPlan
+
+VERSION = 1
+MOST_ALIVE = 20
+
+
+def of_report(report: Report) -> dict[str, Any]:
+    """What `explain` or `verify` found."""
+    return {
+        "format": "sp_compile.report",
+        "version": VERSION,
+        "ranks": report.n,
+        "inputs": {name: list(dims) for name, dims in report.inputs.items()},
+        "constraints": list(report.constraints),
+        "rewrites": [
+            {
+                "kind": note.kind.name.lower(),
+                "subject": note.subject,
+                "done": note.label,
+                "node": note.node,
+                "where": note.where,
+                "why": note.text,
+            }
+            for note in report.notes
+        ],
+        "collectives": [
+            {
+                "op": e.op,
+                "node": e.node,
+                "where": e.where,
+                "shape": e.shape,
+                "forward_bytes": typical(e.forward),
+                "backward_bytes": typical(e.backward),
+            }
+            for e in report.exchanges
+        ],
+        "attention": [
+            {
+                "attention": described(d.shape),
+                "nodes": d.nodes,
+                "chosen": d.chosen.kind,
+                "layout": d.chosen.layout,
+                "seconds": d.chosen.seconds,
+                "memory_bytes": d.chosen.memory,
+            }
+            for d in report.attention
+        ],
+        "blocks": _blocks(report),
+        "tiles": [
+            {
+                "node": one.node,
+                "where": one.where,
+                "tiles": one.tiles,
+                "rows": one.rows,
+                "inside_bytes": one.inside,
+                "tile_bytes": one.tile,
+            }
+            for one in report.tiled
+        ],
+        "memory": None if report.step is None else _memory(report.step, report.n),
+        "errors": [{"name": name, "error": error if math.isfinite(error) else None} for name, error in report.errors],
+    }
+
+
+def of_plan(plan: StepPlan) -> dict[str, Any]:
+    """What `plan` found."""
+    best = plan.best if any(row.fits for row in plan.rows) else None
+    return {
+        "format": "sp_compile.plan",
+        "version": VERSION,
+        "memory_bytes": plan.memory,
+        "host_memory_bytes": plan.host_memory,
+        "unit": plan.unit.name,
+        "parameters_bytes": plan.weights.parameters,
+        "best": None if best is None else plan.rows.index(best),
+        "ways": [
+            {
+                "ranks": row.ranks,
+                "attention": row.attention,
+                "layout": row.layout,
+                "checkpoint": row.checkpoint,
+                "tiles": row.tiles,
+                "most_tiles": row.most_tiles,
+                "offload": row.offload,
+                "host_bytes": row.host,
+                "state": row.state,
+                "memory_bytes": row.memory,
+                "phase": row.phase,
+                "kept_bytes": row.kept,
+                "seconds": row.seconds,
+                "tokens_per_second": row.tokens_per_second,
+                "fits": row.fits,
+                "looked": row.looked,
+                "options": {name: _as_json(value) for name, value in row.options.items()},
+            }
+            for row in plan.rows
+        ],
+        "changes": {str(ranks): words for ranks, words in plan.changes.items()},
+        "notes": plan.notes,
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """An option: mappings with names as keys, and what is no JSON as its text."""
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _blocks(report: Report) -> list[dict[str, Any]]:
+    """The user's lines in the order in which they run, as far as that is known."""
+    kept: Counter[str] = Counter()
+    lines: dict[str, Any] = {}
+    begins = {one.ends: one.where for one in report.tiled}
+    for graph in report.step.graphs if report.step is not None else []:
+        for moment in graph.forward.moments:
+            if moment.where in begins:  # a region in tiles runs where it ends
+                lines.setdefault(begins[moment.where])
+            lines.setdefault(moment.where)
+        for held in graph.backward.alive(0) if graph.backward is not None else []:
+            kept[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
+    lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
+    sent: Counter[str] = Counter()
+    for e in report.exchanges:
+        sent[e.where] += typical(e.forward) + typical(e.backward)
+    done: dict[str, list[str]] = {where: [] for where in lines}
+    for note in report.notes:
+        done[note.where].append(note.label)
+    whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
+
+    def kind(where: str) -> str:
+        if where in whole:
+            return "gathered"
+        return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
+
+    return [
+        {
+            "where": where,
+            "kind": kind(where),
+            "kept_bytes": kept[where],
+            "sent_bytes": sent[where],
+            "done": list(dict.fromkeys(done[where])),
+        }
+        for where in lines
+        if where != UNKNOWN_LINE or kept[where]  # signs that order exchanges are of no line
+    ]
+
+
+def _memory(step: StepMemory, n: int) -> dict[str, Any]:
+    def at_moment(point: Any) -> dict[str, Any]:
+        moment = point.moment
+        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.held(point)}
+
+    def alive(point: Any) -> list[dict[str, Any]]:
+        found = step.summary(point, MOST_ALIVE)
+        return [{"origin": origin, "where": where, "bytes": nbytes} for origin, where, nbytes, _ in found]
+
+    return {
+        "parameters_bytes": step.weights.parameters,
+        "gradients_bytes": step.weights.learned,
+        "optimizer_bytes": step.optimizer,
+        "buffers_bytes": step.weights.buffers,
+        "inputs_bytes": step.inputs,
+        "kept_bytes": step.saved,
+        "constant_bytes": step.constant,
+        "shards": step.shards,
+        "offload": None if step.offloaded is None else asdict(step.offloaded),
+        "peak_bytes": step.peak,
+        "peak_with_fsdp_bytes": step.fsdp(step.shards if step.shards > 1 else n),
+        "peaks": [{**at_moment(point), "alive": alive(point)} for point in step.peaks().values()],
+        "curve": [at_moment(point) for point in step.points()],
+    }

@@ -1,0 +1,251 @@
+"""Makes the groups of a mesh known to passes, and one communicator for several axes together, once and on all ranks.
+
+Creating a communicator takes every rank of the program, at the same point: no pass may do it, since a compiler runs at
+other times on other ranks. So a program says once which mesh it reduces over.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.torch_compat import group_timeout, process_groups
+from sp_compile.passes.cost.known_groups import Groups, Partition, add_declared, reduced, subsets
+from sp_compile.passes.cost.measure import lines_of_reductions
+from sp_compile.runtime.control.message import MEASURES, sendable
+
+from .agreement import answers, failure, meeting, wrap_error
+
+
+def declare_groups(
+    mesh: DeviceMesh | Sequence[dist.ProcessGroup], unions: Sequence[Sequence[str]] | None = None, measure: bool = True
+) -> Groups:
+    """Declare the axes of a mesh: `merge_reductions` may then make one collective of several over them.
+
+    Every rank of the program has to call it, at the same point, those outside of the mesh too. `mesh`: a DeviceMesh, or
+    for each axis the process group that this rank is in (None, or what new_group returns, where it is in none); they
+    are then called "0", "1", ... Two of them may be the same groups, as tensor and expert parallelism often have them.
+    `unions`: the names of the axes that may be reduced over together, such as [("dp", "sp")], [] for none; by default
+    every two or more that are a full grid (not the same groups twice, nor groups that overlap), which is one
+    communicator a rank for two axes and four for three. Communicators of these ranks that exist already are used:
+    those of a flattened mesh, the default group, those of an earlier call. `measure`: time the all_reduces of each on
+    these ranks, unless this process did so before or that is on rank 0's disk.
+
+    Returns the table, which `sp_compile.passes.cost.known_groups.Groups` describes; the backend finds it by itself.
+    Raises SpError, on every rank: no process group, no mesh, no axis, other arguments than rank 0's, an axis that no
+    rank has a group of or some rank has two of, None from a rank that is in another's group of that axis, an unknown
+    axis in `unions`, or one whose ranks are no grid.
+    """
+    if not dist.is_initialized():
+        raise SpError("SP614", "declare_groups: there is no default process group.")
+    world = dist.group.WORLD
+    ranks = Ranks(world.size(), world.group_name)
+    every: list[_Declaration] = answers(ranks, "declares", "groups", _declaration(mesh, unions, measure))
+    axes = _agreed(every)
+    names, turns = _communicators(axes, every)
+    near = _reached(dist.get_rank(), [groups for _, groups in names])
+    members = {name: tuple(g for g in groups if g[0] in near) for name, groups in names if name is not None}
+    hosts = [told.host for told in every]
+    table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
+    where = _where(every)
+    if every[0].measure and where is not None:
+        lines, in_turn = lines_of_reductions(
+            names, turns, _device(every[0].device), _device(where), meeting(ranks, MEASURES)
+        )
+        table = replace(table, lines=lines, turns=in_turn)
+    add_declared(table)
+    return table
+
+
+@sendable
+@dataclass(frozen=True)
+class _Axis:
+    """A process group of one rank. backend: as torch spells which one of each device, "cpu:gloo,cuda:nccl"."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+
+
+@sendable
+@dataclass(frozen=True)
+class _Declaration:
+    """What a rank tells the others."""
+
+    host: str
+    device: str = "cpu"
+    axes: Mapping[str, _Axis | None] = field(default_factory=dict)
+    existing: tuple[_Axis, ...] = ()
+    unions: tuple[tuple[str, ...], ...] | None = None
+    measure: bool = True
+    error: SpError | None = None
+
+
+def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
+    """This rank's part. What is wrong with it travels too: a rank that raised here would leave the others waiting."""
+    host = platform.node()
+    try:
+        existing = tuple(_Axis(*group) for group in process_groups())
+        by_name = {axis.name: axis for axis in existing}
+        axes = {
+            label: by_name[group.group_name] if isinstance(group, dist.ProcessGroup) else None
+            for label, group in _groups_of(mesh).items()
+        }
+        return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
+    except Exception as error:
+        return _Declaration(host, error=wrap_error(error))
+
+
+def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:
+    """`unions`, of strings alone: only what certainly reaches the others may be compared with theirs."""
+    if unions is None:
+        return None
+    lists = isinstance(unions, list | tuple) and all(isinstance(labels, list | tuple) for labels in unions)
+    if not lists or not all(isinstance(label, str) for labels in unions for label in labels):
+        raise SpError("SP616", f"unions: expected lists of names of axes, got {unions!r}.")
+    return tuple(tuple(labels) for labels in unions)
+
+
+def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
+    """axis -> this rank's group."""
+    if isinstance(mesh, DeviceMesh):
+        labels = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        inside = mesh.get_coordinate() is not None
+        return {label: mesh.get_group(dim) if inside else None for dim, label in enumerate(labels)}
+    outside = (None, dist.GroupMember.NON_GROUP_MEMBER)
+    if (
+        not isinstance(mesh, Sequence)
+        or not mesh
+        or not all(isinstance(g, dist.ProcessGroup) or g in outside for g in mesh)
+    ):
+        got = mesh if mesh == [] else type(mesh).__name__
+        raise SpError(
+            "SP615", f"mesh: expected a DeviceMesh, or for each axis the process group of this rank, got {got}."
+        )
+    return {str(i): group if isinstance(group, dist.ProcessGroup) else None for i, group in enumerate(mesh)}
+
+
+def _agreed(every: Sequence[_Declaration]) -> dict[str, Partition]:
+    """axis -> the groups of all ranks."""
+    if failed := failure([told.error for told in every]):
+        raise failed.with_context("declare_groups: ")
+    for rank, told in enumerate(every):
+        theirs, ours = _arguments(told), _arguments(every[0])
+        if theirs != ours:
+            raise SpError("SP617", f"declare_groups: rank {rank} passes {theirs}, rank 0 {ours}.")
+    return {label: _partition(label, [told.axes[label] for told in every]) for label in every[0].axes}
+
+
+def _arguments(told: _Declaration) -> str:
+    return f"axes {tuple(told.axes)}, unions {told.unions} and measure={told.measure}"
+
+
+def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
+    """The groups of one axis, given each rank's own."""
+    groups = sorted({axis.ranks for axis in mine if axis is not None})
+    ranks = [rank for group in groups for rank in group]
+    if not groups:
+        raise SpError("SP618", f"declare_groups: no rank passes a group of axis {label!r}.")
+    if len(set(ranks)) != len(ranks):
+        raise SpError("SP618", f"declare_groups: the groups of axis {label!r} overlap: {groups}.")
+    outside = [(rank, group) for group in groups for rank in group if mine[rank] is None]
+    if outside:
+        rank, group = outside[0]
+        cause = f"rank {rank} passes None for axis {label!r}, but is in the group {group} that others pass."
+        raise SpError("SP618", f"declare_groups: {cause}")
+    return tuple(groups)
+
+
+def _communicators(
+    axes: Mapping[str, Partition], every: Sequence[_Declaration]
+) -> tuple[list[tuple[str | None, Partition]], list[list[int]]]:
+    """What this rank calls its groups of each axis, then of each union; the axes of each union, by number."""
+    mine = every[dist.get_rank()].axes
+    names = [(axis.name if (axis := mine[label]) else None, groups) for label, groups in axes.items()]
+    made: dict[Partition, str | None] = {}
+    turns = []
+    for labels, groups in _unions(axes, every[0].unions):
+        if groups not in made:
+            made[groups] = _communicator(groups, labels[0], every)
+        names.append((made[groups], groups))
+        turns.append([list(axes).index(label) for label in labels])
+    return names, turns
+
+
+def _unions(
+    axes: Mapping[str, Partition], asked: Sequence[Sequence[str]] | None
+) -> list[tuple[Sequence[str], Partition]]:
+    """The axes that are to have a communicator in common, and its groups."""
+    found = []
+    for labels in subsets(list(axes)) if asked is None else asked:
+        unknown = [label for label in labels if label not in axes]
+        if unknown or not labels:
+            raise SpError("SP616", f"unions: expected axes out of {list(axes)}, got {unknown}.")
+        groups = reduced([axes[label] for label in labels])
+        if groups is not None:
+            found.append((labels, groups))
+        elif asked is not None:
+            shown = [axes[label] for label in labels]
+            raise SpError("SP616", f"unions: the groups of {tuple(labels)} are not a full grid: {shown}.")
+    return found
+
+
+def _communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -> str | None:
+    """The name of this rank's communicator among `groups`: the one that all members have, or a new one."""
+    mine = None
+    usual = next(e.backend for e in every[0].existing if len(e.ranks) == len(every))
+    for ranks in groups:
+        axis = every[ranks[0]].axes[like]
+        assert axis is not None
+        common = [
+            e
+            for e in every[ranks[0]].existing
+            if (e.ranks, e.backend) == (ranks, axis.backend) and all(e in every[r].existing for r in ranks)
+        ]
+        if common:
+            name = common[0].name
+        else:
+            backend = axis.backend if axis.backend != usual else None
+            made = dist.new_group(list(ranks), group_timeout(dist.group.WORLD), backend)
+            name = ""
+        if dist.get_rank() in ranks:
+            mine = name or made.group_name
+    return mine
+
+
+def _reached(rank: int, parts: Sequence[Partition]) -> set[int]:
+    """The ranks that this one reaches from group to group. Others may have a mesh of their own, of another shape."""
+    near, size = {rank}, 0
+    while size != len(near):
+        size = len(near)
+        near.update(r for part in parts for group in part if not near.isdisjoint(group) for r in group)
+    return near
+
+
+def _where(every: Sequence[_Declaration]) -> str | None:
+    """The device whose tensors all these groups take; None if there is no such, as with nccl beside gloo's on CPU."""
+    world = next(e for e in every[0].existing if len(e.ranks) == len(every))
+    used = [axis for told in every for axis in told.axes.values() if axis is not None]
+    common = set.intersection(*({part.split(":")[0] for part in a.backend.split(",")} for a in [world, *used]))
+    order = ["cpu"] if dist.get_backend() == "gloo" else []
+    return next((kind for kind in [*order, every[0].device, *sorted(common)] if kind in common), None)
+
+
+def _device_type(mesh: Any) -> str:
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type
+    accelerator = torch.accelerator.current_accelerator()
+    only_cpu = accelerator is None or dist.get_backend() == "gloo"
+    return "cpu" if only_cpu else accelerator.type
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)

@@ -1,0 +1,233 @@
+"""A graph as ranks compare it: one number on every call, and its lines where the numbers differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import first_frame, source_line, trace_of
+from sp_compile.lowering.base.ranks import Ranks
+from sp_compile.lowering.collectives.checksums import checksum
+from sp_compile.lowering.torch_compat import (
+    argument_name,
+    checkpoint_of,
+    known_process_group,
+    namespace_of,
+    pytree,
+    real_tensors,
+    size_hint,
+)
+from sp_compile.passes.sharding.group_names import is_collective
+from sp_compile.runtime.control.message import hashed
+
+from .agreement import answers
+
+WIDTH = 160  # characters of a line in an error message
+
+
+class TextLine(NamedTuple):
+    """One operation. text: all that is compared of it; name and stack trace: what a person is told."""
+
+    text: str
+    name: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """digest: equal for programs that ranks may run together. lines: its operations, in order."""
+
+    digest: int = 0
+    lines: tuple[TextLine, ...] = ()
+
+    def first_difference(self, ranks: Ranks) -> list[str]:
+        """What each rank has where their lines first differ; every rank of the group has to come here.
+
+        Empty if they do not differ. Two exchanges: of digests a line, then of one line a rank. A line that reads alike
+        on all ranks, and only takes other lines' results, comes behind one that does not.
+        """
+        hashes: list[list[list[int]]] = _from_all(
+            ranks, [[hashed(line.name), hashed(line.text)] for line in self.lines]
+        )
+        shortest, longest = min(map(len, hashes)), max(map(len, hashes))
+        places = [(which, i) for which in (0, 1) for i in range(shortest)]
+        differ = (i for which, i in places if len({one[i][which] for one in hashes}) > 1)
+        first = next(differ, shortest)
+        if first == longest:
+            return []
+        if first == len(self.lines):
+            return _from_all(ranks, "nothing more")
+        _, name, trace = self.lines[first]
+        short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
+        return _from_all(ranks, f"{short} at {source_line(trace)}" if trace else short)
+
+
+def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
+    """What every rank tells of its program."""
+    return answers(ranks, "compares", "programs", mine)
+
+
+def subject_of(gm: GraphModule) -> str:
+    """What a person calls the program: the function that was compiled, and its first line that computes something."""
+    for node in gm.graph.nodes:
+        frame = first_frame(trace_of(node)) if node.op == "call_function" else ""
+        if frame:
+            return frame
+    return "a program"
+
+
+class NodeText(NamedTuple):
+    """One node, without names of groups and numbers of devices. call: its op. takes: for each argument that is a node
+    its place among the inputs or behind them; spec: how the arguments are nested. written: the other arguments, the
+    value of a constant. body: the lines of a region that it names. checkpoint: the one that it is in, if any: of its
+    exchanges the backward does more. value: dtype and shape of what it makes.
+    """
+
+    node: Node
+    call: str
+    takes: tuple[int | str | None, ...]
+    spec: str
+    written: tuple[str, ...]
+    body: tuple[NodeText, ...]
+    checkpoint: str
+
+    @property
+    def value(self) -> str:
+        value = self.node.meta.get("val")
+        return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def lines_of(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
+    """The text of a graph, but for symbols that only describe memory: ranks need not share them.
+
+    inside: the checkpoint that it is the body of.
+    """
+    checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
+    places: dict[Node, int | str] = {}
+    inputs, operations = count(), count()
+    lines: list[NodeText] = []
+    for node in gm.graph.nodes:
+        if is_unused_symbol(node):
+            continue
+        # Counted apart: one input more on a rank moves no operation.
+        places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
+        written = [_written(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
+        constant = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
+        if isinstance(constant, torch.Tensor) and not isinstance(constant, torch.nn.Parameter):
+            written.append(digest(constant))
+        region, policy = checkpoint_of(node)
+        own = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
+        body = lines_of(constant, own) if isinstance(constant, GraphModule) else ()
+        lines.append(NodeText(node, _call(node), takes, str(spec), tuple(written), body, own))
+    return tuple(lines)
+
+
+def program_of(gm: GraphModule) -> Program:
+    """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight.
+
+    Its lines are each op and which of the ops before it it follows on, whatever the inputs and numbers are.
+    """
+    lines = lines_of(gm)
+    exchanges = _exchanges(lines)
+    shape = [f"{x.node.op} {_target(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
+    ops = [line for line in with_bodies(lines) if line.node.op not in ("placeholder", "output")]
+    joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
+    told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, trace_of(x.node)) for x, takes in joints]
+    return Program(hashed("\n".join(exchanges or shape)), tuple(told))
+
+
+def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
+    """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too.
+
+    names: of its inputs, as `input_names` gives them.
+    """
+    texts, told = [], []
+    shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
+    for line in with_bodies(lines_of(gm)):
+        name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
+        one = TextLine(f"{name} {line.takes} {line.spec}", name, trace_of(line.node))
+        texts.append(one.text)
+        if line.node.op == "placeholder":
+            value = line.value or "a number that may change, as lengths do under dynamic=True"
+            one = TextLine(value, f"input {shown.get(line.node.name, line.node.name)}: {value}", "")
+        told.append(one)
+    return Program(hashed("\n".join(texts)), tuple(told))
+
+
+def with_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
+    """The lines, with those of a region's body in place of the one that names it."""
+    for line in lines:
+        yield from with_bodies(line.body) if line.body else [line]
+
+
+def _exchanges(lines: Iterable[NodeText]) -> list[str]:
+    """The exchanges, in order, bodies of regions included."""
+    return [f"{line.call} {line.checkpoint}" for line in with_bodies(lines) if is_collective(line.node)]
+
+
+def _call(node: Node) -> str:
+    """An op; of an exchange what it does with the values as well: sum, max."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
+    words = [_written(node, leaf) for leaf in leaves if isinstance(leaf, str)]
+    return " ".join([_target(node), *filter(None, words)])
+
+
+class InputName(str):
+    """The name of a graph's input. shown: what a person calls it, which no other input of the graph is called."""
+
+    shown: str
+
+
+def input_names(gm: GraphModule) -> list[str]:
+    """Names of the inputs, each an `InputName`; "" for a symbol that only describes memory (strides, offsets), which
+    ranks need not share.
+    """
+    nodes = gm.graph.find_nodes(op="placeholder")
+    shown = [argument_name(node) for node in nodes]
+    names = []
+    for node, known in zip(nodes, shown, strict=True):
+        name = InputName("" if is_unused_symbol(node) else node.name)
+        name.shown = known if shown.count(known) == 1 else node.name
+        names.append(name)
+    return [*names]
+
+
+def is_unused_symbol(node: Node) -> bool:
+    """Is it an input that is a symbol which nothing reads?"""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
+
+
+def digest(x: Any) -> str:
+    """Something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
+    if isinstance(x, torch.Tensor):
+        with real_tensors():
+            value = str(x.item()) if x.ndim == 0 else checksum(x)
+        return f"{x.dtype} {tuple(x.shape)} {value}"
+    return str(size_hint(x)) if isinstance(x, torch.SymInt) else str(x)
+
+
+def _target(node: Node) -> str:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return ""
+    target: Any = node.target
+    return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
+
+
+def _written(node: Node, leaf: Any) -> str:
+    """A device counts without its number, an exchange's words without the group: each rank has its own."""
+    if isinstance(leaf, torch.device):
+        return leaf.type
+    if isinstance(leaf, str) and is_collective(node):
+        how, _, group = leaf.rpartition(" ")  # "sum 3", as sp::reduce_pair has it
+        return how if known_process_group(group) and (not how or how.isalpha()) else leaf
+    return repr(leaf)

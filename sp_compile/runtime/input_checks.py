@@ -1,0 +1,162 @@
+"""Which inputs of a program hold the same values on all ranks of a group, and which of them the ranks compare.
+
+They compare them before they run the program: by value, or by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.collectives.checksums import is_one_number
+from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.lowering.torch_compat import in_memory, is_module_state, is_python_number, real_tensors
+from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.sharding.input_facts import Facts
+from sp_compile.runtime.control.message import sendable
+
+from .fingerprint import digest, input_names
+
+FEW = 4096  # floats that are compared on every call; of more, as many
+
+
+def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
+    """Return what this rank sends of the inputs and options of a Dynamo graph; nothing is exchanged."""
+    values = {label: digest(local_of(x)) for label, x in zip(_labels(inputs), inputs) if label}
+    with real_tensors():
+        tensors = enumerate(local_tensors(inputs))
+        blank = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_one_number(x)]
+    return InputDigests(values, frozenset(blank), options)
+
+
+@sendable
+@dataclass(frozen=True)
+class InputDigests:
+    """What one rank sends: digests of values by name, tensors of one number throughout, the options."""
+
+    values: dict[str, str]
+    blank: frozenset[str]
+    options: str
+
+
+def data_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
+    """The tensors among the inputs that a call brings with it, as `Facts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _labels(inputs), strict=True)
+    return frozenset(label for node, x, label in rows if isinstance(x, torch.Tensor) and _is_data(node, x))
+
+
+def _is_data(node: Node, x: torch.Tensor) -> bool:
+    held = isinstance(x, torch.nn.Parameter) or is_module_state(node)
+    return x.ndim > 0 and not held and not is_python_number(node)
+
+
+def facts_of(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> Facts:
+    """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
+    others = [one.values if one is not None else {} for one in everyone]
+    differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
+    return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
+
+
+def check_options(everyone: Sequence[InputDigests | None]) -> None:
+    """Raise SpError, on every rank that asked, if their options differ: they would not exchange the same."""
+    options = [one.options for one in everyone if one is not None]
+    if len(set(options)) > 1:
+        each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
+        raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
+
+
+def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """What this rank holds of the tensors among the inputs, see `local_of`."""
+    return [local_of(x) for x in inputs if isinstance(x, torch.Tensor)]
+
+
+def local_of(x: Any) -> Any:
+    """What this rank holds of an input: of a DTensor and of a value in shards its part, of a wrapper what is inside."""
+    if isinstance(x, Sharded):
+        return x.local
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return in_memory(local) if isinstance(local, torch.Tensor) else local
+
+
+def _labels(inputs: Iterable[Any]) -> list[str]:
+    """What facts call each input: tensors input_0, input_1, ..., symbols size_0, ..., all else ""."""
+    counts = {"input": count(), "size": count()}
+    kinds = ["input" if isinstance(x, torch.Tensor) else "size" if isinstance(x, torch.SymInt) else "" for x in inputs]
+    return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
+
+
+def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> frozenset[str]:
+    """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs))
+    equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
+    return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
+
+
+def is_small(a: Any) -> bool:
+    """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
+    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
+
+
+def is_away(a: Any) -> bool:
+    """Does it lie on a device that works while Python goes on?"""
+    return isinstance(a, torch.Tensor) and a.device.type != "cpu"
+
+
+def equal_inputs(
+    gm: GraphModule, example_inputs: Sequence[Any], shards: Collection[int]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Inputs whose values the ranks compare: the weights and buffers that are read, and the arguments that are whole;
+    and of those the arguments alone, which change from call to call. shards: which inputs are a rank's own rows.
+    """
+    state, arguments = set(), set()
+    for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs)):
+        held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter
+        if held and isinstance(example, torch.Tensor):
+            state |= {node.name} if node.users else set()
+        elif i not in shards and not isinstance(example, Sharded):
+            arguments.add(node.name)
+    return frozenset(state | arguments), frozenset(arguments)
+
+
+def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Collection[str]) -> frozenset[str]:
+    """Names of the weights among these inputs, which are called as `Facts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs), strict=True)
+    return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
+
+
+def trained(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
+    """Names of the inputs that require grad, which Dynamo compiles anew where it changes. weights: those too?"""
+    named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]
+    tensors = [(name, x) for name, x in named if weights or not isinstance(x, torch.nn.Parameter)]
+    return [name for name, x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly, and
+    for numbers of Python's where each rank has data of its own, to which they may belong.
+    """
+    names, own = input_names(gm), not facts.differ.isdisjoint(data_of(gm, example_inputs))
+    labels, nodes = _labels(example_inputs), gm.graph.find_nodes(op="placeholder")
+    for i, (node, x, label) in enumerate(zip(nodes, example_inputs, labels, strict=True)):
+        whole = isinstance(x, torch.Tensor) and x.ndim > 0
+        part = not whole or isinstance(x, torch.nn.Parameter) or is_module_state(node)
+        if (part and label in facts.differ) or (own and is_python_number(node)):
+            names[i] = ""
+    return names
+
+
+def sharded_data(cause: str, own_rows: bool) -> SpError:
+    """Return the error of ranks that were given different data where nothing else differs.
+
+    Args:
+        cause: What differs.
+        own_rows: Whether each rank passes its own rows of some inputs, so that samplers that shard are right.
+    """
+    return SpError("SP636", cause) if own_rows else SpError("SP634", cause)

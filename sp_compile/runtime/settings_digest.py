@@ -1,0 +1,67 @@
+"""What decides over a rank's program beside its graph: the options, and torch's settings. Ranks compare it as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.torch_compat import active_flash_attention, in_checkpoint, is_under_no_sync
+
+OF_RANKS = ("mesh",)  # names the ranks of one rank's row
+FUNCTORCH = """
+activation_memory_budget activation_memory_budget_solver activation_memory_budget_runtime_estimator
+aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_parameters_as_free_to_save
+functionalize_rng_ops cse enable_activation_offloading joint_custom_pass selective_decompose
+guess_tangent_strides_as_outputs unsafe_allow_optimization_of_collectives _sync_decision_cross_ranks
+""".split()
+INDUCTOR = """
+fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_matcher use_joint_graph_passes
+use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp
+_fuse_ddp_* _collective.* aten_distributed_optimizations.*
+""".split()
+"""Settings that change which collectives a graph has and in which order: names, * stands for any text."""
+TELLING = "*debug* *verbose* *.log_* *_path".split()
+"""Of these what changes no graph: what is printed, and where files lie."""
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, str]:
+    """Equal on ranks that would compile one graph to the same exchanges: options, torch's settings, versions."""
+    given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
+    ours = {f"option {name}": _named(value) for name, value in given.items() if name not in OF_RANKS}
+    theirs: dict[str, str] = {}
+    for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
+        held = {name: x for name, x in config.get_config_copy().items() if _is_one(name, patterns)}
+        theirs |= {f"{config.__name__}.{name}": _named(x) for name, x in held.items() if not _is_one(name, TELLING)}
+    theirs["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    theirs["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
+    return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
+
+
+def _is_one(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def mode() -> str:
+    """What of torch's state changes what a program does, and its backward: grad and inference mode, what is around it
+    (a checkpoint, a DDP that does not sum gradients now), autocast.
+    """
+    kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
+    casts = [f"autocast {kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
+    return ", ".join([grad, *["checkpoint"] * in_checkpoint(), *["no_sync"] * is_under_no_sync(), *casts])
+
+
+def _named(value: Any) -> str:
+    """Without addresses, which differ from process to process."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
