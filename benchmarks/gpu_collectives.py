@@ -1,15 +1,12 @@
 """Permutes around all-to-alls on one GPU: right values first, then times. The one script to run where a GPU is at hand.
 
     python benchmarks/gpu_collectives.py            values and times of the kernels; writes results/collectives_gpu.md
-    python benchmarks/gpu_collectives.py --ranks 2  besides, processes that share this GPU exchange by symmetric memory,
-                                                    where the driver lets them; values only, since they take turns
     python benchmarks/gpu_collectives.py --smoke    tiny sizes, on a CPU in Triton's interpreter; nothing is written
 
-values   the pack kernel and the kernel that reads peers, of many shapes and dtypes, against PyTorch
+values   the pack kernel, of many shapes and dtypes, against PyTorch
 pack     64 MB of bfloat16 (8 ranks, 32 heads of 128) and runs of 16, 32 and 64 bytes, as a share of a copy_ of as many
          bytes in the same process
 rope     RoPE whose kernel writes the send buffer, against RoPE and then the pack
-peers    blocks of 8 buffers of this process, read as peers' are: what the kernel can do, not what a network does
 
 Times are medians over interleaved repeats of CUDA graphs, by CUDA events.
 """
@@ -40,7 +37,6 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring.clock import Clock, Job
-from measuring.gpu_ranks import draw, same, shared
 from measuring.tables import markdown, processor
 
 from sp_compile.lowering.triton import move_kernel as move
@@ -74,6 +70,17 @@ def blocks(x: Tensor, n: int) -> Tensor:
 # Values.
 
 
+def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32) * 50
+    return x.to(dtype)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        raise SystemExit(f"wrong values: {list(found.shape)} {found.dtype}")
+
+
 def values(device: torch.device, large: bool) -> str:
     """Raises where a value is wrong; what was checked."""
     checked = 0
@@ -85,19 +92,7 @@ def values(device: torch.device, large: bool) -> str:
             assert move.copy(target, source)
             same(target, source.clone())
             checked += 1
-        checked += _peers_agree([draw(shape, dtype, device, seed) for seed in range(2)])
     return f"{checked} copies are right"
-
-
-def _peers_agree(xs: list[Tensor]) -> int:
-    n, table = len(xs), torch.tensor([x.data_ptr() for x in xs], device=xs[0].device)
-    for rank, gather in itertools.product(range(n), (0, 2)):
-        expected = torch.cat([x.chunk(n, 1)[rank] for x in xs], gather)
-        out = torch.empty_like(expected)
-        block = xs[0].narrow(1, 0, xs[0].shape[1] // n)
-        assert move.from_peers(out, table, rank * block.shape[1] * block.stride(1), block.stride(), gather, rank)
-        same(out, expected)
-    return n * 2
 
 
 # Times.
@@ -179,26 +174,6 @@ def roping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     return table
 
 
-def peering(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
-    """This rank's blocks of all buffers, into the result."""
-    n, shape = sizes.ranks, (sizes.rows, sizes.heads, sizes.head_dim)
-    xs = [draw(shape, BF16, device, seed) for seed in range(n)]
-    addresses = torch.tensor([x.data_ptr() for x in xs], device=device)
-    block = xs[0].narrow(1, 0, shape[1] // n)
-    out = torch.empty((n * shape[0], *block.shape[1:]), dtype=BF16, device=device)
-    other = torch.empty_like(out)
-    jobs: dict[str, Job] = {
-        "copy_": lambda: other.copy_(out),
-        "kernel": lambda: move.from_peers(out, addresses, 0, block.stride(), 0, 0),
-    }
-    times = timed(jobs, sizes, clock)
-    table = Table("", "ms", "GB/s", "share of copy", title=f"blocks of {n} buffers {list(shape)} of this GPU")
-    for name, ms in times.items():
-        rate = 2 * out.numel() * 2 / ms / 1e6
-        table.add_row(name, f"{ms:.4f}", f"{rate:.0f}", f"{times['copy_'] / ms:.2f}")
-    return table
-
-
 def facts(device: torch.device) -> str:
     import triton
 
@@ -215,7 +190,6 @@ def facts(device: torch.device) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=0, help="processes that share the GPU")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; times mean nothing")
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -230,13 +204,10 @@ def main() -> None:
     lines = [values(device, large=cuda and not args.smoke)]
     console.print(lines[0])
     sizes, clock = Sizes() if cuda and not args.smoke else SMOKE, Clock(device)
-    parts: list[Callable[..., Table]] = [packing, roping, peering]
+    parts: list[Callable[..., Table]] = [packing, roping]
     tables = [part(sizes, device, clock) for part in parts] if cuda or args.smoke else []
     for table in tables:
         console.print(table)
-    if args.ranks and cuda:
-        lines.append(shared(args.ranks, RESULTS.parent))
-        console.print(lines[-1])
     if cuda and not args.smoke:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         text = [f"## {table.title}\n\n{markdown(table)}" for table in tables]

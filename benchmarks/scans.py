@@ -102,7 +102,7 @@ def report(args: argparse.Namespace, tables: list[Table]) -> str:
         f"- torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}",
         f"- `python benchmarks/scans.py {' '.join(sys.argv[1:])}".rstrip() + "`",
         f"- CPU time; medians of the ratios within each of {args.rounds} rounds",
-        "- public functions; of integers `check=` says whether a pass over x for overflows is counted",
+        "- public functions",
         "- memory kept: malloc keeps what is freed, so that no time goes into new pages. As it is, what is large comes "
         "in new pages: ours asks for large ones, as NumPy does, which the system gives faster; torch's may reuse them",
         "- the floor is a copy: one pass over memory reads x once and writes the result once",

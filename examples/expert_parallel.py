@@ -1,12 +1,11 @@
-"""Tensor-parallel linears and expert-parallel MoE in one program, written for full activations, run scattered.
+"""Tensor-parallel linears and expert-parallel MoE in one program, compiled with its collectives as they are written.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py      one tensor-parallel group, experts over the same ranks
     torchrun --nproc-per-node 4 examples/expert_parallel.py      2 x 2: experts over all ranks, linears over pairs
 
 Every rank computes the dense MLP with its columns and rows of the weights (an all_reduce at its end). The MoE takes its
-rank's share of the tokens, sends each to the rank of its expert, and gathers the results. Written like that, tokens are
-reduced, cut, gathered and gathered again; torch.compile(model, backend="sp") keeps them scattered from the MLP through
-router, dispatch and experts to the next norm, and shows so.
+rank's share of the tokens, sends each to the rank of its expert, and gathers the results. The share is a slice at the
+rank's own place, so the programs of the ranks differ, and each rank keeps its collectives as they are written.
 """
 
 import copy

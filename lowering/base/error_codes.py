@@ -303,11 +303,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "A dtype to accumulate in that does not fit the result",
         "Pass the dtype that the message names, or leave accumulate_dtype out.",
     ),
-    "SP527": ErrorInfo(
-        "Segments that are not grouped",
-        "Sort x by the ids or, if every run of equal ids is a segment of its own, pass runs=True.",
-    ),
-    "SP528": ErrorInfo("An integer that overflows", "Pass a wider dtype=, or check=False to let it wrap around."),
     "SP541": ErrorInfo("A DTensor in an exchange of shards", "Use x.redistribute(...), or pass x.to_local()."),
     "SP542": ErrorInfo(
         "An exchange of one dim with itself",
@@ -352,11 +347,6 @@ ERRORS: dict[str, ErrorInfo] = {
         "New weights on some ranks only",
         "Make such tensors on every rank: look for load_state_dict(assign=True), a copy of the model, a weight that is "
         "set, tied or added on some ranks only.",
-    ),
-    "SP606": ErrorInfo(
-        "A Python number that only some ranks have changed",
-        "Change a number of the model on every rank: look for a schedule or a setting under `if rank == 0`. Pass "
-        "numbers that are meant to differ as tensors, or let them differ from the first call on.",
     ),
     "SP607": ErrorInfo(
         "A model that could not be compiled on a rank",

@@ -4,8 +4,8 @@ It comes after `PATIENCE` seconds, on rank 0, and goes at the end, when a line s
 in its caches. There is none where stderr is no terminal, or where TORCH_LOGS asks for torch's own words.
 
 `with working("verify"):` is a piece of work, in which `now("one device")` says what comes now; outside of one it says
-nothing. Inside of AOTAutograd and Inductor, which take the longest and are torch's, a thread looks at what torch says
-that it compiles, and at the node of the graph that it has come to: "backward, layer 7 of 32".
+nothing. Inside of AOTAutograd and Inductor, which take the longest, the line has the graph that torch compiles:
+"forward" or "backward".
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-from torch.fx import Graph, Node
 
-from sp_compile.lowering.torch_compat import cache_hits, compiled_half, node_at_work
-
-from .layers import layer_of
+from sp_compile.lowering.torch_compat import cache_hits, compiled_half
 
 PATIENCE = 3.0  # seconds before anything is shown
 EVERY = 0.25  # seconds between looks
@@ -33,18 +30,13 @@ EVERY = 0.25  # seconds between looks
 
 @dataclass(eq=False)
 class ProgressLine:
-    """The line of one piece of work. clock: seconds, from any start. step: what it is at. thread: which is at work.
-
-    numbers: of the graph that was looked at last, the layer of each node, from 1.
-    """
+    """The line of one piece of work. clock: seconds, from any start. step: the current one."""
 
     title: str
     console: Console
     clock: Callable[[], float] = time.monotonic
     step: str = "capture"
     live: Live | None = None
-    thread: int = field(default_factory=threading.get_ident)
-    numbers: tuple[Graph | None, dict[Node, int]] = (None, {})
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -60,7 +52,7 @@ class ProgressLine:
         with self.lock:
             if self.seconds < PATIENCE:
                 return
-            words = Text(f"sp: {self.title}: {compiled_half() or self.step}{self._layer()} ({self.seconds:.0f} s)")
+            words = Text(f"sp: {self.title}: {compiled_half() or self.step} ({self.seconds:.0f} s)")
             words.truncate(self.console.width, overflow="ellipsis")
             if self.live is None:
                 # Whatever else is written meanwhile is left alone: it is not ours to lead it elsewhere.
@@ -74,17 +66,6 @@ class ProgressLine:
                 self.live.start()
             self.live.update(words, refresh=True)
 
-    def _layer(self) -> str:
-        """Which of the model's layers torch has come to; "" if it goes through no graph, or the graph has none."""
-        node = node_at_work(self.thread)
-        if node is None:
-            return ""
-        if self.numbers[0] is not node.graph:
-            self.numbers = node.graph, layers_of(node.graph)
-        numbers = self.numbers[1]
-        layers = max(numbers.values(), default=0)
-        return f", layer {numbers[node]} of {layers}" if layers > 1 and numbers.get(node) else ""
-
     def end(self) -> None:
         """Take it away and say what it took, if it was shown."""
         with self.lock:
@@ -93,21 +74,6 @@ class ProgressLine:
                 hits = cache_hits() - self.hits
                 words = f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches"
                 self.console.print(words, highlight=False, markup=False, soft_wrap=True)
-
-
-def layers_of(graph: Graph) -> dict[Node, int]:
-    """The layer of each node, from 1 in the order of the graph; what lies behind one and in none counts to it.
-
-    A layer is what the outermost module is that a number names: all of `layers.3`.
-    """
-    found: dict[Node, int] = {}
-    numbers: dict[str, int] = {}
-    now = 0
-    for node in graph.nodes:
-        name = layer_of(node)
-        now = numbers.setdefault(name, len(numbers) + 1) if name else now
-        found[node] = now
-    return found
 
 
 _lines: list[ProgressLine] = []
@@ -136,11 +102,10 @@ def working(title: str) -> Iterator[None]:
         watch.join()
 
 
-def show(title: Callable[[], str], ended: threading.Event, thread: int) -> None:
+def show(title: Callable[[], str], ended: threading.Event) -> None:
     """The same in a thread of its own, until the work of another one has ended."""
     line = _begun(title())
     if line is not None:
-        line.thread = thread
         _watch(line, ended)
 
 

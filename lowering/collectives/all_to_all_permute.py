@@ -5,15 +5,13 @@ result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank'
 
 The first row of the lowering table that fits runs it:
 
-symmetric   eager CUDA, declared symmetric memory: one kernel reads the peers' blocks where they lie and writes the
-            result
-torch       the same by torch's all_to_all_nd, in torch releases that have it and where Triton is missing
+torch       eager matrices on CUDA, in declared symmetric memory: torch's all_to_all_nd, from torch 2.14 on
 packed      ``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. Where the scatter dim leads,
             the copy is behind the collective instead. Inside torch.compile the compiler writes it, from the kernel
             that makes x or in the one that reads the result
 
 Symmetric memory is one buffer a group, declared once, together, never while running, by the collective
-``sp_compile.declare_symmetric_memory``. An exchange puts its operand there, unless it lies there already.
+``sp_compile.declare_symmetric_memory``. An exchange copies its operand there.
 """
 
 from __future__ import annotations
@@ -37,27 +35,21 @@ from .all_to_all import equal_reshard, exchange
 
 @dataclass(frozen=True)
 class Buffer:
-    """memory: uint8 (bytes,), this rank's; peers: int64 (n,) on its device, the addresses of all ranks' memory.
+    """Symmetric memory.
 
-    barrier: waits, on the current stream, until all ranks have come to it.
+    memory: uint8 (bytes,), this rank's. barrier: waits, on the current stream, until all ranks have reached it.
     """
 
     memory: Tensor
-    peers: Tensor
-    rank: int
     barrier: Callable[[], None]
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The beginning of the memory as a contiguous tensor."""
+        """Return the beginning of the memory as a contiguous tensor."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[:size].view(dtype).view(shape)
 
-    def holds(self, x: Tensor) -> bool:
-        """Is x what `view` gives for its shape and dtype?"""
-        return x.data_ptr() == self.memory.data_ptr() and x.is_contiguous()
-
     def fits(self, x: Tensor) -> bool:
-        """Is there room for it?"""
+        """Return whether there is room for x, on its device."""
         same = x.device == self.memory.device
         return same and x.numel() * x.element_size() <= self.memory.numel()
 
@@ -84,48 +76,20 @@ class PermuteProblem(NamedTuple):
         return shape
 
     @property
-    def words(self) -> int:
-        """How many dims x has as real numbers."""
-        return self.x.ndim + self.x.is_complex()
-
-    @property
     def buffer(self) -> Buffer | None:
-        """Symmetric memory that this exchange may use: the same answer on every rank."""
+        """Return the symmetric memory that this exchange may use, or None: the same on every rank."""
         eager = triton.is_plain(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         real = isinstance(current(), FunctionalCommunicator)
         buffer = BUFFERS.get(self.group) if eager and real else None
         return buffer if buffer is not None and buffer.fits(self.x) else None
 
 
-def _staged(problem: PermuteProblem) -> tuple[Buffer, Tensor]:
-    """x in symmetric memory; peers may read it after the barrier."""
-    buffer, x = problem.buffer, problem.x
-    assert buffer is not None
-    staged = buffer.view(x.shape, x.dtype)
-    if not buffer.holds(x):
-        triton.copy(staged, x)
-    buffer.barrier()
-    return buffer, staged
-
-
-def _symmetric(problem: PermuteProblem) -> Tensor:
-    from sp_compile.lowering.triton.move_kernel import from_peers
-
-    buffer, staged = _staged(problem)
-    out = problem.x.new_empty(problem.shape)
-    block = staged.narrow(problem.scatter_dim, 0, problem.shape[problem.scatter_dim])
-    offset = buffer.rank * block.shape[problem.scatter_dim] * block.stride(problem.scatter_dim)
-    done = from_peers(out, buffer.peers, offset, block.stride(), problem.gather_dim, buffer.rank)
-    assert done, f"{out.ndim} dims are more than {triton.MOST_DIMS}"
-    buffer.barrier()
-    return out
-
-
 def _torchs(problem: PermuteProblem) -> Tensor:
-    buffer, staged = _staged(problem)
-    out = problem.x.new_empty(problem.shape)
-    run = symmetric_all_to_all()
-    assert run is not None
+    buffer, run, x = problem.buffer, symmetric_all_to_all(), problem.x
+    assert buffer is not None and run is not None  # noqa: PT018
+    staged, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
+    triton.copy(staged, x)
+    buffer.barrier()
     run(staged, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
     buffer.barrier()
     return out
@@ -151,10 +115,6 @@ class PackingRow(NamedTuple):
 
 
 TABLE: Table[PackingRow] = Table("all_to_all_permute")
-TABLE.register(
-    "symmetric",
-    PackingRow(lambda p: triton.reads_peers(p.x) and p.words <= triton.MOST_DIMS and p.buffer is not None, _symmetric),
-)
 TABLE.register(
     "torch",
     PackingRow(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs),

@@ -199,7 +199,7 @@ def on_recompile_limit(tell: Callable[[str], object]) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Does Inductor find a C++ compiler?"""
+    """Return whether Inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -209,29 +209,14 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-def compile_cpp(source: str, flags: Sequence[str], keep: Callable[[str], str], check: Callable[[str], None]) -> Any:
-    """The shared library of C++ source, from Inductor's cache on disk if it is there.
+def compile_cpp(source: str, flags: Sequence[str]) -> Any:
+    """Return the shared library of C++ source, from Inductor's cache on disk if it is there.
 
-    Of processes that want the same one, the first compiles and the others wait. keep: the folder to keep it in, given
-    Inductor's own. check: called with the library's path before that is loaded.
+    Of processes that need the same one, the first compiles and the others wait.
     """
     from torch._inductor.codecache import CppCodeCache
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    class Checked(CppCodeCache):
-        cache: dict[str, Any] = {}  # noqa: RUF012
-
-        @staticmethod
-        def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
-            check(path)
-            return ctypes.CDLL(os.path.realpath(path))
-
-    inductor = cache_dir()  # which names it in the environment
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = keep(inductor)
-    try:
-        return Checked.load(source, extra_flags=tuple(flags))
-    finally:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = inductor
+    return CppCodeCache.load(source, extra_flags=tuple(flags))
 
 
 def joint_compiler(

@@ -152,7 +152,7 @@ def flat_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
 
 
 def symmetric_all_to_all() -> Callable[..., None] | None:
-    """torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), from 2.14 on."""
+    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), from 2.14 on; None before."""
     from torch.distributed import _symmetric_memory
 
     return getattr(_symmetric_memory, "all_to_all_nd", None)
@@ -161,7 +161,7 @@ def symmetric_all_to_all() -> Callable[..., None] | None:
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
     """`size` bytes that all ranks of the group can reach, and the handle to the others'; every rank calls it.
 
-    The handle has rank, buffer_ptrs (a list of addresses) and barrier(channel). Not tried: it takes a GPU a rank.
+    The handle has barrier(channel). Not run by the tests: it takes a GPU for each rank.
     """
     from torch.distributed import _symmetric_memory
 

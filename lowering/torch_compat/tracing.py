@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ from torch._guards import CompileContext, TracingContext, tracing
 from torch._logging import trace_structured
 from torch._logging._internal import log_state, trace_log
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module as graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -27,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tensors import in_transform, without_collection
+from .tensors import in_transform
 
 
 def traces() -> bool:
@@ -114,20 +113,6 @@ def _is_plain() -> bool:
         or in_transform()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
-
-
-def node_at_work(thread: int) -> Node | None:
-    """The node that a thread is at which traces or lowers a graph: torch interprets it, node by node.
-
-    Of one interpreter inside of another the outer one's; None if there is none. The thread is not stopped.
-    """
-    with without_collection():
-        frame, found = sys._current_frames().get(thread), None
-        while frame is not None:
-            if frame.f_code is Interpreter.run.__code__:
-                found = frame.f_locals.get("node")
-            frame = frame.f_back
-        return found
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:

@@ -1,4 +1,4 @@
-"""Copies between arrays of any strides, of this device or of its peers. Importing this needs triton.
+"""Copies between arrays of any strides. Importing this needs triton.
 
 Elements are moved as words, whatever their dtype is.
 
@@ -17,7 +17,6 @@ columns x run, the other dims are looped over.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -132,13 +131,13 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @triton.jit
 def _move(  # type: ignore[no-untyped-def]
-    source, target, peers, first, count, per_peer,
+    source, target,
     loop_0, loop_1, loop_2, loop_3, read_0, read_1, read_2, read_3, written_0, written_1, written_2, written_3,
     run, rows, columns, read_row, read_column, written_row, written_column,
-    PEERS: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile. Addresses are integers; with PEERS ``source`` is added to that of each of ``count`` peers in turn."""
+    """Move one tile. Addresses are integers."""
     at = tl.program_id(0).to(tl.int64)
     run_tiles, column_tiles, row_tiles = (tl.cdiv(run * VECTOR, RUN), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS))
     word_0 = at % run_tiles * RUN
@@ -154,11 +153,6 @@ def _move(  # type: ignore[no-untyped-def]
     read, written = read + at % loop_1 * read_1, written + at % loop_1 * written_1
     at = at // loop_1
     read, written = read + at * read_0, written + at * written_0
-    if PEERS:
-        peer = (tl.program_id(1) + first) % count
-        table = peers.to(tl.int64).to(tl.pointer_type(tl.int64))
-        source = tl.load(table + peer) + source
-        written += peer.to(tl.int64) * per_peer
     # The last dims of a tile are neighbours in memory: columns where it is read, rows where it is written.
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
     given, inside = _words(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
@@ -194,40 +188,19 @@ def copy(target: Tensor, source: Tensor) -> bool:
     aligned = math.gcd(WIDEST, target.data_ptr(), source.data_ptr())
     plan = tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
     if plan is not None and source.numel():
-        _launch(plan, target, source.data_ptr(), None, 0, 0)
+        _launch(plan, target, source.data_ptr())
     return plan is not None
 
 
-def from_peers(target: Tensor, peers: Tensor, offset: int, strides: Sequence[int], dim: int, first: int) -> bool:
-    """Block r of ``dim`` of the target is what peer r holds, `offset` elements into its memory, at these strides.
-
-    peers: int64 (n,) on the target's device, addresses that WIDEST divides. first: the peer to begin with. False as
-    for `copy`.
-    """
-    if target.is_complex():
-        strides = [*(2 * s for s in strides), 1]
-        dim = dim % target.ndim
-        return from_peers(torch.view_as_real(target), peers, 2 * offset, strides, dim, first)
-    count, size = len(peers), target.element_size()
-    block = target.narrow(dim, 0, target.shape[dim] // count)
-    between = block.shape[dim] * target.stride(dim)
-    aligned = math.gcd(WIDEST, target.data_ptr(), offset * size, between * size)
-    plan = tiling(block.shape, tuple(strides), block.stride(), size, aligned)
-    if plan is not None and target.numel():
-        _launch(plan, target, offset * size, peers, first, between * size // plan.unit)
-    return plan is not None
-
-
-def _launch(plan: Tiling, target: Tensor, source: int, peers: Tensor | None, first: int, per_peer: int) -> None:
+def _launch(plan: Tiling, target: Tensor, source: int) -> None:
     loops = [*(NO_STRIDE for _ in range(MOST_LOOPS - len(plan.loops))), *plan.loops]
-    count = 1 if peers is None else len(peers)
     rows, columns, run = plan.tile
     with on_device(target):
-        _move[(plan.programs, count)](
-            source, target.data_ptr(), 0 if peers is None else peers.data_ptr(), first, count, per_peer,
+        _move[(plan.programs,)](
+            source, target.data_ptr(),
             *(loop.size for loop in loops), *(loop.read for loop in loops), *(loop.written for loop in loops),
             plan.run, plan.rows.size, plan.columns.size, plan.rows.read, plan.columns.read,
             plan.rows.written, plan.columns.written,
-            PEERS=peers is not None, WORD=WORDS[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
+            WORD=WORDS[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
             ROWS=rows, COLUMNS=columns, RUN=run, WHOLE=plan.run * plan.vector % run == 0,
         )  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.fx import GraphModule
 
@@ -24,24 +24,8 @@ class RankQueries(Protocol):
     def facts(self) -> Mapping[str, Facts]:
         """Return the facts about the inputs on each group, by the group's name."""
 
-    @property
-    def differing(self) -> Collection[str]:
-        """Return the names of the groups whose ranks have different programs, or may."""
-
-    def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
-        """Return where the blocks of each rank begin."""
-
-    def numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
-        """Return the nodes whose constants differ between ranks; None if the graphs differ in more than constants."""
-
-    def same_exchanges(self, local: GraphModule, ranks: Ranks, tangents: Sequence[str]) -> bool:
-        """Return True if every rank would exchange the same and compare the same gradients."""
-
-    def same_layers(self, gm: GraphModule, local: GraphModule, ranks: Ranks, layers: Sequence[Any]) -> bool:
-        """Return True if the ranks of the program's other groups would scatter the same layers."""
-
-    def all_equal(self) -> bool:
-        """Return True if the programs of all connected ranks are equal."""
+    def has_same_programs(self, gm: GraphModule) -> bool:
+        """Return True if all ranks have the same joint graph and the same facts about its inputs."""
 
     def compares_gradients(self, ranks: Ranks) -> bool:
         """Return True if the ranks compare gradients at run time."""
@@ -53,25 +37,8 @@ class NoRanks:
 
     groups: Sequence[Ranks] = ()
     facts: Mapping[str, Facts] = field(default_factory=dict)
-    differing: Collection[str] = ()
 
-    def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
-        """Return the blocks of the only rank."""
-        return [starts]
-
-    def numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
-        """Return no node: there is no other rank."""
-        return frozenset()
-
-    def same_exchanges(self, local: GraphModule, ranks: Ranks, tangents: Sequence[str]) -> bool:
-        """Return True: there is no other rank."""
-        return True
-
-    def same_layers(self, gm: GraphModule, local: GraphModule, ranks: Ranks, layers: Sequence[Any]) -> bool:
-        """Return True: there is no other rank."""
-        return True
-
-    def all_equal(self) -> bool:
+    def has_same_programs(self, gm: GraphModule) -> bool:
         """Return True: there is no other rank."""
         return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,7 +38,6 @@ from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.graph.node_info import erase, mark
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.group_names import is_collective, named_groups
-from sp_compile.passes.tensor_parallel.recognize_blocks import OwnRows
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 from .backward_sources import NameSources
@@ -52,30 +50,25 @@ import_rooms("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
-    """Layers over the job's group, if every rank of it would exchange the same."""
+    """Layers over the job's group."""
 
-    requires = frozenset({"captured", "own rows are marked"})
+    requires = frozenset({"captured"})
     provides = frozenset({"layers are scattered"})
     steps = (SequenceParallelLinear,)
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
         ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
-        local, numbers = copied(gm), session.numbers(gm, ranks)
+        local = copied(gm)
         facts = joint_facts(local, session.facts[ranks.group], job.shapes)
-        why = OTHER_OPS if numbers is None else REGROUPED if facts is None else "" if scatter else NEVER
+        why = REGROUPED if facts is None else "" if scatter else NEVER
         one: SequenceParallelLinear | None = None
         made = {} if facts is None else {name: _sources(nodes) for name, nodes in facts.tangents.items()}
-        if facts is not None and numbers is not None and not why:
-            one = SequenceParallelLinear(ranks, replace(facts, numbers=numbers))
-            one.run(local, Job(ranks, laps=job.laps))  # its notes count if the ranks agree
+        if facts is not None and not why:
+            one = SequenceParallelLinear(ranks, facts)
+            one.run(local, Job(ranks, laps=job.laps))
             local = one.gm if one.changes else gm
         assumed, backward = one.assumed if one is not None else [], [n.name for n in tangents_of(gm.graph)]
         tangents = {name: made.get(name) or "of this program" for name in assumed if name in backward}
-        if not session.same_exchanges(local, ranks, list(tangents)):
-            one, local, why = None, gm, OTHER_EXCHANGES
-        layers = one.layers if one is not None else []
-        if not session.same_layers(gm, local, ranks, layers) and local is not gm:
-            one, why = None, OTHER_LAYERS
         refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
         self.notes = [refusal] if one is None else one.notes
         job.notes += self.notes
@@ -105,10 +98,9 @@ class LowerExchanges(Pass):
 class EachGroup(Passes):
     """Layers over one group after the other, of those that the program exchanges over."""
 
-    steps = (OwnRows, ScatterLayers, LowerExchanges)
+    steps = (ScatterLayers, LowerExchanges)
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        check_reductions(gm.graph)
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
             job.ranks = ranks
@@ -118,10 +110,7 @@ class EachGroup(Passes):
 
 
 class JoinExchanges(Passes):
-    """Permutes into all-to-alls, and reductions over several axes into one; not where ranks could do otherwise.
-
-    What a rank's neighbour over one group sees, its neighbours over others have to know as well.
-    """
+    """Permutes into all-to-alls, and reductions over several axes into one."""
 
     requires = frozenset({"exchanges are lowered"})
     provides = frozenset({"exchanges are final"})
@@ -129,13 +118,6 @@ class JoinExchanges(Passes):
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
         return registered(CollectivePass)
-
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
-        if job.session.all_equal():
-            return super().apply(gm, job)
-        why = "the ranks' programs differ, so they might not all rewrite the same exchanges"
-        job.notes += [Note(NoteKind.DECLINED, kind.name, why) for kind in self.parts()]
-        return 0
 
 
 class CompareGradients(Pass):
@@ -160,7 +142,10 @@ class CompareGradients(Pass):
 
 
 class OwnExchanges(Passes):
-    """What becomes of the exchanges that a program brings, and which of them its backward makes."""
+    """What becomes of the exchanges that a program brings, and which of them its backward makes.
+
+    They stay as they are where the ranks have different programs: each rank might rewrite others.
+    """
 
     steps = (EachGroup, JoinExchanges, CompareGradients)
 
@@ -169,7 +154,12 @@ class OwnExchanges(Passes):
         return cls() if job.session.groups else None
 
     def apply(self, gm: GraphModule, job: JointJob) -> int:
-        changes = super().apply(gm, job)
+        check_reductions(gm.graph)
+        same, changes = job.session.has_same_programs(gm), 0
+        if same:
+            changes = super().apply(gm, job)
+        else:
+            job.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
         backward = closure(tangents_of(gm.graph), lambda node: node.users)
         job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes
@@ -212,11 +202,8 @@ class JointPasses(Passes):
 
 NEVER = "the option sequence_parallel_linear is 'never'"
 REGROUPED = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
-OTHER_OPS = "the ranks run different ops, so nothing says which values are equal on all of them"
-OTHER_EXCHANGES = "parts of different sizes: the ranks would not exchange the same"
-OTHER_LAYERS = (
-    "ranks of another group would scatter other layers over theirs (other values are equal there), and the program "
-    "exchanges over both"
+OTHER_PROGRAMS = (
+    "the ranks' programs differ or their groups are no grid, so each rank keeps its collectives as they are written"
 )
 
 

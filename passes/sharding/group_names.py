@@ -27,8 +27,7 @@ from sp_compile.lowering.torch_compat import (
     schema_of,
 )
 from sp_compile.passes.cost.known_groups import declared
-from sp_compile.passes.graph.call import is_tensor, packet_of
-from sp_compile.passes.graph.sizes import same, sizes
+from sp_compile.passes.graph.call import packet_of
 
 from .placement import REPLICATE, VARYING, Placement
 
@@ -146,21 +145,6 @@ def _places(target: Any) -> tuple[tuple[int, str], ...]:
     else:
         arguments, wanted = list(inspect.signature(op).parameters), GROUP_ARGUMENTS
     return tuple((i, name) for i, name in enumerate(arguments) if name in wanted)
-
-
-def cut_exchanges(gm: GraphModule, local: GraphModule, group: str) -> str:
-    """Which dims of what goes over a group have another size in `local`; the sizes where these are other exchanges."""
-    before, after = (_operands(graph_module, group) for graph_module in (gm, local))
-    if [list(map(len, one)) for one in before] != [list(map(len, one)) for one in after]:
-        return str(after)
-    pairs = [pair for old, new in zip(before, after) for pair in zip(old, new)]
-    return str([[i for i, (a, b) in enumerate(zip(*pair)) if not same(a, b)] for pair in pairs])
-
-
-def _operands(gm: GraphModule, group: str) -> list[list[tuple[Any, ...]]]:
-    """The shapes of what each exchange over the group sends."""
-    found = [node for node in gm.graph.nodes if is_collective(node) and group in named_groups(node)]
-    return [[tuple(sizes(x.meta["val"].shape)) for x in node.all_input_nodes if is_tensor(x)] for node in found]
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:

@@ -16,7 +16,7 @@ class Facts:
 
     differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
     blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
-    numbers: nodes that are written with other numbers on other ranks. grid: how the program's other groups lie to this.
+    grid: how the program's other groups lie to this.
     tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
     gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
     """
@@ -24,7 +24,6 @@ class Facts:
     differ: frozenset[str] = frozenset()
     equal: frozenset[str] | None = None
     blank: frozenset[str] = frozenset()
-    numbers: frozenset[str] = frozenset()
     grid: Grid | None = None
     tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)

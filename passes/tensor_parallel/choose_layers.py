@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from sp_compile.passes.sharding.axes import Atom, Axes, name_axes
 from sp_compile.passes.sharding.placement import Frame, Plan, Replicate, Shard
 from sp_compile.passes.sharding.rule import lookup, transfer_of
 
-from .varying import ScatterJob, count, differing, moved_from, moves, wait_of
+from .varying import ScatterJob, count, differing, moves
 
 sp = torch.ops.sp
 
@@ -24,23 +24,15 @@ sp = torch.ops.sp
 def choose_cuts(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
 
-    All sums that share an axis of rows are cut along it, so that residuals need no exchange. One that the program cuts
-    itself is taken; else the one that most share; of equals one that n divides and that lies in front, where a cut is
-    contiguous; else the longest.
+    All sums that share an axis of rows are cut along it, so that residuals need no exchange: the one that most share;
+    of equals one that n divides and that lies in front, where a cut is contiguous; else the longest.
     """
     axes, n = name_axes(gm), job.ranks.n
     differ = differing(gm, axes, job.varying)
-    blocks = gm.graph.find_nodes(op="call_function", target=sp.own_rows.default)
-    taken = {moved_from(block.args[0]) for block in blocks}
-    own = {axes.find(a.name) for node in blocks for a in axes.dims[node.args[0], 0][node.args[1]][:1]}
-    left = [
-        node
-        for node in job.summed
-        if node.args[0] in differ and count(node.meta["val"]) and (_of_linear(node.args[0]) or wait_of(node) in taken)
-    ]
+    left = [n for n in job.summed if n.args[0] in differ and count(n.meta["val"]) and _of_linear(n.args[0])]
     chosen: dict[Node, Shard | None] = {}
     while left:
-        best = _best_axis(axes, left, own, n)
+        best = _best_axis(axes, left, n)
         if best is None:
             return {**chosen, **dict.fromkeys(left)}
         axes.sequences = {best}
@@ -51,15 +43,15 @@ def choose_cuts(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
     return chosen
 
 
-def _best_axis(axes: Axes, nodes: Sequence[Node], own: Collection[int], n: int) -> int | None:
-    """The axis of rows to cut along; None if there are no rows. own: those that the program cuts itself."""
+def _best_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
+    """The axis of rows to cut along; None if there are no rows."""
     votes = Counter(axes.find(a.name) for node in nodes for a in {*_row_axes(axes, node)})
     atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
 
-    def merit(name: int) -> tuple[bool, int, bool, bool, int]:
+    def merit(name: int) -> tuple[int, bool, bool, int]:
         atom, place = atoms[name]
         divided = divides(n, atom.size)
-        return name in own, votes[name], divided, divided and place == 0, typical(atom.size)
+        return votes[name], divided, divided and place == 0, typical(atom.size)
 
     return max(sorted(votes), key=merit, default=None)
 

@@ -110,7 +110,7 @@ class RunOnRows(Passes):
 
     @classmethod
     def of(cls, job: ScatterJob) -> Pass | None:
-        return cls() if job.blocks or job.scattered else None
+        return cls() if job.scattered else None
 
 
 class SequenceParallelLinear(Passes):
@@ -138,10 +138,9 @@ class SequenceParallelLinear(Passes):
         named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
         local = gm if named else copied(gm)
         summed = reductions(local, job.ranks.group)
-        blocks = bool(local.graph.find_nodes(op="call_function", target=sp.all_rows.default))
-        if job.ranks.n == 1 or not (summed or blocks):
+        if job.ranks.n == 1 or not summed:
             return 0
-        work = ScatterJob(job.ranks, laps=job.laps, facts=self.facts, summed=summed, blocks=blocks)
+        work = ScatterJob(job.ranks, laps=job.laps, facts=self.facts, summed=summed)
         self.gm = local
         try:
             super().apply(local, work)

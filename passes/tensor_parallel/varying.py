@@ -57,14 +57,13 @@ class Layer:
 class ScatterJob(Job):
     """What the stages of one group leave for later ones, which is that of `ranks`.
 
-    facts: what is known of the inputs. summed: the all_reduces of the program. blocks: does it gather rows by itself?
+    facts: what is known of the inputs. summed: the all_reduces of the program.
     varying: the inputs whose values differ by rank. layers: what becomes of each all_reduce, by what stands for it now.
     wholes: of values on shards, what they were gathered to.
     """
 
     facts: Facts = field(default_factory=Facts)
     summed: list[Node] = field(default_factory=list)
-    blocks: bool = False
     varying: set[Node] = field(default_factory=set)
     layers: dict[Node, Layer] = field(default_factory=dict)
     wholes: dict[Node, Node] = field(default_factory=dict)
@@ -159,10 +158,10 @@ def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> N
 
 
 def mark_numbers(gm: GraphModule, facts: Facts) -> None:
-    """Say that what is computed with other numbers on other ranks differs by rank, and so do sizes made of such."""
+    """Mark what is computed with a number that differs between ranks as varying, and sizes made of such numbers."""
     own: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.name in facts.numbers or node.name in facts.differ or any(i in own for i in node.all_input_nodes):
+        if node.name in facts.differ or any(i in own for i in node.all_input_nodes):
             value = node.meta.get("val")
             if node.op == "call_function" and not isinstance(value, SYMBOLS):
                 mark(node, result=VARYING)
@@ -176,7 +175,7 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: F
     """The inputs whose values differ by rank, or will after a step of training."""
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
-    known = {sources[name] for name in facts.differ | facts.numbers if name in sources}
+    known = {sources[name] for name in facts.differ if name in sources}
     tokens = {axes.find(a.name) for node in reduced for dim in axes.dims[node, 0][:-1] for a in dim}
     matrices = set(_matrices(gm, axes, tokens))
     varying = _closed(gm, axes, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
@@ -215,8 +214,7 @@ def _closed(gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[st
 
 
 def _is_exchange(node: Node) -> bool:
-    blocks = (sp.own_rows.default, sp.all_rows.default)
-    return record(node).result is not None or node.target in blocks or transfer_of(node.target) is not None
+    return record(node).result is not None or transfer_of(node.target) is not None
 
 
 def differing(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:

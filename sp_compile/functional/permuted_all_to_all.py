@@ -161,8 +161,8 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     """Give the group's eager all_to_all_permute a buffer of `size` bytes on every rank, on a GPU of its own.
 
     Every rank of the group calls it, once, when the group is made. Operands of at most `size` bytes are put there, and
-    the peers read them by one kernel that permutes as it reads; larger ones are exchanged as before. Returns False, on
-    every rank, where the GPUs cannot reach each other or this torch has no symmetric memory.
+    torch's all_to_all_nd exchanges those that are matrices; others and larger ones are exchanged as before. Returns
+    False, on every rank, where the GPUs cannot reach each other or this torch has no all_to_all_nd (2.14).
 
     Raises SpError, on every rank, for a size that is not positive or differs between the ranks.
     """
@@ -172,7 +172,8 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     problem = None if fits else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
     compared = ranks if ranks.n > 1 else None
     require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
-    buffer = _buffer(size, ranks, device) if ranks.n > 1 and device.type == "cuda" else None
+    able = ranks.n > 1 and device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
+    buffer = _buffer(size, ranks, device) if able else None
     able = ranks.n > 1 and all(answers(ranks, CALLS, "declare_symmetric_memory", buffer is not None))
     if buffer is not None and able:
         BUFFERS[ranks.group] = buffer
@@ -191,7 +192,6 @@ def _buffer(size: int, ranks: Ranks, device: torch.device) -> Buffer | None:
     """None where this machine cannot: what torch raises then is many things."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
-        peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):
         return None
-    return Buffer(memory, peers, handle.rank, lambda: handle.barrier(channel=0))
+    return Buffer(memory, lambda: handle.barrier(channel=0))

@@ -16,7 +16,7 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.torch_compat import FakeTensor, is_functorch_tensor
+from sp_compile.lowering.torch_compat import is_functorch_tensor
 from sp_compile.runtime.agreement import agree
 from sp_compile.runtime.control.message import CALLS, Message
 
@@ -83,13 +83,6 @@ def frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
     return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
 
 
-def observable(x: Tensor) -> bool:
-    """May Python look at the values of x?"""
-    if torch.compiler.is_compiling():
-        return False
-    return not (x.is_meta or isinstance(x, FakeTensor) or is_functorch_tensor(x))
-
-
 def operator_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
     """The operator; its body where one of these is inside torch.func, which does not see into operators.
 
@@ -142,7 +135,7 @@ def wrong_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
         yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
 
 
-def unknown(kind: str, word: str, known: Iterable[str], meant: str | None = None) -> SpError:
+def unknown(kind: str, word: str, known: Iterable[str]) -> SpError:
     """Return the error of a word that is none of these."""
-    guess = did_you_mean(word, known) if meant is None else f" (did you mean {meant!r}?)"
+    guess = did_you_mean(word, known)
     return SpError("SP501", f"Unknown {kind} {word!r}{guess}, expected one of {', '.join(known)}.")

@@ -19,26 +19,16 @@ from sp_compile.passes.cost.scan_cost import INDEX_BYTES
 from .rank_call import (
     RankCall,
     needs_gradient,
-    observable,
     operator_or_body,
-    require,
     unknown,
     wrong_dim,
     wrong_dtypes,
     wrong_flags,
     wrong_tensors,
 )
-from .scan_shards import Shards, may_overflow, never_overflows, ungrouped, wrapped
+from .scan_shards import Shards
 
 sp = torch.ops.sp
-UNGROUPED_IDS = "segment_ids: an id occurs again after another id."
-_SYNONYMS = {
-    **dict.fromkeys(("add", "plus", "cumsum"), "sum"),
-    **dict.fromkeys(("mul", "product", "cumprod"), "prod"),
-    **dict.fromkeys(("maximum", "amax", "cummax", "or", "any"), "max"),
-    **dict.fromkeys(("minimum", "amin", "cummin", "and", "all"), "min"),
-    **dict.fromkeys(("lse", "logaddexp", "logcumsumexp"), "logsumexp"),
-}
 
 
 @dataclass(frozen=True)
@@ -53,11 +43,6 @@ class ShardCall(RankCall):
     @property
     def group(self) -> Ranks | None:
         return None if self.shards is None else self.shards.ranks
-
-    @property
-    def compared_shards(self) -> Shards | None:
-        """The shards, if ranks can stop for what other ranks say."""
-        return None if self.compared is None else self.shards
 
     def rows(self, x: Tensor) -> int:
         """Of x, along the dim; a number is one row."""
@@ -75,7 +60,7 @@ class ShardCall(RankCall):
 class ScanCall(ShardCall):
     """A call of inclusive_scan, exclusive_scan or segmented_scan.
 
-    runs: may an id come again as another segment? indices: are those of a max or min wanted, too?
+    indices: whether those of a max or min are returned, too.
     """
 
     x: Tensor
@@ -83,7 +68,6 @@ class ScanCall(ShardCall):
     exclusive: bool
     dtype: torch.dtype | None
     segments: Tensor | None = None
-    runs: bool = False
     indices: bool = False
 
     @property
@@ -97,11 +81,16 @@ class ScanCall(ShardCall):
         return self.rows(self.x)
 
     def run(self) -> Tensor:
-        """The scan. Raises SpError for a call that does not fit, or an integer that overflows."""
+        """Return the scan. Raises SpError for a call that does not fit."""
         self.require()
-        out = self._scan(self.x, self.dtype, self.accumulate)
-        self._require_in_range(out)
-        return out
+        x, dtype, accumulate = self.x, self.dtype, self.accumulate
+        if self._is_torchs():
+            return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
+        usual = accumulate_dtype(self.op, self.result, x.device)
+        inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
+        how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
+        scan = operator_or_body(sp.scan, ops.scan, x)
+        return scan(x, self.segments, *how, *self.arguments(x, inner.itemsize))
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
@@ -110,38 +99,21 @@ class ScanCall(ShardCall):
         extremes = operator_or_body(sp.extremes, ops.extremes, x)
         return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
 
-    def require(self) -> None:
-        super().require()
-        shards, ids = self.compared_shards, self.segments
-        if shards is None or ids is None or self.runs or not observable(ids) or not self.length:
-            return
-        if shards.ungrouped(ids, self._dim_of(ids)):
-            # All ranks see the same ids, so all of them raise.
-            raise SpError("SP527", f"{self.name}: {UNGROUPED_IDS}")
-
     def description(self) -> str:
         x, ids = self.x, self.segments
-        of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}, runs={self.runs}"
+        of_ids = "" if ids is None else f", segment_ids {list(ids.shape)} {ids.dtype}"
         return (
             f"x {list(x.shape)} {x.dtype} along {self.dim % x.ndim}{of_ids}, op={self.op}, exclusive={self.exclusive}, "
             f"reverse={self.reverse}, indices={self.indices}, {self.dtype}, {self.accumulate}, "
             f"gradient: {needs_gradient(x)}, {self.shards}"
         )
 
-    def _scan(self, x: Tensor, dtype: torch.dtype | None, accumulate: torch.dtype | None) -> Tensor:
-        if self._is_torchs(x, accumulate):
-            return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
-        usual = accumulate_dtype(self.op, self.result, x.device)
-        inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
-        how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
-        scan = operator_or_body(sp.scan, ops.scan, x)
-        return scan(x, self.segments, *how, *self.arguments(self.x, inner.itemsize))
-
-    def _is_torchs(self, x: Tensor, accumulate: torch.dtype | None) -> bool:
-        """Would torch's scan run in the end? Then it may as well run at once: of a few contiguous rows."""
+    def _is_torchs(self) -> bool:
+        """Return whether torch's scan of a few contiguous rows runs in the end, and may as well run at once."""
+        x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
             return False
-        if self.segments is not None or self.shards is not None or accumulate is not None:
+        if self.segments is not None or self.shards is not None or self.accumulate is not None:
             return False
         if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > SMALL_SCAN:
             return False
@@ -150,32 +122,10 @@ class ScanCall(ShardCall):
         # torch's derivative of a product divides by its factors.
         return self.op == "sum" or not needs_gradient(x)
 
-    def _require_in_range(self, out: Tensor) -> None:
-        checked = self.check and self.op in ("sum", "prod") and not out.dtype.is_floating_point
-        if not checked or not observable(self.x) or not observable(out):
-            return
-        x, shards = self.x.to(self.result) if self.x.is_floating_point() else self.x, self.compared_shards
-        dtype = min(out.dtype, self.accumulate or out.dtype, key=lambda each: torch.iinfo(each).bits)
-        length = self.length * (shards.ranks.n if shards else 1)
-        if never_overflows(x, self.op, length, dtype):
-            return
-        risk = may_overflow(x, self.op, length, dtype)
-        if shards.any(risk) if shards else risk:
-            exact = self._scan(x.double(), None, None)
-            places = wrapped(out, exact, dtype).nonzero().tolist()
-            problem = self._overflow(exact, places[0], dtype) if places else None
-            require(self.name, problem, lambda: "no problem", self.compared)
-
-    def _overflow(self, exact: Tensor, index: list[int], dtype: torch.dtype) -> SpError:
-        value, where = f"{exact[tuple(index)].item():.6g}", f"at index {tuple(index)}"
-        wider = "torch.int64" if dtype is not torch.int64 else "torch.float64, which rounds,"
-        fix = f"Pass dtype={wider} or check=False to let it wrap around."
-        return SpError("SP528", f"x: the {self.op} is about {value} {where}, which {dtype} cannot hold.", fix)
-
     def problems(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown("op", self.op, MONOIDS, _SYNONYMS.get(self.op))
+            yield unknown("op", self.op, MONOIDS)
         yield from wrong_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].selects:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")
@@ -190,7 +140,7 @@ class ScanCall(ShardCall):
         if self.segments is not None or self.name == "segmented_scan":
             yield from wrong_tensors(segment_ids=self.segments)
         yield from wrong_dtypes(dtype=self.dtype, accumulate_dtype=self.accumulate)
-        yield from wrong_flags(exclusive=self.exclusive, reverse=self.reverse, runs=self.runs)
+        yield from wrong_flags(exclusive=self.exclusive, reverse=self.reverse)
         if not isinstance(self.op, str):
             yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
@@ -222,9 +172,6 @@ class ScanCall(ShardCall):
         if ids.device != x.device:
             yield SpError("SP506", f"segment_ids: expected the device of x, {x.device}, got {ids.device}.")
         yield from self._wrong_shape_of(ids)
-        here = self.check and not self.runs and ids.ndim > 0 and self.compared is None
-        if here and observable(ids) and ungrouped(ids, self._dim_of(ids)):
-            yield SpError("SP527", UNGROUPED_IDS)
 
     def _wrong_shape_of(self, ids: Tensor) -> Iterator[SpError]:
         x, shape = self.x, [1] * (self.x.ndim - ids.ndim) + list(ids.shape)
@@ -242,10 +189,6 @@ class ScanCall(ShardCall):
                 f"shape that broadcasts to x {list(x.shape)}, got {list(ids.shape)}.",
                 fix,
             )
-
-    def _dim_of(self, ids: Tensor) -> int:
-        """The dim of the ids that runs along the scanned one."""
-        return 0 if ids.ndim <= 1 else self.dim % self.x.ndim - self.x.ndim
 
 
 def as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:

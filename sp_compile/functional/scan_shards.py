@@ -1,80 +1,26 @@
 """Scans of shards: how ranks share the scanned dim, and what they have to tell each other before and after.
 
-Whatever is wrong on one rank is raised on all of them. That takes exchanges of their own, which `check` asks for: one
-of 24 bytes a rank and call, and where the values of integers or ids have to be looked at one or two more. Values are
-looked at in eager mode only, and not those of a tensor without values.
+Whatever is wrong on one rank is raised on all of them. That takes an exchange of its own, of 24 bytes a rank and call,
+which `check` asks for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS, in_order
+from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS
 from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.communicator import current
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.scan_cost import choose_exchange, offsets_of_steps
-from sp_compile.runtime.agreement import answers
-from sp_compile.runtime.control.message import CALLS
 
 from .rank_call import HELD, frame, wrong_choice
-
-
-def ungrouped(ids: Tensor, dim: int) -> bool:
-    """Does an id come again along dim after another one? Ids that are not in order are sorted."""
-    before, after = _neighbours(ids, dim)
-    if bool((before <= after).all()) or bool((before >= after).all()):
-        return False
-    changes = (before != after).sum(dim)
-    before, after = _neighbours(ids.sort(dim).values, dim)
-    return bool((changes != (before != after).sum(dim)).any())
-
-
-def _neighbours(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    pairs = max(ids.shape[dim] - 1, 0)
-    return ids.narrow(dim, 0, pairs), ids.narrow(dim, ids.shape[dim] - pairs, pairs)
-
-
-def never_overflows(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
-    """Does the dtype hold every sum or product of `length` numbers of x's own dtype, bool or integers?"""
-    if x.dtype is torch.bool:
-        return not _exceeds(1, op, length, torch.iinfo(dtype).max)
-    own = torch.iinfo(x.dtype)
-    return not _exceeds(max(-own.min, own.max), op, length, torch.iinfo(dtype).max)
-
-
-def may_overflow(x: Tensor, op: str, length: int, dtype: torch.dtype) -> bool:
-    """Can a sum or product of `length` numbers as large as those of an integer x leave the dtype?"""
-    if never_overflows(x, op, length, dtype) or not x.numel():
-        return False
-    ends = (x.to(torch.uint8) if x.dtype is torch.bool else x).aminmax()
-    least, greatest = (int(end) for end in ends)
-    return _exceeds(max(-least, greatest), op, length, torch.iinfo(dtype).max)
-
-
-def _exceeds(magnitude: int, op: str, length: int, limit: int) -> bool:
-    if op == "sum":
-        return magnitude * length > limit
-    return magnitude > 1 and length * math.log2(magnitude) >= math.log2(limit)
-
-
-def wrapped(out: Tensor, exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the integers of out have wrapped round in dtype, told by the same numbers in float64.
-
-    A number that wraps is off by a multiple of 2**bits, and float64 by much less than half of that, or it is so large
-    that one before it has wrapped.
-    """
-    return ((exact - out.double()).abs() >= 2.0 ** (torch.iinfo(dtype).bits - 1)) | ~exact.isfinite()
-
 
 EXCHANGES = ("auto", "gather", "steps")
 
@@ -123,29 +69,6 @@ class Shards:
 
     def __str__(self) -> str:
         return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
-
-    def any(self, mine: bool) -> bool:
-        """Is it so on some rank?"""
-        return any(self._answers(mine))
-
-    def _answers(self, mine: Any) -> list[Any]:
-        """What every rank says of its shard."""
-        return answers(self.ranks, CALLS, "a scan of shards", mine)
-
-    def ungrouped(self, ids: Tensor, dim: int) -> bool:
-        """Does an id come again, on whichever rank, after another one? Gathers ids that are not in order."""
-        n, group = self.ranks.n, self.ranks.group
-        ids = ids.movedim(dim, 0)
-        lies = frame(ids.shape[0], n, self.length, self.layout)
-        rows = ids.unflatten(0, (self.folds, ids.shape[0] // self.folds))
-        ends = in_order(current().all_gather(rows[:, [0, -1]], n, group), lies, n).flatten(0, 1)
-        ascends, descends = (bool(beats(rows[:, 1:], rows[:, :-1]).all()) for beats in (torch.ge, torch.le))
-        local = self._answers([ascends, descends])
-        for sorted_, beats in zip(zip(*local), (torch.ge, torch.le)):
-            if all(sorted_) and bool(beats(ends[1:], ends[:-1]).all()):
-                return False
-        whole = in_order(current().all_gather(rows, n, group), lies, n).flatten(0, 1)
-        return ungrouped(whole[: self.length], 0)
 
 
 def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Shards | None:

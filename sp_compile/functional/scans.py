@@ -1,35 +1,10 @@
 """Prefix scans: inclusive_scan, exclusive_scan, segmented_scan, and linear_scan for h = a * h + b.
 
-Differentiable in reverse mode, twice where the operation is, in linear memory; eager or inside torch.compile, where no
-values are looked at: integers wrap round, and an id that comes again begins another segment. Of any shape and strides,
-along any dim, of any length. All but linear_scan take
-
-    x (..., S, ...)     bool, uint8, int8 to int64, or floating-point of 16 bits or more; the result is like x
-    dim         the dim of S, negative ones counted from the last
-    op          "sum", "prod", "max", "min" or "logsumexp"
-    reverse     from the last position to the first
-    dtype       x is cast to it first, as by torch.cumsum. If None x's dtype, but int64 for sums and products of
-                integers and bools
-    accumulate_dtype    what sums, products and logsumexps are rounded to on the way. If None float32 for bfloat16 and
-                float16, float64 for float32 on a CPU, which is what torch.cumsum does there, else the result's dtype
-    check       raise if an integer sum or product overflows. That takes a pass over integers that may, for which
-                a GPU is waited for. Not done inside torch.compile
-
-and, if every rank passes its shard of a sequence, like linear_scan
-
-    group       the ranks: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". x is this rank's shard, the
-                result that of the scan of the whole, gradients flow to the shards. None: x is whole
-    layout      "contiguous": rank r of n holds rows r * s ...; "zigzag": chunks r and 2n - 1 - r of 2n (s is even)
-    length      of the whole sequence, where the last of the n * s rows are padding, which may hold anything: nothing is
-                carried from them, and what is returned for them is for no loss to use
-    exchange    how ranks learn what is carried to them: "gather", one all-gather forward and one backward; "steps",
-                ceil(log2 n) shifts each way; "auto" takes the faster one for the bytes to be carried
-    check       compares the ranks' calls as well, so that what is wrong on one rank is raised on all and none hangs:
-                24 bytes a rank on the CPU, and more where values must be looked at, for which a GPU is waited for:
-                integers that may overflow, and ids, of which all are gathered if they are not in order
-
-NaN, infinities, and of equal extremes which is the one whose index and gradient count, as torch.cumsum, cumprod,
-cummax, cummin and logcumsumexp have them. Raise SpError for what does not fit.
+They are differentiable in reverse mode, twice where the operation is, in linear memory; eager or inside torch.compile;
+for tensors of any shape, strides and length. Integers that overflow wrap round. NaN, infinities, and which of equal
+extremes has the index and the gradient are those of torch.cumsum, cumprod, cummax, cummin and logcumsumexp. If every
+rank passes its shard of a sequence and its group, each gets its shard of the scan of the full sequence, and gradients
+flow to the shards.
 """
 
 from __future__ import annotations
@@ -58,9 +33,34 @@ def inclusive_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Each element combined with all before it: torch.cumsum, cumprod, cummax, cummin or logcumsumexp.
+    """Return each element combined with all before it: torch.cumsum, cumprod, cummax, cummin or logcumsumexp.
 
-    indices: of max or min return also where each value stands along dim, int64.
+    Args:
+        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
+        dim: The dim of S.
+        op: "sum", "prod", "max", "min" or "logsumexp".
+        reverse: Scan from the last position to the first.
+        indices: For max and min, return the position of each value along dim as well.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+            integers and bools.
+        accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
+            float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
+        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
+            the full sequence.
+        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
+            ``2n - 1 - r`` of 2n.
+        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
+            padding.
+        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
+            layout "contiguous"; "auto": the faster one for the bytes to be carried.
+        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
+            on one. Not done inside torch.compile.
+
+    Returns:
+        A tensor of x's shape; with ``indices=True`` that and the positions, int64.
+
+    Raises:
+        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
 
     >>> inclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([3, 4, 6])
@@ -84,7 +84,34 @@ def exclusive_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
-    """All elements before each one combined; for the first, op's identity: 0, 1, or the dtype's lowest or highest.
+    """Return all elements before each one combined.
+
+    Args:
+        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
+        dim: The dim of S.
+        op: "sum", "prod", "max", "min" or "logsumexp".
+        reverse: Scan from the last position to the first.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+            integers and bools.
+        accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
+            float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
+        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
+            the full sequence.
+        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
+            ``2n - 1 - r`` of 2n.
+        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
+            padding.
+        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
+            layout "contiguous"; "auto": the faster one for the bytes to be carried.
+        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
+            on one. Not done inside torch.compile.
+
+    Returns:
+        A tensor of x's shape. The first element in scan order is the identity of `op`: 0 or 1, or the least or greatest
+        value of the dtype.
+
+    Raises:
+        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
 
     >>> exclusive_scan(torch.tensor([3, 1, 2]), 0)
     tensor([0, 3, 4])
@@ -107,19 +134,43 @@ def segmented_scan(
     layout: str = "contiguous",
     length: int | None = None,
     exchange: str = "auto",
-    runs: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """A scan that begins anew wherever the id changes, as in batches of packed sequences.
+    """Return a scan that restarts wherever the id changes, as in batches of packed sequences.
 
-    segment_ids: integers, (S,) or broadcast to x, sharded like x. Equal ids stand together, which `check` makes sure
-    of, unless with runs=True each run of them is a segment, and an id may come again as another.
+    Args:
+        x: Values of shape ``(..., S, ...)``: bool, uint8, int8 to int64, or floating-point of 16 bits or more.
+        segment_ids: Integers of shape ``(S,)``, or broadcast to x; sharded like x. Each run of equal ids is a segment.
+        dim: The dim of S.
+        op: "sum", "prod", "max", "min" or "logsumexp".
+        exclusive: Combine the elements before each one only.
+        reverse: Scan from the last position to the first.
+        dtype: The dtype of the result, to which x is cast first. None: x's dtype, but int64 for sums and products of
+            integers and bools.
+        accumulate_dtype: The dtype of intermediate sums, products and logsumexps. None: float32 for bfloat16 and
+            float16, float64 for float32 on a CPU, as in torch.cumsum, else the dtype of the result.
+        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: x is
+            the full sequence.
+        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
+            ``2n - 1 - r`` of 2n.
+        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
+            padding.
+        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
+            layout "contiguous"; "auto": the faster one for the bytes to be carried.
+        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
+            on one. Not done inside torch.compile.
+
+    Returns:
+        A tensor of x's shape.
+
+    Raises:
+        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
 
     >>> segmented_scan(torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1]), 0)
     tensor([3, 4, 2, 6])
     """
     how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    return ScanCall("segmented_scan", *how, x, op, exclusive, dtype, segment_ids, runs).run()
+    return ScanCall("segmented_scan", *how, x, op, exclusive, dtype, segment_ids).run()
 
 
 def linear_scan(
@@ -136,18 +187,36 @@ def linear_scan(
     exchange: str = "auto",
     check: bool = True,
 ) -> Tensor:
-    """h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
+    """Return h_t = a_t * h_(t-1) + b_t along dim: the recurrence of a diagonal state-space model.
 
-    a, b (..., S, ...): floating-point, broadcast to each other, a may be a number; h is of their common shape and
-    dtype. initial: h before the first step, of that shape without dim, or broadcast to it, or a number; zeros if None.
-    With a group it is the same on every rank, and so is its gradient. reverse: h_t = a_t * h_(t+1) + b_t.
+    Args:
+        a: Factors, floating-point, of shape ``(..., S, ...)`` or broadcast to b; or one number.
+        b: Summands, floating-point, of shape ``(..., S, ...)`` or broadcast to a.
+        dim: The dim of S.
+        initial: h before the first step, of h's shape without dim, or broadcast to it; or a number. None: zeros. With
+            a group it is the same on every rank, and so is its gradient.
+        reverse: Compute h_t = a_t * h_(t+1) + b_t.
+        accumulate_dtype: The dtype of intermediate states. None: float32 for bfloat16 and float16, float64 for float32
+            on a CPU, else the dtype of the result.
+        group: The ranks that hold shards: a ProcessGroup, or a DeviceMesh of one axis or with an axis "sp". None: a
+            and b are the full sequence.
+        layout: "contiguous": rank r of n holds rows ``r * s`` to ``(r + 1) * s``; "zigzag": chunks r and
+            ``2n - 1 - r`` of 2n.
+        length: The length of the sequence without the padding after it, of which nothing is carried. None: no row is
+            padding.
+        exchange: "gather": one all-gather forward and one backward; "steps": ``ceil(log2(n))`` shifts each way, for
+            layout "contiguous"; "auto": the faster one for the bytes to be carried.
+        check: Compare the ranks' calls first, for 24 bytes a rank on the CPU, so that all ranks raise what is wrong
+            on one. Not done inside torch.compile.
+
+    Returns:
+        h, of the common shape and dtype of a and b.
+
+    Raises:
+        SpError: An operand or option does not fit, on any rank; or the ranks' calls differ.
 
     >>> linear_scan(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 1.0]), 0)
     tensor([1.0000, 1.5000, 1.7500])
     """
     how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
     return LinearCall("linear_scan", *how, as_tensor(a, b), b, as_tensor(initial, b)).run()
-
-
-parallel_inclusive_scan = inclusive_scan
-parallel_exclusive_scan = exclusive_scan

@@ -2,45 +2,21 @@
 
 Ranks that compile one program ask each other the same questions in the same order. One that fails in between still
 answers all that the others will ask, with its error, so they fail too and none waits.
-
-What one process group of a program decides, its ranks' neighbours over the other groups have to decide as well:
-tensor-parallel groups of one grid look at values of their own. Where one scatters a layer and the next does not, what
-both exchange over a third group, as data-parallel ranks do, would have two sizes.
-
-Ranks may have other numbers of Python's in such a program: `ids - 12` on one rank is `ids - 24` on the next, and slopes
-of a rank's heads are its own, from the first compilation on. A scale or a size that a schedule changes on some ranks
-only was the same on all of them until then (`check_numbers`). That is told where ranks are called on the same data. A
-rank with data of its own, as tokens are whose experts lie on other ranks, has numbers of its own whenever it likes:
-positions behind what it has seen, temperatures of its requests.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import RanksDiffer, RemoteError, SpError, at
+from sp_compile.lowering.base.errors import RanksDiffer, RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.torch_compat import compiled_frame, pytree
-from sp_compile.runtime.control.channel import wire_of
 from sp_compile.runtime.control.message import COMPILES, STOPS, Message
 
-from .agreement import SHOWN, answers, different_work, exchanged, failure, not_compiled, what_differs
-from .fingerprint import subject_of, unlike
-from .input_checks import InputDigests
+from .agreement import different_work, exchanged, failure, not_compiled
 from .settings_digest import mode
-
-OTHER_NUMBERS = (
-    "the ranks of this group compile this program again with different Python numbers, which were the same on all of "
-    "them before"
-)
 
 
 class Lockstep:
@@ -75,10 +51,6 @@ class Lockstep:
             self.left = []
         for problem in self.apart.values():
             raise problem
-
-    def skip(self, ranks: Ranks, questions: Sequence[str]) -> None:
-        """Ask these no more; for reasons that all ranks of the group know."""
-        self.left = [(r, q) for r, q in self.left if r != ranks or q not in questions]
 
     def ask(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
         """Every rank's answer, in the order of the ranks; None of one that never came to ask this.
@@ -124,75 +96,3 @@ class Lockstep:
             self.apart[ranks] = RanksDiffer(problem.code, problem.cause, problem.fix)
             raise self.apart[ranks] from cause
         return everyone
-
-
-def rounds(groups: Sequence[Ranks], question: str) -> list[tuple[Ranks, str]]:
-    """What `connected` asks, in order; of a single group nothing."""
-    if len(groups) == 1:
-        return []
-    return [(ranks, f"{question}.{i}") for i in range(len(groups)) for ranks in groups]
-
-
-def connected(talk: Lockstep, groups: Sequence[Ranks], question: str, said: Sequence[str]) -> bool:
-    """Do all ranks that any of the groups connect say the same over each group? They all get the same answer.
-
-    said: by this rank over each of the groups. What one group finds its neighbours hear, and theirs: hence the rounds.
-    """
-    alike, words = True, dict(zip(groups, said))
-    for ranks, one in rounds(groups, question):
-        answers = talk.ask(ranks, one, (alike, words[ranks]))
-        alike = all(answer == (True, words[ranks]) for answer in answers)
-    return alike
-
-
-CompiledCode = tuple[str, int, tuple[int, int | None]]
-"""The name of a program, the number of its model, and of its code in Dynamo."""
-
-
-@dataclass
-class PythonNumbers:
-    """What ranks know of the programs that they have compiled.
-
-    written: by the shape of the graph, too: were the numbers written in it the same on all of them every time?
-    varied: the types of those that were not; of a program that was not compiled yet there is no entry.
-    """
-
-    written: dict[tuple[CompiledCode, int], bool] = field(default_factory=dict)
-    varied: defaultdict[CompiledCode, set[type]] = field(default_factory=lambda: defaultdict(set))
-
-
-_numbers_of: weakref.WeakKeyDictionary[Any, PythonNumbers] = weakref.WeakKeyDictionary()
-
-
-def check_numbers(
-    ranks: Ranks, gm: GraphModule, inputs: Sequence[Any], mine: InputDigests, everyone: Sequence[InputDigests | None]
-) -> None:
-    """Raises SpError, on every rank, where ranks have changed a number of Python's since the program was compiled last.
-
-    Where they are given other sizes or data numbers may come of these, and nothing is said; nor of another graph,
-    unless a number became an input of it, as Dynamo makes those that change: it was written in the graph before.
-    """
-    wire, all_of = wire_of(ranks), [one for one in everyone if one is not None]
-    forms = {(one.text.shape, one.cut, *one.numbers, str(one.of_data())) for one in all_of}
-    if wire is None or len(all_of) < len(everyone) or len(forms) > 1:
-        return
-    weights = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
-    program = subject_of(gm), wire.model(weights), compiled_frame()
-    seen, shape = _numbers_of.setdefault(wire, PythonNumbers()), (program, mine.text.shape)
-    given = {name: x for name, x in mine.numbers.items() if any(one.numbers[name] != x for one in all_of)}
-    differ = unlike(gm, [one.text for one in all_of]) or frozenset()
-    nodes = [node for node in gm.graph.nodes if node.name in differ]
-    problems = [
-        f"{name} {x}" for name, x in given.items() if program in seen.varied and type(x) not in seen.varied[program]
-    ]
-    if seen.written.get(shape):
-        problems += [f"{', '.join(map(repr, _numbers(node)))} at {at(node)}" for node in nodes]
-    if problems:
-        rows = answers(ranks, "compares", "numbers", "; ".join(problems[:SHOWN]))
-        raise SpError("SP606", what_differs(OTHER_NUMBERS, rows))
-    seen.written[shape] = seen.written.get(shape, True) and not nodes
-    seen.varied[program].update(map(type, [*given.values(), *(x for node in nodes for x in _numbers(node))]))
-
-
-def _numbers(node: Node) -> list[int | float]:
-    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (int, float))]

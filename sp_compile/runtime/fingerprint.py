@@ -1,10 +1,4 @@
-"""A graph as ranks compare it: one number on every call, and its lines where the numbers differ.
-
-What of a program is the same on every rank: its text but for numbers, the numbers written in it, its inputs.
-
-A tensor-parallel program may name its rank: `ids - 12` on one rank is `ids - 24` on the next. Its text shows what those
-numbers touch only when it lies beside the others'.
-"""
+"""A graph as ranks compare it: one number on every call, and its lines where the numbers differ."""
 
 from __future__ import annotations
 
@@ -31,7 +25,7 @@ from sp_compile.lowering.torch_compat import (
     size_hint,
 )
 from sp_compile.passes.sharding.group_names import is_collective
-from sp_compile.runtime.control.message import hashed, sendable
+from sp_compile.runtime.control.message import hashed
 
 from .agreement import answers
 
@@ -78,17 +72,6 @@ class Program:
 def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
     """What every rank tells of its program."""
     return answers(ranks, "compares", "programs", mine)
-
-
-@sendable
-@dataclass(frozen=True)
-class Text:
-    """A graph for comparison. shape: its ops and how they are joined; exchanges: those among its ops, in order;
-    numbers: a digest of what each node has for arguments beside other nodes' results."""
-
-    shape: int
-    exchanges: int
-    numbers: tuple[int, ...]
 
 
 def subject_of(gm: GraphModule) -> str:
@@ -148,28 +131,18 @@ def lines_of(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
     return tuple(lines)
 
 
-def text_of(gm: GraphModule) -> Text:
-    """The graph for comparison; see `Text`."""
-    return _text(lines_of(gm))
-
-
-def _text(lines: Sequence[NodeText]) -> Text:
-    joints = [f"{x.node.op} {_target(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
-    numbers = tuple(hashed(f"{line.written} {_text(line.body) if line.body else ''}") for line in lines)
-    return Text(hashed("\n".join(joints)), hashed(" ".join(_exchanges(lines))), numbers)
-
-
 def program_of(gm: GraphModule) -> Program:
     """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight.
 
     Its lines are each op and which of the ops before it it follows on, whatever the inputs and numbers are.
     """
     lines = lines_of(gm)
-    text = _text(lines)
+    exchanges = _exchanges(lines)
+    shape = [f"{x.node.op} {_target(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
     ops = [line for line in with_bodies(lines) if line.node.op not in ("placeholder", "output")]
     joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
     told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, trace_of(x.node)) for x, takes in joints]
-    return Program(text.exchanges if _exchanges(lines) else text.shape, tuple(told))
+    return Program(hashed("\n".join(exchanges or shape)), tuple(told))
 
 
 def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
@@ -232,16 +205,6 @@ def is_unused_symbol(node: Node) -> bool:
     """Is it an input that is a symbol which nothing reads?"""
     value = node.meta.get("val", node.meta.get("example_value"))
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
-
-
-def unlike(gm: GraphModule, everyone: Sequence[Text]) -> frozenset[str] | None:
-    """Names of the nodes that are written with other numbers on other ranks; None if the graphs differ in more."""
-    first = everyone[0]
-    if any(text.shape != first.shape for text in everyone):
-        return None
-    nodes = [node for node in gm.graph.nodes if not is_unused_symbol(node)]
-    rows = zip(nodes, zip(*(text.numbers for text in everyone)))
-    return frozenset(node.name for node, row in rows if node.op != "output" and len(set(row)) > 1)
 
 
 def digest(x: Any) -> str:

@@ -17,79 +17,33 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_one_number
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.lowering.torch_compat import (
-    argument_name,
-    in_memory,
-    is_module_state,
-    is_python_number,
-    real_tensors,
-    size_hint,
-)
+from sp_compile.lowering.torch_compat import in_memory, is_module_state, is_python_number, real_tensors
 from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.sharding.group_names import has_dtensors
 from sp_compile.passes.sharding.input_facts import Facts
 from sp_compile.runtime.control.message import sendable
 
-from .fingerprint import Text, digest, input_names, text_of
+from .fingerprint import digest, input_names
 
 FEW = 4096  # floats that are compared on every call; of more, as many
 
 
 def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
-    """What this rank can say of a Dynamo graph, its inputs and options; nothing is exchanged."""
-    tensors = local_tensors(inputs)
+    """Return what this rank sends of the inputs and options of a Dynamo graph; nothing is exchanged."""
     values = {label: digest(local_of(x)) for label, x in zip(_labels(inputs), inputs) if label}
-    arguments = [x for x in tensors if not isinstance(x, torch.nn.Parameter)]
     with real_tensors():
-        blank = [f"input_{i}" for i, x in enumerate(tensors) if x.ndim > 1 and is_one_number(x)]
-    shapes = str([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors] + [torch.is_grad_enabled()])
-    cut = str([tuple(x.shape) for x in arguments])
-    return InputDigests(
-        values,
-        frozenset(blank),
-        shapes,
-        text_of(gm),
-        has_dtensors(gm, inputs),
-        options,
-        python_numbers(gm, inputs),
-        cut,
-        data_of(gm, inputs),
-    )
+        tensors = enumerate(local_tensors(inputs))
+        blank = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_one_number(x)]
+    return InputDigests(values, frozenset(blank), options)
 
 
 @sendable
 @dataclass(frozen=True)
 class InputDigests:
-    """What one rank says: digests of values by name, tensors of one number throughout, shapes, the program's text.
-
-    numbers: Python's that the program takes as inputs. cut: the shapes of what is no parameter. data: names of the
-    tensors that it is called on, which are no part of the model and no numbers.
-    """
+    """What one rank sends: digests of values by name, tensors of one number throughout, the options."""
 
     values: dict[str, str]
     blank: frozenset[str]
-    shapes: str
-    text: Text
-    dtensors: bool
     options: str
-    numbers: dict[str, int | float]
-    cut: str
-    data: frozenset[str]
-
-    def of_data(self) -> dict[str, str]:
-        """The digests of these."""
-        return {name: value for name, value in self.values.items() if name in self.data}
-
-
-def python_numbers(gm: GraphModule, inputs: Sequence[Any]) -> dict[str, int | float]:
-    """Python's numbers that a Dynamo graph takes, by their names: ints as symbols, floats as tensors."""
-    given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    with real_tensors():
-        return {
-            argument_name(node): x.item() if isinstance(x, torch.Tensor) else size_hint(x)
-            for node, x in given
-            if is_python_number(node)
-        }
 
 
 def data_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
@@ -116,15 +70,6 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
         raise SpError("SP610", f"the ranks of this group were given different options:\n{each}")
-
-
-def may_differ(everyone: Sequence[InputDigests | None]) -> bool:
-    """May the ranks' graphs differ, below autograd too? DTensors are cut there, by rank."""
-    first = everyone[0]
-    return any(
-        one is None or first is None or one.dtensors or (one.text, one.shapes) != (first.text, first.shapes)
-        for one in everyone
-    )
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:

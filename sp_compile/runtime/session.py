@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import cached_property, partial
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -29,15 +30,15 @@ from sp_compile.passes.context import Settings
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.provenance import node_lines, places_of
-from sp_compile.passes.sharding.group_names import check_groups, cut_exchanges, grids, groups_of, is_collective
+from sp_compile.passes.sharding.group_names import Grid, check_groups, grids, groups_of, is_collective, named_groups
 from sp_compile.passes.sharding.input_facts import Facts
 from sp_compile.runtime.control.channel import BEAT, STOPPED, broken_within, stop, wire_of
-from sp_compile.runtime.control.message import MEASURES, sendable
+from sp_compile.runtime.control.message import MEASURES, hashed, sendable
 from sp_compile.runtime.control.store import ANSWERS
 
 from .agreement import meeting, wrap_error
-from .compile_protocol import Lockstep, check_numbers, connected, rounds
-from .fingerprint import Program, fingerprint, input_names, program_of, subject_of, text_of, unlike
+from .compile_protocol import Lockstep
+from .fingerprint import Program, fingerprint, input_names, program_of, subject_of
 from .guard import CheckedProgram, InProcesses
 from .input_checks import (
     check_options,
@@ -46,7 +47,6 @@ from .input_checks import (
     equal_arguments,
     equal_inputs,
     facts_of,
-    may_differ,
     sized_inputs,
     trained,
 )
@@ -56,7 +56,6 @@ from .sharded_values import OnWhole, ShardedProgram, have_shards
 sendable(Machine)
 on_recompile_limit(partial(stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
-OF_PASSES = ("rows", "text", "exchanges")  # what passes over one group's collectives ask
 
 
 class Session:
@@ -65,7 +64,7 @@ class Session:
     options: as the user gave them, unchecked. groups: those that the program exchanges over by itself, in the order of
     their appearance. ranks: those that its sequence is split over; `splits` is False where no rank is left for that.
     facts: what is known of the inputs on each group, by its name: tensors are called input_0, input_1, ..., symbols
-    size_0, ... differing: the groups whose ranks have different programs, or may. unlike: do some in any group?
+    size_0, ... grids: how the groups lie to each other, by their names.
     aligned: the groups whose ranks all hold the same rows of the sequence; None: all. measures: time the links of the
     ranks for the cost model. mode: Inductor's, as `torch.compile` was given it.
     """
@@ -91,8 +90,7 @@ class Session:
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
         self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
         self.facts: dict[str, Facts] = {}
-        self.differing: set[str] = set()
-        self.unlike = False
+        self.grids: dict[str, Grid] = {}
         self.aligned: frozenset[str] | None = None
         self.measures, self.split = measures, False
 
@@ -112,10 +110,7 @@ class Session:
         """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
         out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
-        for number, group in enumerate(self.groups):
-            out += [(group, question) for question in OF_PASSES]
-            out += rounds(self.everyone, f"layers {number}")
-        return out + rounds(self.everyone, "unlike")
+        return out + [(ranks, "programs") for ranks in self.everyone]
 
     # In front of the passes.
 
@@ -139,12 +134,7 @@ class Session:
         for ranks in self.groups:
             everyone = self._talk.ask(ranks, "inputs", mine)
             check_options(everyone)
-            check_numbers(ranks, gm, inputs, mine, everyone)
             self.facts[ranks.group] = facts_of(mine, everyone)
-            if may_differ(everyone):
-                self.differing.add(ranks.group)
-            else:
-                self._talk.skip(ranks, OF_PASSES)
         self._place()
 
     def _check_axis(self) -> None:
@@ -161,11 +151,11 @@ class Session:
 
     def _place(self) -> None:
         """How the groups lie to each other and to the ranks of the sequence."""
-        found = grids(self.everyone, lambda ranks, mine: self._talk.ask(ranks, "place", mine))
-        self.facts = {name: replace(facts, grid=found[name]) for name, facts in self.facts.items()}
+        self.grids = grids(self.everyone, lambda ranks, mine: self._talk.ask(ranks, "place", mine))
+        self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
             names = {ranks.group for ranks in self.sequence}
-            self.aligned = frozenset(name for name in self.facts if names <= found[name].level)
+            self.aligned = frozenset(name for name in self.facts if names <= self.grids[name].level)
 
     def machine(self, device: torch.device) -> Machine | None:
         """The cost model's constants on the ranks of the sequence; None: the device's defaults.
@@ -194,7 +184,7 @@ class Session:
                     wire.beat()
 
         thread = threading.Thread(target=beat, daemon=True)
-        title = (lambda: f"compiling {subject_of(gm)}"), done, threading.get_ident()
+        title = (lambda: f"compiling {subject_of(gm)}"), done
         shown = threading.Thread(target=show, args=title, daemon=True)
         thread.start()
         shown.start()
@@ -209,37 +199,40 @@ class Session:
 
     # Between the passes.
 
-    def rows(self, ranks: Ranks, starts: list[int]) -> list[list[int]]:
-        """Where every rank's blocks begin."""
-        return [answer or [] for answer in self._talk.ask(ranks, "rows", starts)]
+    def has_same_programs(self, gm: GraphModule) -> bool:
+        """Return whether all ranks have the same joint graph, and know the same of its inputs.
 
-    def numbers(self, gm: GraphModule, ranks: Ranks) -> frozenset[str] | None:
-        """The nodes that other ranks have with other numbers; None if their graphs differ in more than that."""
-        found: frozenset[str] | None = frozenset()
-        if ranks.group in self.differing:
-            everyone = self._talk.ask(ranks, "text", text_of(gm))
-            found = None if None in everyone else unlike(gm, everyone)
-        self.unlike |= found is None or bool(found)
-        return found
+        If so, passes decide the same on every rank. Asked once a compilation. Every rank gets the same answer: each
+        group passes on what the groups before it have found, which reaches all ranks where the groups are the axes of
+        a grid. Elsewhere the answer is no.
+        """
+        same, mine = self._is_grid(), self._compared(gm)
+        for ranks in self.everyone:
+            same = all(theirs == (True, mine) for theirs in self._talk.ask(ranks, "programs", (same, mine)))
+        return same
 
-    def same_exchanges(self, local: GraphModule, ranks: Ranks, tangents: Sequence[str]) -> bool:
-        """Would every rank exchange the same with the others, and compare the same gradients?"""
-        if ranks.group not in self.differing:
-            return True
-        mine = (text_of(local).exchanges, list(tangents))
-        return all(theirs == mine for theirs in self._talk.ask(ranks, "exchanges", mine))
+    def _is_grid(self) -> bool:
+        """Return whether each two groups are axes of a grid, or one holds the other."""
 
-    def same_layers(self, gm: GraphModule, local: GraphModule, ranks: Ranks, layers: Sequence[Any]) -> bool:
-        """Would the neighbours over the program's other groups scatter the same layers over theirs?"""
-        said = str((text_of(local).exchanges, ranks.n, [(layer.mode, layer.dim) for layer in layers]))
-        cut = ["" if one == ranks else cut_exchanges(gm, local, one.group) for one in self.everyone]
-        question = f"layers {self.groups.index(ranks)}"
-        return connected(self._talk, self.everyone, question, [said + one for one in cut])
+        def fits(one: str, other: str) -> bool:
+            a, b = self.grids[one], self.grids[other]
+            return (other in a.level and one in b.level) or other in a.around or one in b.around
 
-    def all_equal(self) -> bool:
-        """Have all ranks that any of the groups connect programs that differ in nothing?"""
-        self.unlike |= not connected(self._talk, self.everyone, "unlike", [str(self.unlike)] * len(self.everyone))
-        return not self.unlike
+        names = [ranks.group for ranks in self.everyone]
+        return all(fits(one, other) for one, other in combinations(names, 2))
+
+    def _compared(self, gm: GraphModule) -> int:
+        """Return a hash of the graph, of which groups it exchanges over, and of what is known of the inputs."""
+        numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
+        over = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
+        facts = [self.facts[ranks.group] for ranks in self.groups]
+        known = [[sorted(one) for one in (facts.differ, facts.equal or (), facts.blank)] for facts in facts]
+        lies = [
+            [sorted(numbers[name] for name in names) for names in (grid.level, grid.beside, grid.around)]
+            for grid in self.grids.values()
+        ]
+        sizes = [ranks.n for ranks in self.everyone]
+        return hashed(str((fingerprint(gm).digest, over, known, lies, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
         """Not in a look at a program without processes, on torch's fake groups."""

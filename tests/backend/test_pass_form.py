@@ -55,7 +55,6 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("own_rows", "scatter_layers"),
         ("drop_overwrites", "mark_varying"),
         ("mark_varying", "draw_whole"),
         ("draw_whole", "scatter"),

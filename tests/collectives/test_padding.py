@@ -197,21 +197,17 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 def test_all_operators_that_give_shards_declare_their_padding() -> None:
     """What an exchange or an operator of ours gives in shards is in `PADDED`; nothing else is."""
     gathers = {"all_gather", "all_reduce", "broadcast", "broadcast_grad", "unshard"}
-    of_others = {"own_rows"}  # a rank's own values
     given = {op for op in (*RULES, *TRANSFERS) if getattr(op, "namespace", "") == "sp"}
     names = {op.__name__.split(".")[0] for op in given}
     declared = {op.__name__.split(".")[0] for op in PADDED} - {"toy_attention"}  # of another test
     names -= {"toy_attention"}
-    assert names - gathers - of_others <= declared
+    assert names - gathers <= declared
     assert declared - names == {"mask", "shard", "window"}  # of local graphs: they have no rule
     assert set(PADDED) <= COMPOSITES
     assert set(PADDED.values()) == {"nearest", "finite", "as given"}
     tested = {case.split()[0] for case in CASES} | {"window"}
     exchanges = {"all_to_all", "reduce_scatter", "shard"}  # test_exchanges_hold_the_nearest_row, test_every_frame
-    blocks = {"all_rows"}  # of equal sizes, so without padding
-    assert {op.__name__.split(".")[0] for op, padded in PADDED.items() if padded == "nearest"} == (
-        tested | exchanges | blocks
-    )
+    assert {op.__name__.split(".")[0] for op, padded in PADDED.items() if padded == "nearest"} == tested | exchanges
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -29,7 +29,7 @@ def call(case: Case, x: Tensor, ids: Tensor | None, **how: Any) -> Tensor:
     options["group"] = in_rank.group()
     if ids is not None:
         fn = sp_compile.segmented_scan
-        return fn(x, ids, DIM, case.op, exclusive=case.exclusive, runs=True, **options)
+        return fn(x, ids, DIM, case.op, exclusive=case.exclusive, **options)
     return (sp_compile.exclusive_scan if case.exclusive else sp_compile.inclusive_scan)(x, DIM, case.op, **options)
 
 

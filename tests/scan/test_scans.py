@@ -20,7 +20,6 @@ from support.scans.scanning import (
 )
 from torch import Tensor
 
-import sp_compile
 from sp_compile import exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 
 cases = pytest.mark.parametrize(
@@ -99,10 +98,9 @@ def test_ids_differ_between_rows() -> None:
     assert segmented_scan(x, ids, 1).tolist() == [[1, 2, 3, 1], [1, 1, 2, 3]]
 
 
-def test_an_id_may_come_again_if_runs_are_meant() -> None:
+def test_an_id_that_comes_again_begins_another_segment() -> None:
     x, ids = torch.ones(5, dtype=torch.int64), torch.tensor([1, 1, 0, 1, 1])
-    assert segmented_scan(x, ids, 0, runs=True).tolist() == [1, 2, 1, 1, 2]
-    assert segmented_scan(x, ids, 0, check=False).tolist() == [1, 2, 1, 1, 2]
+    assert segmented_scan(x, ids, 0).tolist() == [1, 2, 1, 1, 2]
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -163,9 +161,9 @@ def test_accumulate_dtype() -> None:
         assert (scan(x, 0, accumulate_dtype=torch.float32)[-1] != 1000).all()
 
 
-def test_aliases() -> None:
-    assert sp_compile.parallel_inclusive_scan is inclusive_scan
-    assert sp_compile.parallel_exclusive_scan is exclusive_scan
+def test_integers_that_overflow_wrap_as_in_torch() -> None:
+    x = torch.tensor([2**62, 2**62, 1])
+    assert torch.equal(inclusive_scan(x, 0), x.cumsum(0))
 
 
 # linear_scan.

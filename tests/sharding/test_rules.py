@@ -30,13 +30,10 @@ from sp_compile.passes.sharding.rules.pointwise import SMOOTH_OPS, is_smooth
 aten = torch.ops.aten
 RUNS = ("pass", "sum", "mean", "total")
 # What sp::ring_attention and its like do with shards is no rule's business: tests/attention/test_sharded_attention.py.
-# Collectives over other ranks need those: tests/tensor_parallel/test_tensor_parallel.py, tests/tensor_parallel/test_own_rows.py.
+# Collectives over other ranks need those: tests/tensor_parallel/test_tensor_parallel.py.
 # What is in the order of sorted keys is right where it is put back: tests/models/test_experts.py.
 sp = torch.ops.sp
-ELSEWHERE = (
-    *(sp.own_rows.default, sp.all_rows.default, sp.reduce_pair.default),
-    *(sp.sort_rows.default, sp.to_sorted.default, sp.from_sorted.default),
-)
+ELSEWHERE = (sp.reduce_pair.default, *(sp.sort_rows.default, sp.to_sorted.default, sp.from_sorted.default))
 RULES = {
     op: function
     for op, function in rules.RULES.items()

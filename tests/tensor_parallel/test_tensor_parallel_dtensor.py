@@ -146,7 +146,8 @@ def trained(
 
 
 ALL = "s" * 12  # forward two a layer; backward q, k and v each sum a gradient of their own
-PLANS = {linears: ALL, tables: None, tied: None, inside_dtensors: None, scattered_already: ""}
+# A vocabulary that is split takes offsets of each rank: the programs differ, and their collectives stay.
+PLANS = {linears: ALL, tables: "", tied: "", inside_dtensors: None, scattered_already: ""}
 
 
 @pytest.mark.parametrize("plan", [p if p in (tied,) else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
@@ -155,7 +156,6 @@ def test_plans(ranks: Ranks, plan: Callable[[nn.Module, Any], None], n: int) -> 
     for one in ranks.run(n, trained, plan, (2, 8)):
         assert not one.where, one.where[:5]
         assert PLANS[plan] is None or one.modes == [PLANS[plan]], one.modes
-        assert "s" in one.modes[0] or plan is scattered_already
 
 
 @pytest.mark.slow

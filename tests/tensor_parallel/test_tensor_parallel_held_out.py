@@ -59,8 +59,7 @@ def test_over_two_axes(ranks: Ranks, kind: type[Model]) -> None:
     """Rows that one axis has cut cross the exchanges of the other, and are whole again only behind their waits."""
     for one in ranks.run(4, over_two, kind, (2, 2), "ab", (2, 7)):
         assert not one.where, one.where[:5]
-        assert kind is Mixture or one.modes == ["ssss"]
-        assert "s" in one.modes[0]
+        assert one.modes == ["" if kind is Mixture else "ssss"]  # a mixture takes slices at each rank's own place
 
 
 def on_six() -> list[Trained]:
@@ -75,4 +74,4 @@ def test_two_axes_of_two_by_three() -> None:
     for each in spawned(6, on_six):
         for one in each:
             assert not one.where, one.where[:5]
-            assert "s" in one.modes[0]
+            assert one.modes in (["ssss"], [""])

@@ -20,7 +20,6 @@ OTHER_MEANINGS = {
         "sp_compile.verify",
         "sp_compile.passes",  # the pass that gathers what no other takes
         "sp_compile.passes.strategies.gather_demands",
-
         "sp_compile.passes.cost.scan_cost",  # how scans exchange
         "sp_compile.functional.scan_shards",
         "sp_compile.lowering.scan.carries",

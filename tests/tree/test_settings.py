@@ -19,7 +19,9 @@ from sp_compile import SPConfig
 FIELDS = {field.name for field in fields(SPConfig)} | {"has_place"}
 UNSEEN = {"options", "given", "config"}  # what mappings of options are called
 READ_THEM = {"sp_compile.config", "sp_compile.passes.context"}
-WRITE_THEM = {f"sp_compile.planner.{name}" for name in ("plan", "planned_steps")}  # ask for several options in place of one
+WRITE_THEM = {
+    f"sp_compile.planner.{name}" for name in ("plan", "planned_steps")
+}  # ask for several options in place of one
 
 
 def is_config(node: ast.expr | None, known: set[str]) -> bool:

@@ -1,9 +1,8 @@
-"""Scans in C++, in one pass over memory, compiled by Inductor's toolchain when first asked for.
+"""Scans in C++ (`native.cpp`), in one pass over memory, compiled by Inductor's toolchain at the first call.
 
-x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). Neighbouring columns go down
-the rows together, in registers; a line of neighbours is scanned vector by vector.
-One library for every operation and type to compute in, about a second to compile, kept in Inductor's cache on disk; if
-others may write there, in a folder of this process alone. Without a compiler no problem fits.
+x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). There is one library for each
+operation and pair of dtypes, which takes about a second to compile and is kept in Inductor's cache on disk. Without a
+compiler no problem fits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -25,40 +23,44 @@ from sp_compile.lowering.scan.monoids import MONOIDS, Pair
 from sp_compile.lowering.scan.scan_table import Problem, register, strides_of
 from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
-from .trusted import open_to_others, require_trusted
-
-SOURCES = ("vectors", "steps", "walks", "tensors", "grid", "lines", "passes")
 FLAGS = ("-ffp-contract=fast", "-g0")
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-ELEMENTS = {dtype: number for number, dtype in enumerate((*_FLOATS, *_INTEGERS))}  # as in native_tensors.cpp
-ELEMENTS[torch.bool] = ELEMENTS[torch.uint8]
-COMPUTE_TYPES = {torch.float32: "float", torch.float64: "double", torch.int64: "int64_t"}
-COMBINE_TYPES = {"sum": "Add", "prod": "Multiply", "max": "Larger", "min": "Smaller"}
+NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "BFloat",
+    torch.float16: "Half",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.uint8: "uint8_t",
+    torch.bool: "uint8_t",
+}
+OPERATORS = {"sum": "Add", "prod": "Multiply", "max": "Select<true>", "min": "Select<false>"}
 
+PAGE, MADV_HUGEPAGE = 1 << 21, 14
 GRAIN = 1 << 15
 """Elements from which on threads are worth their start."""
-POINTERS = ("x", "b", "initial", "starts", "out", "indices", "total", "factor")
+POINTERS = ("x", "b", "starts", "out", "indices", "states")
 
-EntryPoint = Callable[[bytes], None]  # takes a packed _PROBLEM
-_PROBLEM = struct.Struct("8Q7qd5i")  # as in native_tensors.cpp
 _lock = threading.Lock()
-_failures: list[str] = []
-_private: list[TemporaryDirectory[str]] = []
 
 
 def fits(problem: Problem) -> bool:
-    """On a CPU, of dtypes that the C++ has, where a compiler makes it."""
-    if problem.device != "cpu" or problem.dtype not in ELEMENTS or problem.result not in ELEMENTS:
+    """Return whether the problem is on a CPU, of dtypes that the C++ has, and a compiler translates it."""
+    if problem.device != "cpu" or problem.dtype not in NAMES or problem.result not in NAMES:
         return False
-    return _kernel(problem) is not None
+    if _compute_dtype(problem) is None:
+        return False
+    dtype = problem.dtype if problem.kind.startswith("linear") else _operand_dtype(problem.dtype, problem.result)
+    return _kernel(problem, dtype) is not None
 
 
-def _computed(problem: Problem) -> torch.dtype | None:
-    """The type to compute in; None if there is no kernel."""
+def _compute_dtype(problem: Problem) -> torch.dtype | None:
+    """Return the type to compute in; None if there is no kernel."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
-        # What has every value of the dtype, and every index.
+        # Every value of the dtype, and every index, is exact in it.
         narrow = problem.kind == "scan" and problem.result is not torch.float64
         return (torch.float32 if narrow else torch.float64) if floats else torch.int64
     if problem.op in ("sum", "prod") and not floats:
@@ -68,89 +70,72 @@ def _computed(problem: Problem) -> torch.dtype | None:
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
 
 
-@cache
-def _steps(kind: str, op: str, compute: torch.dtype) -> str:
-    """The machine of native_steps.cpp."""
-    c = COMPUTE_TYPES[compute]
-    if kind == "scan":
-        return "LogSumExp" if op == "logsumexp" else f"Scan<{c}, {COMBINE_TYPES[op]}>"
-    if kind == "extremes":
-        return f"Extremes<{c}, {COMBINE_TYPES[op]}>"
-    return f"Linear<{c}>" if kind == "linear" else f"LinearTotal<{c}>"
+def _machine(problem: Problem) -> str:
+    """Return the C++ type that scans."""
+    compute = NAMES[_compute_dtype(problem)]
+    if problem.kind.startswith("linear"):
+        return f"Linear<{compute}, {problem.lagged:d}, {problem.kind == 'linear_total':d}>"
+    if problem.op == "logsumexp":
+        return "LogSumExp"
+    return f"{'Scan' if problem.kind == 'scan' else 'Extremes'}<{compute}, {OPERATORS[problem.op]}>"
 
 
-def _kernel(problem: Problem) -> EntryPoint | None:
-    compute = _computed(problem)
-    if compute not in COMPUTE_TYPES:
-        return None
+def _kernel(problem: Problem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
+    """Return the function of a packed problem, with operands of `dtype`."""
     with _lock:
-        return _compiled(_steps(problem.kind, problem.op, compute))
+        return _compile(_machine(problem), NAMES[dtype], NAMES[problem.result])
 
 
 @cache
-def _compiled(steps: str) -> EntryPoint | None:
+def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None] | None:
     if not has_cpp_compiler():
         return None
+    source = Path(__file__).with_name("native.cpp").read_text()
+    types = f"#define MACHINE {machine}\n#define IN {operand}\n#define OUT {result}\n"
     try:
-        kernel = compile_cpp(f"#define STEPS {steps}\n{_source()}", FLAGS, _folder, require_trusted).scan
+        kernel = compile_cpp(types + source, FLAGS).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
-        _failures.append(steps)
-        if len(_failures) == 1:
-            warnings.warn(f"scans are slower than they could be: no library of {steps}: {error}", stacklevel=2)
+        warnings.warn(f"scans on this CPU are slow, their C++ was not compiled: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel
 
 
-@cache
-def _folder(cache: str) -> str:
-    """Where libraries are kept: in Inductor's cache, unless others may write there."""
-    theirs = open_to_others(cache)
-    if theirs is None:
-        return cache
-    mend = f"chmod go-w {theirs}, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-    warnings.warn(f"every process compiles its scans anew: others may write to {theirs}; {mend}", stacklevel=2)
-    _private.append(TemporaryDirectory(prefix="sp_compile"))  # gone when the process ends
-    return _private[0].name
-
-
-@cache
-def _source() -> str:
-    return "".join((Path(__file__).parent / f"native_{name}.cpp").read_text() for name in SOURCES)
-
-
 def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
-    x = _as_operand(x, problem.result)
-    out, total = x.new_empty(x.shape, dtype=problem.result), _one_row(x, _computed(problem))
-    _run(problem, x, starts=starts, out=out, total=total)
+    """Return the scan of x, and the combination of the last segment."""
+    x = x.to(_operand_dtype(x.dtype, problem.result))
+    out = x.new_empty(x.shape, dtype=problem.result)
+    states = _run(problem, x, starts=starts, out=out)
+    total = states[0] + states[1].log1p() if problem.op == "logsumexp" else states[0]
     return out, total.to(problem.accumulate)
 
 
 def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    """Return the running extremes, and their rows."""
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     _run(problem, x, starts=starts, out=out, indices=indices)
     return out, indices
 
 
 def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+    """Return h_i = a_i * h_(i-1) + b_i."""
     a, b = _of_one_dtype(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
-    initial = None if initial is None else initial.to(problem.accumulate).contiguous()
-    _run(problem, a, b=b, initial=initial, out=h)
+    _run(problem, a, initial, b=b, out=h)
     return h
 
 
 def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
+    """Return factor and state of the map that all rows make."""
     a, b = _of_one_dtype(a, b)
-    factor, state = (_one_row(b, problem.accumulate) for _ in range(2))
-    _run(problem, a, b=b, total=state, factor=factor)
+    state, factor = _run(problem, a, b=b)
     return factor, state
 
 
-def _as_operand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype, unless the C++ reads the same values from x itself."""
-    wider = torch.promote_types(x.dtype, dtype) == dtype
-    return x if wider and x.dtype.is_floating_point == dtype.is_floating_point else x.to(dtype)
+def _operand_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
+    """Return `dtype` if its values are those of `result`, else `result`, to which operands are rounded."""
+    wider = torch.promote_types(dtype, result) == result
+    return dtype if wider and dtype.is_floating_point == result.is_floating_point else result
 
 
 def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
@@ -158,22 +143,32 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
     return a.to(dtype), b.to(dtype)
 
 
-def _one_row(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[2]), dtype=dtype)
-
-
-def _run(problem: Problem, x: Tensor, **others: Tensor | None) -> None:
-    """Fill those of `others` that are results; all contiguous."""
-    kernel = _kernel(problem)
-    assert kernel is not None, "a problem that does not fit"
-    tensors = {"x": x, **others}
-    pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
+def _run(problem: Problem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
+    """Fill the results among `others`, all contiguous; return the states after all rows, (planes, outer, inner)."""
+    dtype, kernel = _compute_dtype(problem), _kernel(problem, x.dtype)
+    assert kernel is not None, "the problem does not fit"
     empty = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
-    empties = (0, empty) if problem.result.is_floating_point else (int(empty), 0.0)
-    out = others.get("out")
-    elements = ELEMENTS[x.dtype], ELEMENTS[x.dtype if out is None else out.dtype]
-    options = problem.exclusive or problem.lagged, problem.reverse, torch.get_num_threads() if x.numel() >= GRAIN else 1
-    kernel(_PROBLEM.pack(*pointers, *x.shape, *strides_of(others.get("starts")), *empties, *elements, *options))
+    states = x.new_zeros((2, x.shape[0], x.shape[2]), dtype=dtype)
+    states[0] = empty if initial is None else initial
+    states[1] = problem.kind.startswith("linear")
+    for result in (others.get("out"), others.get("indices")):
+        if result is not None:
+            _use_large_pages(result)
+    tensors = {"x": x, "states": states, **others}
+    pointers = ((tensor.data_ptr() if (tensor := tensors.get(name)) is not None else 0) for name in POINTERS)
+    threads = torch.get_num_threads() if x.numel() >= GRAIN else 1
+    integers = dtype is torch.int64
+    options = problem.exclusive or problem.lagged, problem.reverse, threads, int(empty) if integers else float(empty)
+    layout = "6Q9qq" if integers else "6Q9qd"  # of Problem in native.cpp
+    kernel(struct.pack(layout, *pointers, *x.shape, *strides_of(others.get("starts")), *options))
+    return states
+
+
+def _use_large_pages(result: Tensor) -> None:
+    """Ask Linux for large pages: it takes longer to give new memory in small ones than a scan takes to fill it."""
+    begin, end = -(-result.data_ptr() // PAGE) * PAGE, (result.data_ptr() + result.nbytes) // PAGE * PAGE
+    if sys.platform == "linux" and end - begin > PAGE:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
 register("native", sys.modules[__name__], rank=lambda problem: 10)

@@ -15,19 +15,10 @@ import torch
 from sp_compile.passes.graph.call import Call
 from sp_compile.passes.graph.node_info import record
 from sp_compile.passes.graph.sizes import Size, product, quotient, same, sizes
-from sp_compile.passes.sharding.placement import (
-    REPLICATE,
-    VARYING,
-    Frame,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Varying,
-)
+from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
 from sp_compile.passes.sharding.rule import Factors, rule_of, transfer
 
-from ._build import bind, names, replaced
+from ._build import bind
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
@@ -87,21 +78,3 @@ def _row_wise(call: Call) -> Factors | None:
 @rule_of(c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
 def _along_the_first(call: Call) -> Factors | None:
     return None if record(call.node).no_rule else bind(call, "a ... -> c ...", whole="a")
-
-
-@rule_of(sp.own_rows.default)
-def _own_rows(call: Call) -> Factors:
-    """A sharded value's block is what the rank holds."""
-    dims, at = names(call.ndim()), call["dim"]
-    want = Shard(at, Frame.full(call["n"]), inner=call.results()[0].shape[at])
-    result = replaced(dims, [at], "block")
-    return Factors((dims,), (result,), {dims[at]: "whole"}, wants=(want,), gives=VARYING, alias=True)
-
-
-@rule_of(sp.all_rows.default)
-def _all_rows(call: Call) -> Factors:
-    """The ranks' blocks are a value that is sharded already."""
-    dims, at = names(call.ndim()), call["dim"]
-    gives = Shard(at, Frame.full(call["n"]), inner=call.shape()[at])
-    result = replaced(dims, [at], "rows")
-    return Factors((dims,), (result,), {dims[at]: "whole"}, wants=(VARYING,), gives=gives, alias=True)

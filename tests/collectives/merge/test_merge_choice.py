@@ -62,7 +62,7 @@ def test_bad_input() -> None:
         node.meta.clear()
     with pytest.raises(SpError, match="SP906"):
         MergeReductions(GRID)(gm)
-    with pytest.raises(SpError, match="all_reduce_bandwidth=0: expected a number above 0"):
+    with pytest.raises(SpError, match="SP702: cost: all_reduce_bandwidth"):
         MergeReductions(GRID, cost={"all_reduce_bandwidth": 0})(traced(two("sum", "sum"), X))
 
 

@@ -9,7 +9,7 @@ from scan.kernels.test_scan_triton import python
 
 from sp_compile.lowering.collectives import all_to_all_permute
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
-from sp_compile.lowering.triton import MOST_DIMS, usable
+from sp_compile.lowering.triton import usable
 from sp_compile.lowering.triton.move_kernel import TILE, tiling
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -17,7 +17,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 @needs_triton
 @pytest.mark.sampled(every=10)
-@pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims", "peers", "row"])
+@pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")
 
@@ -80,31 +80,16 @@ def test_too_many_dims() -> None:
 def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but packing fits, whatever is declared."""
     x = torch.zeros(2, 4)
-    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
+    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), lambda: None)
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
     assert lowering.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
     assert not usable(x)
 
 
-def test_what_decides_for_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are memory as well, on whichever ranks; complex numbers have one dim more."""
-    monkeypatch.setattr(lowering.triton, "reads_peers", lambda x: True)
-    buffer = all_to_all_permute.Buffer(torch.zeros(4096, dtype=torch.uint8), torch.zeros(2), 0, lambda: None)
-    monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
-    x, many = torch.zeros(2, 4), torch.zeros((2,) * MOST_DIMS)
-    ways = [
-        lowering.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared"))
-        for x in (x, torch.nn.Parameter(x), many, many[0].to(torch.complex64), many.to(torch.complex64))
-    ]
-    assert ways == ["symmetric"] * 4 + ["packed"]
-
-
 def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has all_to_all_nd and there is symmetric memory, a matrix is exchanged by it."""
     barriers: list[int] = []
-    buffer = all_to_all_permute.Buffer(
-        torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 1, lambda: barriers.append(1)
-    )
+    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), lambda: barriers.append(1))
     given: list[object] = []
 
     def nd(x: torch.Tensor, out: torch.Tensor, scatter: int, gather: int, *, group: str) -> None:
@@ -143,14 +128,12 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 
 from sp_compile.lowering.triton import move
 
-bf16, peers = torch.bfloat16, torch.zeros(4, dtype=torch.int64)
+bf16 = torch.bfloat16
 wide, narrow = torch.empty(1024, 8, 512, dtype=bf16).movedim(1, 0), torch.empty(8192, 8, 8, dtype=bf16).movedim(1, 0)
 for x in (wide, narrow, torch.empty(512, 512, dtype=bf16).mT, torch.empty(64, 8, 3, dtype=torch.bool).movedim(1, 0)):
     assert move.copy(torch.empty(x.shape, dtype=x.dtype), x)
-x = torch.empty(64, 16, 128, dtype=bf16).narrow(1, 0, 4)
-assert move.from_peers(torch.empty(256, 4, 128, dtype=bf16), peers, 512, x.stride(), 0, 1)
-assert len(compiled) == 5
-for kernel in (compiled[0], compiled[1], compiled[4]):  # 16 bytes at a time, both ways
+assert len(compiled) == 4
+for kernel in (compiled[0], compiled[1]):  # 16 bytes at a time, both ways
     moves = set(re.findall(r"(?:ld|st)[.]global[.v2]*[.]b64", kernel.asm["ptx"]))
     assert {"ld.global.v2.b64", "st.global.v2.b64"} <= moves, moves
 """

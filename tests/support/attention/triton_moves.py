@@ -1,4 +1,4 @@
-"""Checks of the kernels that permute, for a process with Triton's interpreter: any strides, any dtype, and peers."""
+"""Checks of the kernels that permute, for a process with Triton's interpreter: any strides, any dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ import itertools
 import torch
 from torch import Tensor
 
-from sp_compile import all_to_all_permute
-from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives import all_to_all_permute as lowering
-from sp_compile.lowering.collectives import all_to_all_permute as symmetric
-from sp_compile.lowering.comm.communicator import Communicator, FunctionalCommunicator, current, use
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
 from sp_compile.lowering.triton import move_kernel as move
 
 DTYPES = (
@@ -70,55 +64,3 @@ def check_many_dims() -> None:
     check(x.permute(5, 3, 1, 4, 2, 0))
     many = draw((2,) * 10, torch.float32)
     assert not move.copy(torch.empty_like(many), many.permute(9, 7, 5, 3, 1, 8, 6, 4, 2, 0))
-
-
-def check_peers() -> None:
-    """Blocks of n buffers, into any dim, from any peer on."""
-    for n, dtype in ((1, torch.float32), (3, torch.bfloat16), (2, torch.bool), (4, torch.complex64)):
-        for scatter, gather in itertools.permutations(range(3), 2):
-            shape = [3, 2, 5]
-            shape[scatter] = 2 * n
-            xs = [draw(tuple(shape), dtype, seed) for seed in range(n)]
-            peers = torch.tensor([x.data_ptr() for x in xs])
-            for rank in range(n):
-                expected = torch.cat([x.chunk(n, scatter)[rank] for x in xs], gather)
-                block = xs[0].narrow(scatter, 0, 2)
-                offset = rank * 2 * block.stride(scatter)
-                for out in (torch.empty_like(expected), torch.empty_like(expected.mT).mT):
-                    assert move.from_peers(out, peers, offset, block.stride(), gather, rank)
-                    assert torch.equal(out, expected)
-
-
-def _meet(together: Communicator, n: int) -> None:
-    together.all_gather(torch.zeros(1), n, GROUP)
-
-
-def check_row() -> None:
-    """The row of the lowering table, forward and backward, on simulated ranks whose memory is this process's."""
-    n, shape = 2, (3, 4, 6)
-    memory = [torch.empty(1 << 12, dtype=torch.uint8) for _ in range(n)]
-    peers = torch.tensor([m.data_ptr() for m in memory])
-    xs = [draw(shape, torch.float32, rank) for rank in range(n)]
-
-    def live(rank: int) -> list[Tensor]:
-        together = current()
-        buffer = symmetric.Buffer(memory[rank], peers, rank, lambda: _meet(together, n))
-        ranks = Ranks(n, f"rank {rank}")  # the registry is one for all of them
-        symmetric.BUFFERS[ranks.group] = buffer
-        with use(FunctionalCommunicator()):
-            x = xs[rank].clone().requires_grad_()
-            y = all_to_all_permute(x, 2, 1, ranks, check=False)
-            y.backward(2 * y.detach())
-            placed = buffer.view(shape, torch.float32)
-            placed.copy_(xs[rank])
-            assert buffer.holds(placed)
-            assert not buffer.fits(torch.empty(1 << 12))
-            return [y.detach(), x.grad, all_to_all_permute(placed, 2, 1, ranks, check=False)]
-
-    with lowering.using("symmetric"):
-        found = run_ranks(n, live)
-    for rank, (y, grad, again) in enumerate(found):
-        expected = torch.cat([x.chunk(n, 2)[rank] for x in xs], 1)
-        assert torch.equal(y, expected)
-        assert torch.equal(grad, 2 * xs[rank])
-        assert torch.equal(again, expected)

@@ -70,7 +70,9 @@ def layers() -> str:
     """Return the layers, low to high, each with its folders."""
     lines = []
     for layer in LAYERS:
-        folders = sorted(p.name for p in (ROOT / layer).iterdir() if (p / "__init__.py").exists() and not p.is_symlink())
+        folders = sorted(
+            p.name for p in (ROOT / layer).iterdir() if (p / "__init__.py").exists() and not p.is_symlink()
+        )
         lines.append(f"{layer + '/':12} {' '.join(folders)}")
     return "\n".join(lines)
 

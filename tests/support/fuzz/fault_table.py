@@ -330,7 +330,6 @@ FAULTS: dict[str, Fault] = {
     "a weight that is frozen": Fault("different", freezes),
     "another seed": Fault("", seeds),
     "deterministic algorithms": Fault("deterministic algorithms", under(deterministic)),
-    "numbers that differ, tensor-parallel": Fault("SP606", everyone=other_numbers, late=True, **PARALLEL),
     "a forked child that calls the model": Fault("", a_child_calls),
     "a checkpoint around the model": Fault("mode.*checkpoint", checkpoints),
     "a checkpointed part": Fault("SP631.*in checkpoint 0", begins=checkpointed_part),
