@@ -13,7 +13,7 @@ on 2.13); these are linear. Bytes moved: none. On shards, what is not recognised
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from sp_compile.passes.graph.node_info import mark
 from sp_compile.passes.sharding.matchers import order_of, origin, uncast
 
 from .scan_calls import flips_along, scan
+from .scan_trees import nodes_before
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -57,7 +58,7 @@ def combining(function: GraphModule, leaves: int) -> list[CombineFunction] | Non
     except _Unknown:
         return None
     left, right = symbols[:leaves], symbols[leaves : 2 * leaves]
-    found = [_scan(e, i, left, right) or _recurrence(results, i, left, right) for i, e in enumerate(results)]
+    found = [scan_of_leaf(e, i, left, right) or _recurrence(results, i, left, right) for i, e in enumerate(results)]
     return [one for one in found if one is not None] if all(found) else None
 
 
@@ -96,6 +97,20 @@ def _results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.E
     return [sympy.expand(_read(r, env)) for r in results]
 
 
+def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
+    """Return a value as an expression of the nodes that have a symbol, None if an operation on the way is unknown."""
+    env: dict[Node, sympy.Expr] = {}
+    for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):
+        try:
+            found = symbol(node) or env.get(origin(node)) or _value(node, env)
+        except _Unknown:
+            found = None
+        if found is None:
+            return None
+        env[node] = found
+    return sympy.expand(env[value])
+
+
 def _value(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
     """The op's value; of scaled sums, casts and whatever is not in the table there is none."""
     if node.target not in _OPS or any(v not in (1, None) for v in node.kwargs.values()):
@@ -114,7 +129,8 @@ def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
     raise _Unknown
 
 
-def _scan(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
+def scan_of_leaf(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
+    """Return the scan of leaf `i` whose combine function the expression is, None if it is another one."""
     a, b = left[i], right[i]
     known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
     return CombineFunction(known[e], (i,)) if e in known else None
@@ -156,28 +172,28 @@ class AssociativeScans(Spelling):
             drop_dead(self.graph)
         for node in calls:
             found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
-            if found is not None and all(self._fits(node, one) for one in found):
+            if found is not None and all(self.fits(node.args[1], one) for one in found):
                 self._rewrite(node, found)
                 changes += 1
             else:
                 mark(node, no_rule=UNKNOWN_FUNCTION if found is None else OTHER_DTYPE)
         return changes
 
-    def _fits(self, node: Node, one: CombineFunction) -> bool:
+    def fits(self, leaves: Sequence[Node], one: CombineFunction) -> bool:
         """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
-        dtypes = [node.args[1][i].meta["val"].dtype for i in one.leaves]
+        dtypes = [leaves[i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
         return dtypes[0] != torch.bool and scannable(dtypes[0])
 
     def _rewrite(self, node: Node, found: list[CombineFunction]) -> None:
-        given = _operands(list(node.args[1]))
+        given = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self._moved_back(self._scan(found[i], given, node), given, node) for i in read}
+            fresh = {i: self.moved_back(self.scanned(found[i], given, node), given, node) for i in read}
         self.replace(node, fresh)
 
-    def _scan(self, one: CombineFunction, given: _Operands, node: Node) -> Node:
+    def scanned(self, one: CombineFunction, given: _Operands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
@@ -185,7 +201,7 @@ class AssociativeScans(Spelling):
             return self.emit(sp.linear_scan.default, args, value, node)
         return scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
 
-    def _moved_back(self, x: Node, given: _Operands, node: Node) -> Node:
+    def moved_back(self, x: Node, given: _Operands, node: Node) -> Node:
         for target, args in reversed(given.undone):
             x = self.compute(target, (x, *args), node)
         return x
@@ -197,9 +213,9 @@ def _calls(gm: GraphModule) -> list[Node]:
     return [n for n in found if all(u.target is operator.getitem for u in n.users)]
 
 
-def _operands(leaves: list[Node]) -> _Operands:
+def operands_of(leaves: list[Node], dim: int = 0) -> _Operands:
     """torch moves the dim to the front, and flips it for a scan backwards; a scan of the package needs neither."""
-    out = _Operands([origin(x) for x in leaves])
+    out = _Operands([origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
         came_from = _source_dim(first, out.dim)

@@ -4,7 +4,7 @@
     picked_elements    x[arange(N), y]                ->  gather
     written_lists      tensors that a loop writes row by row  ->  lists of rows
     reroll             loops over time, unrolled      ->  scans, and one body for all steps
-    scan_rounds        scans in log2 S rounds         ->  scans
+    unrolled_scans     trees of associative_scan      ->  sp.scan, sp.linear_scan
     eager_attention    matmul, softmax, matmul        ->  scaled_dot_product_attention
     flex_attention     torch's, with its mask_mod     ->  the same, or sp.masked_attention with a predicate
     flash_functions    of the flash_attn package      ->  the same, or sp.masked_attention with a predicate

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import associative_scan_op, scan_op
 from sp_compile.passes.base import Spelling, register
@@ -43,24 +43,10 @@ class ScanTrees(Spelling):
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in SCANNED:
                 mark(node, scanned=(SCANNED[node.target], 0))
-        joins = [found for node in gm.graph.nodes if (found := _interleaving(node)) is not None]
-        outer = [(node, piece) for node, piece in joins if not self._is_inner(piece, joins)]
+        outer = outermost_trees(gm.graph)
         for node, piece in outer:
             self._mark(node, piece)
         return len(outer)
-
-    def _is_inner(self, piece: Piece, joins: Iterable[tuple[Node, Piece]]) -> bool:
-        """Are the rows that a level takes apart combinations of every second row of another?"""
-        rows = shape_of(piece.source)[piece.dim]
-        larger = [
-            one.source
-            for _, one in joins
-            if one.dim == piece.dim
-            and same(shape_of(one.source)[one.dim] // 2, rows)
-            and one.source is not piece.source
-        ]
-        starts = [cut for leaf in larger for cut in _cuts(leaf, piece.dim) if _is_second(cut)]
-        return bool(starts) and piece.source in _after(starts, until=piece.source)
 
     def _mark(self, join: Node, first: Piece) -> None:
         """Mark what lies between the leaves and the rows that are interleaved last.
@@ -73,7 +59,7 @@ class ScanTrees(Spelling):
             piece = piece_of(node)
             return piece is not None and piece.dim == first.dim and same(shape_of(piece.source)[piece.dim], rows)
 
-        before = _before(join, is_cut)
+        before = nodes_before(join, is_cut)
         cuts = [node for node in before if is_cut(node)]
         inside = before & _after(cuts, until=join)
         inside |= {user for user in join.users if is_tensor(user) and piece_of(user) is not None}
@@ -81,8 +67,26 @@ class ScanTrees(Spelling):
             mark(node, no_rule=NO_SCAN, scanned=(0, first.dim) if node in cuts and _is_second(node) else None)
 
 
-def _interleaving(node: Node) -> tuple[Node, Piece] | None:
-    """What interleaves the rows of a scan with combinations of them, and the piece that is its first row."""
+def outermost_trees(graph: Graph) -> list[tuple[Node, Piece]]:
+    """Return the result of each tree, which is inside of no other one, and the first row of its leaf."""
+    joins = [found for node in graph.nodes if (found := interleaving(node)) is not None]
+    return [(node, piece) for node, piece in joins if not _is_inner(piece, joins)]
+
+
+def _is_inner(piece: Piece, joins: Iterable[tuple[Node, Piece]]) -> bool:
+    """Are the rows that a level takes apart combinations of every second row of another?"""
+    rows = shape_of(piece.source)[piece.dim]
+    larger = [
+        one.source
+        for _, one in joins
+        if one.dim == piece.dim and same(shape_of(one.source)[one.dim] // 2, rows) and one.source is not piece.source
+    ]
+    starts = [cut for leaf in larger for cut in _cuts(leaf, piece.dim) if _is_second(cut)]
+    return bool(starts) and piece.source in _after(starts, until=piece.source)
+
+
+def interleaving(node: Node) -> tuple[Node, Piece] | None:
+    """Return the node and the first row of the leaf, if it interleaves rows of a scan with combinations of them."""
     if node.target is not aten.flatten.using_ints or node.args[0].target is not aten.stack.default:
         return None
     stack, dim = node.args[0], Call(node)["start_dim"]
@@ -128,8 +132,8 @@ def _after(starts: Iterable[Node], until: Node) -> set[Node]:
     return found
 
 
-def _before(node: Node, stops: Callable[[Node], bool]) -> set[Node]:
-    """The node and what it is computed from, up to others that are included."""
+def nodes_before(node: Node, stops: Callable[[Node], bool]) -> set[Node]:
+    """Return the node and all that it is computed from, up to the nodes that stop the search."""
     found, left = set[Node](), [node]
     while left:
         one = left.pop()

@@ -269,14 +269,6 @@ def groups(x: Tensor) -> Tensor:
     return x.unflatten(-1, (4, 1)).transpose(1, 2)[:, :2]
 
 
-def rounds(x: Tensor) -> Tensor:
-    apart = 1
-    while apart < x.shape[1]:
-        x = torch.cat([x[:, :apart], torch.maximum(x[:, apart:], x[:, :-apart])], 1)
-        apart *= 2
-    return x
-
-
 def rows(x: Tensor, first: int = 0, twice: int = -1, read: bool = False) -> Tensor:
     """What is written row by row."""
     y, total = torch.zeros_like(x), torch.zeros(())
@@ -309,7 +301,6 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda x: step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1)).flip(1),
         "not scan_idioms .* what it scans is computed of flipped rows",
     ),
-    "rounds of maxima": (rounds, "not scan_rounds rounds of neighbours 1, 2, 4, ... 4 rows apart are no scan"),
     "a row written twice": (lambda x: rows(x, twice=3), "not written_lists .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not written_lists .* 2 rows of 8 are never written"),
     "rows read on the way": (lambda x: rows(x, read=True), "not written_lists .* something else reads select_scatter"),

@@ -99,7 +99,7 @@ def table(a: Tensor, b: Tensor) -> Tensor:
 STEPS = {
     f.__name__: f
     for f in (
-        *(loop, rounds, tree, one_op, branch, rounds_of_sums, scaled),
+        *(loop, tree, one_op, branch, rounds_of_sums, scaled),
         *(padded, after_a_token, patches, padded_sums, weighted, first_half, table),
     )
 }
@@ -126,7 +126,7 @@ def errors(name: str) -> list[str]:
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("name", ["loop", "rounds", "tree", "one_op"])
+@pytest.mark.parametrize("name", ["loop", "tree", "one_op"])
 def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) -> None:
     """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""
     for found in ranks.run(2, errors, name):

@@ -1,8 +1,9 @@
-"""Scans that were unrolled into rounds of strided slices are scans again."""
+"""Trees of torch.associative_scan become scans; scans in rounds of another kind stay, and are right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from expecttest import assert_expected_inline
 from support.golden import captured, show
 from support.models import BATCH, check, floats
 from torch import Tensor
-from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.associative_scan import associative_scan, generic_associative_scan
 from torch.fx import GraphModule
 
-from sp_compile.passes.canonical.scan_rounds import ScanRounds
+from sp_compile.passes.canonical.unrolled_scans import UnrolledScans
+from sp_compile.passes.report import Report
 
 WIDTH = 3
 LENGTHS = [2, 3, 4, 7, 8, 13]
@@ -21,17 +23,10 @@ Combine = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]]
 Scan = Callable[[Combine, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
-def odd_and_even(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """As jax.lax.associative_scan: pairs, the scan of these, and what stands between."""
-    length = xs[0].shape[0]
-    if length < 2:
-        return xs
-    pairs = combine(tuple(x[:-1:2] for x in xs), tuple(x[1::2] for x in xs))
-    odd = odd_and_even(combine, pairs)
-    rest = combine(tuple(y[: (length - 1) // 2] for y in odd), tuple(x[2::2] for x in xs))
-    even = [torch.cat([x[:1], y]) for x, y in zip(xs, rest)]
-    short = [torch.nn.functional.pad(y, (0, 0, 0, 0, 0, len(e) - len(y))) for y, e in zip(odd, even)]
-    return tuple(torch.stack([e, o], 1).flatten(0, 1)[:length] for e, o in zip(even, short))
+def tree(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what torch.associative_scan(combine_mode="generic") computes along dim 0."""
+    count = len(xs)
+    return tuple(generic_associative_scan(lambda *rows: combine(rows[:count], rows[count:]), xs))
 
 
 def doubling(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -62,13 +57,6 @@ def padded(*fills: float, joins: bool = True) -> Scan:
     return scan
 
 
-def one_by_one(combine: Combine, xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    rows = [tuple(x[:1] for x in xs)]
-    for t in range(1, xs[0].shape[0]):
-        rows.append(combine(rows[-1], tuple(x[t : t + 1] for x in xs)))
-    return tuple(torch.cat([row[i] for row in rows]) for i in range(len(xs)))
-
-
 def recurrence(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     (a, b), (c, d) = left, right
     return a * c, c * b + d
@@ -81,7 +69,7 @@ COMBINES: dict[str, Combine] = {
     "recurrence": recurrence,
     "recurrence, other way round": lambda x, y: (y[0] * x[0], y[1] + x[1] * y[0]),
 }
-ROUNDS: dict[str, Scan] = {"odd and even": odd_and_even, "doubling": doubling, "one by one": one_by_one}
+ROUNDS: dict[str, Scan] = {"doubling": doubling, "padded": padded(1, 0), "padded by pad": padded(1, 0, joins=False)}
 
 
 def scanned(scan: Scan, combine: Combine) -> Callable[[Tensor, Tensor], Tensor]:
@@ -101,7 +89,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor]:
 def rolled(model: Callable[..., object], length: int) -> GraphModule:
     gm = captured(model, *inputs(length))
     gm.graph.eliminate_dead_code()  # the products that a recurrence's last round makes for no one
-    assert ScanRounds()(gm).modified
+    assert UnrolledScans()(gm).modified
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -113,40 +101,19 @@ def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
     return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("combine", COMBINES)
-@pytest.mark.parametrize("rounds", ["odd and even", "doubling"])
-def test_rounds(rounds: str, combine: str, length: int) -> None:
-    model = scanned(ROUNDS[rounds], COMBINES[combine])
+def test_trees(combine: str, length: int) -> None:
+    model = scanned(tree, COMBINES[combine])
     gm = rolled(model, length)
     torch.testing.assert_close(gradients(gm, length), gradients(model, length), rtol=1e-12, atol=1e-12)
     assert len([n for n in gm.graph.nodes if n.op == "call_function"]) <= 4
-
-
-FILLS = {"sum": (0,), "prod": (1,), "logsumexp": (-torch.inf,), "recurrence": (1, 0)}
-
-
-@pytest.mark.sampled(every=10)
-@pytest.mark.parametrize("length", [3, 8, 13])
-@pytest.mark.parametrize("combine", FILLS)
-@pytest.mark.parametrize("joins", [True, False])
-def test_padded_rounds(joins: bool, combine: str, length: int) -> None:
-    model = scanned(padded(*FILLS[combine], joins=joins), COMBINES[combine])
-    gm = rolled(model, length)
-    torch.testing.assert_close(gradients(gm, length), gradients(model, length), rtol=1e-12, atol=1e-12)
-    assert len([n for n in gm.graph.nodes if n.op == "call_function"]) <= 4
-
-
-def test_rows_one_by_one() -> None:
-    """What a loop over slices does is a scan, too."""
-    model = scanned(one_by_one, COMBINES["recurrence"])
-    torch.testing.assert_close(gradients(rolled(model, 6), 6), gradients(model, 6), rtol=1e-12, atol=1e-12)
 
 
 def test_golden() -> None:
     assert_expected_inline(
-        show(rolled(scanned(odd_and_even, recurrence), 13)),
+        show(rolled(scanned(tree, recurrence), 13)),
         """\
 x: [2, 13, 3] = placeholder
 y: [2, 13, 3] = placeholder
@@ -159,7 +126,7 @@ return (movedim_2,)""",
 
 def test_both_results() -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack(odd_and_even(recurrence, (x.movedim(1, 0), y.movedim(1, 0))))
+        return torch.stack(tree(recurrence, (x.movedim(1, 0), y.movedim(1, 0))))
 
     torch.testing.assert_close(gradients(rolled(model, 5), 5), gradients(model, 5), rtol=1e-12, atol=1e-12)
 
@@ -168,12 +135,22 @@ def token_shift(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x[:, :1], x[:, 1:] * x[:, :-1]], 1)
 
 
+def mixed(x: Tensor, y: Tensor) -> Tensor:
+    """A tree whose outermost level adds and whose inner levels multiply."""
+
+    def combine(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (left[0] + right[0] if left[0].shape[0] >= 3 else left[0] * right[0],)
+
+    return scanned(tree, combine)(x, y)
+
+
 STAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a difference": scanned(odd_and_even, lambda x, y: (y[0] - x[0],)),
-    "a maximum": scanned(odd_and_even, lambda x, y: (torch.maximum(x[0], y[0]),)),
-    "another recurrence": scanned(odd_and_even, lambda x, y: (x[0] * y[0], x[0] * y[1] + x[1])),
+    "a difference": scanned(tree, lambda x, y: (y[0] - x[0],)),
+    "a maximum": scanned(tree, lambda x, y: (torch.maximum(x[0], y[0]),)),
     "a round alone": lambda x, y: torch.cat([x[:, :2], x[:, 2:] + x[:, :-2]], 1),
     "a row and its neighbour": token_shift,
+    "rounds of a sum": scanned(doubling, COMBINES["sum"]),
+    "levels of two functions": mixed,
     "rows that are not neutral": scanned(padded(1), COMBINES["sum"]),
     "products with zeros": scanned(padded(0), COMBINES["prod"]),
     "a round too few": lambda x, y: (lambda z: z + torch.nn.functional.pad(z[:, :-2], (0, 0, 2, 0)))(
@@ -189,22 +166,39 @@ def test_what_stays(name: str) -> None:
     gm = captured(STAY[name], *inputs(8))
     gm.graph.eliminate_dead_code()
     before = show(gm)
-    assert not ScanRounds()(gm).modified
+    assert not UnrolledScans()(gm).modified
     assert show(gm) == before
 
 
-@pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("length", [3, 7, 10])
-@pytest.mark.parametrize("rounds", ["odd and even", "doubling", "padded"])
-def test_rounds_alone_at_a_length_that_is_a_symbol(rounds: str, length: int) -> None:
-    """Nothing else says that there is a sequence: the length is made a number."""
-    run = scanned({**ROUNDS, "padded": padded(1, 0)}[rounds], recurrence)
-    inputs = [floats(BATCH, length, WIDTH, seed=seed).requires_grad_() for seed in (0, 3)]
-    for x in inputs:
+def numeric(scan: Scan, length: int, **options: Any) -> Report:
+    run = scanned(scan, recurrence)
+    leaves = [floats(BATCH, length, WIDTH, seed=seed).requires_grad_() for seed in (0, 3)]
+    return check(lambda x, y: run(x, y).sum(), *leaves, sp=3, **options)
+
+
+def symbolic(scan: Scan, length: int, **options: Any) -> Report:
+    run = scanned(scan, recurrence)
+    leaves = [floats(BATCH, length, WIDTH, seed=seed).requires_grad_() for seed in (0, 3)]
+    for x in leaves:
         torch._dynamo.maybe_mark_dynamic(x, 1)
-    report = check(lambda x, y: run(x, y).sum(), *inputs, sp=3)
+    return check(lambda x, y: run(x, y).sum(), *leaves, sp=3, **options)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("length", [3, 7, 10])
+def test_a_tree_alone_at_a_length_that_is_a_symbol(length: int) -> None:
+    """No other operation shows a sequence: the length is specialized."""
+    report = symbolic(tree, length)
     assert not report.fallbacks, report
     assert report.count("linear_scan") == 1
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("length", [3, 7, 10])
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_rounds_are_right(rounds: str, length: int) -> None:
+    for run in (numeric, symbolic):
+        assert run(ROUNDS[rounds], length, seq_dims={"x": 1, "y": 1}).count("linear_scan") == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,167 @@
+"""A tree of combinations becomes the scan that its combine function defines.
+
+    torch.associative_scan(combine_mode="generic"), which tracing unrolls into log2(S) levels: each level combines the
+    rows of its leaves in pairs, and interleaves the scan of these with combinations of it and every second row
+        ->  sp.scan     sp.linear_scan
+
+All levels have to combine by one function. Bytes moved: none. Leaves alone: other combine functions, and scans that a
+program writes in rounds of its own (Hillis and Steele), whose rounds are sharded or gathered one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from sp_compile.passes.base import register
+from sp_compile.passes.context import Job
+from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.graph.edit import drop_dead
+from sp_compile.passes.graph.sizes import sizes
+from sp_compile.passes.sharding.matchers import PADS, origin, pad_of, piece_of
+
+from .associative_scan import AssociativeScans, CombineFunction, expression_of, operands_of, scan_of_leaf
+from .scan_trees import interleaving, outermost_trees
+
+aten = torch.ops.aten
+KNOWN = ("sum", "prod", "logsumexp")  # a tree of maxima has other gradients than a scan where rows are equal
+Rows = tuple[int, int, int]  # start, step, number
+
+
+class _Level(NamedTuple):
+    """The scan of a leaf: `odd`, that of the pairs of its rows, and `even`, its rows between without the first."""
+
+    join: Node
+    leaf: Node
+    dim: int
+    rows: int
+    odd: Node
+    even: Node | None
+
+
+@register
+class UnrolledScans(AssociativeScans):
+    """Rewrites the trees of one graph whose combine function is known."""
+
+    requires = frozenset({"loops are rolled"})
+
+    def apply(self, gm: GraphModule, job: Job) -> int:
+        if outermost_trees(gm.graph):
+            drop_dead(self.graph)
+        self.levels = {n: found for n in gm.graph.nodes if (found := _level(n)) is not None}
+        outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
+        halves = {level.rows // 2 for level in outer if self._function(level) is None}  # trees inside of unknown ones
+        return sum([self._rewrite_tree(level) for level in outer if level.rows not in halves])
+
+    def _rewrite_tree(self, level: _Level) -> bool:
+        results = list(level.join.users) if level.rows % 2 else [level.join]
+        found = self._function(level)
+        if found is None:
+            return False
+        op, factors = found
+        leaves = [x for x in (factors, level.leaf) if x is not None]
+        one = CombineFunction(op, tuple(range(len(leaves))))
+        if len({(sizes(x.meta["val"].shape), x.meta["val"].dtype) for x in (*leaves, *results)}) > 1:
+            return False
+        if not self.fits(leaves, one):
+            return False
+        given = operands_of(leaves, level.dim)
+        with self.graph.inserting_before(level.join):
+            out = self.moved_back(self.scanned(one, given, level.join), given, level.join)
+        for result in results:
+            self.replace(result, out)
+        return True
+
+    def _function(self, level: _Level) -> tuple[str, Node | None] | None:
+        """Return (operation, the leaf with the factors of a recurrence) if all levels combine by it, else None."""
+        inner, half, rest = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
+        pairs = {(0, 2, half): "left", (1, 2, half): "right"}
+        reduced = inner.leaf if inner is not None else level.odd
+        found = _match(reduced, level.leaf, level, pairs)
+        if found is None or shape_of(reduced)[level.dim] != half or (inner is None) != (half == 1):
+            return None
+        if (level.even is None) != (rest == 0):
+            return None
+        if level.even is not None and found != _match(level.even, level.leaf, level, {(2, 2, rest): "right"}, rest):
+            return None
+        below = self._function(inner) if inner is not None else (found[0], None)
+        if below is None or below[0] != found[0]:
+            return None
+        if below[1] is not None and _match(below[1], found[1], level, pairs) != ("prod", None):
+            return None
+        return found
+
+
+def _level(join: Node) -> _Level | None:
+    """Return the level that ends in a node, None if its rows are not proven to be in order."""
+    found = interleaving(join)
+    if found is None:
+        return None
+    leaf, dim = origin(found[1].source), found[1].dim
+    rows = shape_of(leaf)[dim]
+    even, odd = map(origin, Call(join.args[0]).operands)
+    parts = Call(even).operands if even.target is aten.cat.default and Call(even).dim() == dim else [even]
+    if not isinstance(rows, int) or len(parts) > 2 or shape_of(join)[dim] != rows + rows % 2:
+        return None
+    if rows % 2:
+        pad = pad_of(odd) if odd.target in PADS else None
+        if pad is None or (pad.dim, pad.before, pad.after) != (dim, 0, 1):
+            return None
+        if any(_rows(user, dim) != (join, (0, 1, rows)) for user in join.users):
+            return None
+        odd = origin(pad.source)
+    source, taken = _rows(odd, dim)
+    odd = source if taken == (0, 1, rows // 2) else odd
+    return _Level(join, leaf, dim, rows, odd, origin(parts[1]) if parts[1:] else None)
+
+
+def _rows(x: Node, dim: int) -> tuple[Node, Rows | None]:
+    """Return the value of which `x` holds some rows, and which."""
+    x = origin(x)
+    piece = piece_of(x)
+    if piece is None or piece.dim != dim or not piece.keeps:
+        return x, (0, 1, shape_of(x)[dim]) if is_tensor(x) and x.meta["val"].ndim > dim else None
+    source, taken = _rows(piece.source, dim)
+    first = taken is not None and taken[:2] == (0, 1)
+    return (source if first else origin(piece.source)), (piece.start, piece.step, piece.length)
+
+
+def _match(
+    value: Node, leaf: Node, level: _Level, sides: Mapping[Rows, str], prefixes: int = 0
+) -> tuple[str, Node | None] | None:
+    """Return the function by which a value combines rows of a leaf on the left and on the right.
+
+    Args:
+        sides: Which rows of the leaves are operands, on which side.
+        prefixes: The number of rows of the scan of pairs that are the left operand.
+    """
+    symbols: dict[sympy.Symbol, tuple[str, Node]] = {}
+
+    def symbol(x: Node) -> sympy.Symbol | None:
+        source, taken = _rows(x, level.dim)
+        if source is level.odd and prefixes and taken == (0, 1, prefixes):
+            side, source = "left", leaf
+        elif taken in sides:
+            side = sides[taken]
+        else:
+            return None
+        found = sympy.Symbol(f"{side} {source.name}")
+        symbols[found] = (side, source)
+        return found
+
+    found = expression_of(value, symbol)
+    left, right = sympy.Symbol(f"left {leaf.name}"), sympy.Symbol(f"right {leaf.name}")
+    if found is None:
+        return None
+    scan = scan_of_leaf(found, 0, [left], [right])
+    if scan is not None:
+        return (scan.op, None) if scan.op in KNOWN else None
+    for other in found.free_symbols - {left, right}:
+        side, factors = symbols[other]
+        if side == "right" and found == sympy.expand(other * left + right):
+            return "linear", factors
+    return None
