@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives.checksums import checksum
-from sp_compile.runtime.fingerprint import Program
-from sp_compile.runtime.guard import CheckedProgram
-from sp_compile.runtime.settings_digest import settings
+from sp_compile.runtime.fingerprint import ProgramDigest
+from sp_compile.runtime.guard import GuardedProgram
+from sp_compile.runtime.settings_digest import settings_fields
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
@@ -48,14 +48,14 @@ def ways() -> dict[str, Callable[[], object]]:
     args, group = inputs(), dist.group.WORLD
     names = [f"x{i}" for i in range(len(args))]
     every, tokens = frozenset(names), frozenset(names[:2])
-    program = CheckedProgram(
+    program = GuardedProgram(
         lambda *xs: xs[0],
         ranks_of(group),
-        Program(),
+        ProgramDigest(),
         names,
         equal=every,
         arguments=tokens,
-        options=settings({}),
+        options=settings_fields({}),
         check_every=1 << 20,  # after the first call no more
     )
     mine = torch.zeros(HEADER, dtype=torch.int64)

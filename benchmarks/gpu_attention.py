@@ -46,15 +46,15 @@ from measuring.tables import markdown, processor
 
 from sp_compile.functional import attention_calls as functional
 from sp_compile.lowering import triton as triton_kernels
-from sp_compile.lowering.attention.kernel_args import Case, Kernel, Need
-from sp_compile.lowering.attention.kernels import KERNELS
+from sp_compile.lowering.attention.kernel_args import Kernel, KernelArgs, KernelKey
+from sp_compile.lowering.attention.kernels import BLOCK_KERNELS
 from sp_compile.lowering.attention.merge_blocks import merge_pointwise
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.lowering.masks.block_plan import plan
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.spans import rows_of, whole
-from sp_compile.lowering.triton.flex.flex_texts import Pairs
+from sp_compile.lowering.masks.spans import full_span, span_rows
+from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
@@ -106,7 +106,7 @@ def shards(whole: Inputs, way: str, n: int) -> list[Inputs]:
 def all_ranks(way: str, given: list[Inputs], backward: bool, **masks: Any) -> list[list[Tensor]]:
     """Result and gradients of every rank."""
     op = getattr(functional, f"{way}_attention")
-    mesh = Ranks(len(given), GROUP)
+    mesh = Ranks(len(given), SIMULATED_GROUP)
 
     def live(rank: int) -> list[Tensor]:
         *operands, grad = given[rank]
@@ -195,11 +195,11 @@ def merging(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
         "one ring step's attention": lambda: F.scaled_dot_product_attention(block, keys, keys),
     }
     kernels: dict[str, Callable[..., Any]] = {"Inductor": compiled}
-    if triton_kernels.usable(out):
-        from sp_compile.lowering.triton.merge_kernel import launch
+    if triton_kernels.can_use_triton(out):
+        from sp_compile.lowering.triton.merge_kernel import launch_merge
 
-        jobs["Triton"] = lambda: launch(*operands)
-        kernels["Triton"] = launch
+        jobs["Triton"] = lambda: launch_merge(*operands)
+        kernels["Triton"] = launch_merge
     _check_merge(operands, kernels)
     times = clock.interleaved(jobs, sizes.repeats, sizes.inner)
     title = f"merge of {list(shape)}, {moved / 1e6:.0f} MB moved"
@@ -231,14 +231,16 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     flops = 4 * sizes.heads * sizes.head_dim * sizes.tokens**2
     table = Table("block", "kernel", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s", title="kernels of a block")
     for kind in (Kind.FULL, Kind.CAUSAL):
-        need = Need(device, q.dtype, kind, sizes.head_dim, sizes.tokens)
-        rows = rows_of(whole(sizes.tokens), sizes.tokens, 0)
+        need = KernelKey(device, q.dtype, kind, sizes.head_dim, sizes.tokens)
+        rows = span_rows(full_span(sizes.tokens), sizes.tokens, 0)
         predicate = "k <= q" if kind is Kind.CAUSAL else ""
-        capped = Pairs(plan(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], [], None)
+        capped = PairTexts(plan_blocks(predicate, rows, rows), rows, rows, predicate, SOFT_CAP, {}, {}, [], [], None)
         jobs: dict[str, Job] = {}
-        for kernel in KERNELS:
-            if kernel.accepts(need) and not kernel.dense:
-                case = Case(scale, pairs=capped) if kernel.fused else Case(scale, causal=kind is Kind.CAUSAL)
+        for kernel in BLOCK_KERNELS:
+            if kernel.can_run(need) and not kernel.dense:
+                case = (
+                    KernelArgs(scale, pairs=capped) if kernel.fused else KernelArgs(scale, causal=kind is Kind.CAUSAL)
+                )
                 results = kernel.forward(q, k, v, case)
                 jobs[kernel.name] = partial(kernel.forward, q, k, v, case)
                 jobs[f"{kernel.name} back"] = partial(kernel.backward, grad, q, k, v, *results, case)
@@ -250,16 +252,18 @@ def kernels(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     return table
 
 
-def _with_bias(kernel: Kernel, bias: Tensor, causal: bool, learned: bool) -> Case:
+def _with_bias(kernel: Kernel, bias: Tensor, causal: bool, learned: bool) -> KernelArgs:
     """The block's case for this kernel, as `sp::attend` makes it."""
-    rows, scale = rows_of(whole(bias.shape[3]), bias.shape[3], 0), BIASED_SCALE
+    rows, scale = span_rows(full_span(bias.shape[3]), bias.shape[3], 0), BIASED_SCALE
     if kernel.fused:
         predicate = "k <= q" if causal else ""
-        return Case(scale, pairs=Pairs(plan(predicate, rows, rows), rows, rows, predicate, "", {}, {}, [], [], bias))
+        return KernelArgs(
+            scale, pairs=PairTexts(plan_blocks(predicate, rows, rows), rows, rows, predicate, "", {}, {}, [], [], bias)
+        )
     if kernel.aligned_at_end or not causal:
-        return Case(scale, causal, bias=bias, bias_grad=learned)
+        return KernelArgs(scale, causal, bias=bias, bias_grad=learned)
     allowed = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).tril()[None, None]
-    return Case(scale, allowed=allowed, bias=bias, bias_grad=learned)
+    return KernelArgs(scale, allowed=allowed, bias=bias, bias_grad=learned)
 
 
 def biases(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
@@ -267,10 +271,10 @@ def biases(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     columns = "dtype", "block", "kernel", "gradient", "largest error", "forward, ms", "backward, ms"
     table, wrong = Table(*columns, title=f"a bias of {sizes.heads} heads, {sizes.tokens // 2} tokens"), []
     for dtype, kind, learned in product(BIASED_ERROR, (Kind.FULL, Kind.CAUSAL), (False, True)):
-        need = Need(device, dtype, kind, sizes.head_dim, sizes.checked, bias=dtype, bias_grad=learned)
+        need = KernelKey(device, dtype, kind, sizes.head_dim, sizes.checked, bias=dtype, bias_grad=learned)
         jobs: dict[str, Job] = {}
         errors = {}
-        for kernel in (kernel for kernel in KERNELS if kernel.accepts(need)):
+        for kernel in (kernel for kernel in BLOCK_KERNELS if kernel.can_run(need)):
             errors[kernel.name] = _biased_error(kernel, sizes, dtype, kind is Kind.CAUSAL, learned, device)
             q, k, v, grad, bias = _biased(sizes, sizes.tokens // 2, dtype, device)
             case = _with_bias(kernel, bias, kind is Kind.CAUSAL, learned)
@@ -304,7 +308,7 @@ def _biased_error(
     q, k, v, grad = (torch.cat([x, x.flip(2)]) for x in (q, k, v, grad))
     bias[:, :, 3:7] = bias[..., 5] = -torch.inf
     found = _biased_results(kernel, q, k, v, grad, bias, causal, learned)
-    true = _biased_results(KERNELS[-1], *(x.double() for x in (q, k, v, grad, bias)), causal, learned)
+    true = _biased_results(BLOCK_KERNELS[-1], *(x.double() for x in (q, k, v, grad, bias)), causal, learned)
     shown = [(t.nan_to_num(neginf=0.0), x.double().nan_to_num(neginf=0.0)) for t, x in zip(true, found, strict=True)]
     without = torch.equal(true[1] == -torch.inf, found[1] == -torch.inf)
     return max(_error(t, x) for t, x in shown) if without else torch.inf

@@ -89,7 +89,7 @@ def values(device: torch.device, large: bool) -> str:
         x = draw(shape, dtype, device)
         for source in (blocks(x, 2), x.movedim(2, 0), x[::2, :, 1:].movedim(0, 2), x[:1].expand(x.shape)):
             target = torch.empty(source.shape, dtype=dtype, device=device)
-            assert move.copy(target, source)
+            assert move.copy_strided(target, source)
             same(target, source.clone())
             checked += 1
     return f"{checked} copies are right"
@@ -133,7 +133,7 @@ def packing(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
         flat, other = x.flatten(), torch.empty_like(x.flatten())
         jobs: dict[str, Job] = {
             "copy_": partial(other.copy_, flat),
-            "kernel": partial(move.copy, target, source),
+            "kernel": partial(move.copy_strided, target, source),
             "contiguous": partial(lambda source: source.contiguous(), source),
         }
         times = timed(jobs, sizes, clock)
@@ -164,7 +164,7 @@ def roping(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
     jobs: dict[str, Job] = {
         "in one kernel": lambda: both(x, cos, sin),
         "RoPE, then contiguous": lambda: blocks(rotate(x, cos, sin), n).contiguous(),
-        "RoPE, then the pack kernel": lambda: move.copy(target, blocks(rotate(x, cos, sin), n)),
+        "RoPE, then the pack kernel": lambda: move.copy_strided(target, blocks(rotate(x, cos, sin), n)),
     }
     times = timed(jobs, sizes, clock)
     table = Table("", "ms", "in one is faster by", "target", title=f"RoPE of {list(shape)} bfloat16 and pack")

@@ -42,7 +42,7 @@ from measuring.tables import markdown, processor
 
 from sp_compile import linear_scan
 from sp_compile.lowering.scan import scan_table as table
-from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, TileSizes, using_way
+from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, TileSizes, using_schedule
 
 PARTS = ["values", "times"]
 RESULTS = Path(__file__).parent / "results" / "scans_gpu.md"
@@ -126,12 +126,12 @@ def recurrence(shape: Shape, device: torch.device) -> Case:
 def recurrence_backward(shape: Shape, device: torch.device) -> Case:
     """By autograd, from the public function: reads a, h and a cotangent, writes two gradients."""
     a, b = draw(shape, F32, device).sigmoid().requires_grad_(), draw(shape, F32, device, 1).requires_grad_()
-    with table.using("triton"):
+    with table.using_lowering("triton"):
         h = linear_scan(a, b, 1)
     g = draw(shape, F32, device, 2)
 
     def job() -> object:
-        with table.using("triton"):
+        with table.using_lowering("triton"):
             return torch.autograd.grad(h, (a, b), g, retain_graph=True)
 
     return Case(f"linear_scan backward {list(shape)}", shape[0] * shape[2], 20 * a.numel(), job, 0.60)
@@ -144,7 +144,7 @@ def timed(
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}
-    for way, size in itertools.product(WAYS, sizes):
+    for way, size in itertools.product(SERIES, sizes):
         if way != "one" or case.lines >= FEW:
             jobs[_label(way, size)] = lambda w=way, s=size: _run(case.ours, w, s)
     jobs.update(case.others)
@@ -160,7 +160,7 @@ def timed(
 
 
 def _run(job: Job, way: str, sizes: TileSizes | None) -> object:
-    with using_way(way, sizes):
+    with using_schedule(way, sizes):
         return job()
 
 

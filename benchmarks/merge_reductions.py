@@ -70,7 +70,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     """What a rank does."""
     from sp_compile import declare_groups
     from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-    from sp_compile.passes.cost.collective_time import bytes_of
+    from sp_compile.passes.cost.collective_time import collective_bytes
 
     with joined(rank, args.mesh[0] * args.mesh[1], folder):
         mesh = init_device_mesh("cpu", tuple(args.mesh), mesh_dim_names=("a", "b"))
@@ -85,7 +85,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
             rounds = args.rounds * (SMALL_ROUNDS if nbytes < SMALL else 1)
             times = in_turn([apart, merged], torch.ones(nbytes // 4), rounds)
             (union,) = set(groups.members) - set(axes)
-            sent = {name: bytes_of("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
+            sent = {name: collective_bytes("all_reduce", nbytes, groups.size(name)) for name in (*axes, union)}
             predicted = groups.turns[frozenset(axes)].seconds(sum(sent[axis] for axis in axes))
             rows.append(Row(nbytes, *times, predicted, groups.lines[union].seconds(sent[union]), merges))
         if rank == 0:

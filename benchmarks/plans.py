@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import nn
 
 import sp_compile
-from sp_compile.lowering.masks.block_plan import plan
+from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.spans import Segment
-from sp_compile.planner.byte_sizes import bytes_of_text
+from sp_compile.planner.byte_sizes import parse_bytes
 
 PREDICATES = {
     "documents": "Eq(row0, col0)",
@@ -173,7 +173,7 @@ def explanations(
         model.gradient_checkpointing_enable()
         for n in ranks:
             begin = time.process_time()
-            device = {"memory": bytes_of_text(memory)}
+            device = {"memory": parse_bytes(memory)}
             report = sp_compile.explain(model, ids, labels=ids, sp=n, memory=True, cost=device, **options)
             seconds = time.process_time() - begin
             assert report.step is not None
@@ -263,8 +263,8 @@ def main() -> None:
         for name, predicate in PREDICATES.items():
 
             def run(predicate: str = predicate, found: Any = found) -> Any:
-                plan.cache_clear()
-                return plan(predicate, rows, rows, (args.window,), found, found)
+                plan_blocks.cache_clear()
+                return plan_blocks(predicate, rows, rows, (args.window,), found, found)
 
             made = run()
             calls = f"{len(made.packed)} + {len(made.others)}"

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyse, settings
+from sp_compile.passes.context import analyze, make_settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
-from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
-from sp_compile.passes.strategies.gather_demands import Gather
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
-from sp_compile.passes.strategies.scan_demands import Scan
+from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.gather_demands import GatherOperands
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
+from sp_compile.passes.strategies.scan_demands import ShardScans
 
 
 class Block(nn.Module):
@@ -41,19 +41,26 @@ class Block(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     model, x = Block().double(), torch.randn(1, 9, 32, dtype=torch.float64)
-    ranks = Ranks(2, GROUP)
+    ranks = Ranks(2, SIMULATED_GROUP)
 
     graph = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for demand in analyse(graph, settings(ranks))[1].demands:
+    for demand in analyze(graph, make_settings(ranks))[1].demands:
         print(f"demand: {demand.node.name} operand {demand.operand} is {demand.have}: {demand.why}")
-    for rewrite in (Canonicalize(), Means(ranks), Ulysses(ranks), Scan(ranks), Reduce(ranks), Gather(ranks)):
+    for rewrite in (
+        Canonicalize(),
+        DecomposeMeans(ranks),
+        UlyssesAttention(ranks),
+        ShardScans(ranks),
+        ReducePartials(ranks),
+        GatherOperands(ranks),
+    ):
         changed = rewrite(graph).modified
         print(f"\n== {type(rewrite).__name__}: {'rewrote the graph' if changed else 'nothing to do'}")
         if changed:
             graph.graph.print_tabular()
 
     local = Localize(ranks)(graph).graph_module
-    validate(local, analyse(graph, settings(ranks))[1], ranks.n)
+    validate(local, analyze(graph, make_settings(ranks))[1], ranks.n)
     print("\n== Localize: the program of each rank\n" + local.print_readable(print_output=False))
 
     expected = model(x)

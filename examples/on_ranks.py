@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Mesh, Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 SIMULATED = 4
 TOLERANCE = 1e-9  # all data is float64
@@ -61,7 +61,7 @@ def everywhere(work: Callable[[Here], Pairs]) -> None:
         each = [work(Here(dist.get_rank(), n, dist.group.WORLD))]
     else:
         n = SIMULATED
-        each = run_ranks(n, lambda rank: work(Here(rank, n, Ranks(n, GROUP))))
+        each = run_ranks(n, lambda rank: work(Here(rank, n, Ranks(n, SIMULATED_GROUP))))
     for rows in zip(*each, strict=True):
         _compare(f"{rows[0][0]}, {n} ranks", [_error(found, right) for _, found, right in rows])
 

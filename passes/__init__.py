@@ -7,7 +7,7 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
-_PLACES = {
+_PASS_MODULES = {
     **{name: f"base:{name}" for name in ("PASSES", "check_order", "passes_in", "register")},
     **{name: f"job:{name}" for name in ("analyse", "settings")},
     "validate": "localize.prove:validate",
@@ -20,21 +20,27 @@ _PLACES = {
 
 
 @cache
-def _classes() -> dict[str, type]:
+def _pass_classes() -> dict[str, type]:
     """Every class of a pass, and what passes are made of, by name."""
     from . import base
 
-    own = [x for module in base.import_rooms(__name__, __path__) for x in vars(module).values() if isinstance(x, type)]
-    return {x.__name__: x for x in own if issubclass(x, (base.Pass, base.Settings, base.Note, base.NoteKind, base.Lap))}
+    own = [
+        x for module in base.import_submodules(__name__, __path__) for x in vars(module).values() if isinstance(x, type)
+    ]
+    return {
+        x.__name__: x
+        for x in own
+        if issubclass(x, (base.Pass, base.PassSettings, base.Note, base.NoteKind, base.PassRun))
+    }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return resolve_name(f"{__name__}.{_PLACES[name]}")
-    if name[:1].isupper() and name in _classes():
-        return _classes()[name]
+    if name in _PASS_MODULES:
+        return resolve_name(f"{__name__}.{_PASS_MODULES[name]}")
+    if name[:1].isupper() and name in _pass_classes():
+        return _pass_classes()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*_classes(), *_PLACES])
+    return sorted([*_pass_classes(), *_PASS_MODULES])

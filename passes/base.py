@@ -31,31 +31,31 @@ from typing import Any, ClassVar, TypeVar
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-from sp_compile.lowering.base.errors import at
-from sp_compile.lowering.base.layers import layer_of
-from sp_compile.lowering.base.progress import now
+from sp_compile.lowering.base.errors import node_line
+from sp_compile.lowering.base.layers import node_layer
+from sp_compile.lowering.base.progress import set_step
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.base.registry import Table
-from sp_compile.lowering.torch_compat import trace_graph, traces
-from sp_compile.passes.graph.edit import Editor
+from sp_compile.lowering.torch_compat import is_tracing_enabled, trace_graph
+from sp_compile.passes.graph.edit import GraphEditor
 
-from .context import Job, Lap, Note, NoteKind, Settings, settings
+from .context import Note, NoteKind, PassContext, PassRun, PassSettings, make_settings
 
 log = logging.getLogger(__name__)
 
-CAPTURED = frozenset({"captured"})
-ONE = Settings(Ranks(1, ""))
+CAPTURED_WORD = frozenset({"captured"})
+SINGLE_RANK_SETTINGS = PassSettings(Ranks(1, ""))
 """What a pass by hand is told that asks for no ranks."""
 
 
-class Pass(PassBase, Editor):
+class Pass(PassBase, GraphEditor):
     """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`.
 
     name: that of the class, `a_pass` of APass, unless it says another.
     """
 
     name: ClassVar[str]
-    requires: ClassVar[frozenset[str]] = CAPTURED
+    requires: ClassVar[frozenset[str]] = CAPTURED_WORD
     provides: ClassVar[frozenset[str]] = frozenset()
     gm: GraphModule
 
@@ -63,10 +63,10 @@ class Pass(PassBase, Editor):
         if "name" not in vars(cls):
             cls.name = re.sub(r"\B(?=[A-Z])", "_", cls.__name__).lower()
 
-    def __init__(self, ranks: Ranks | int | Settings = ONE, **options: Any) -> None:
+    def __init__(self, ranks: Ranks | int | PassSettings = SINGLE_RANK_SETTINGS, **options: Any) -> None:
         super().__init__()
-        self.given = settings(ranks, **options)
-        self.job: Settings = self.given
+        self.given = make_settings(ranks, **options)
+        self.job: PassSettings = self.given
         self.notes: list[Note] = []
         self.changes = 0
 
@@ -79,25 +79,25 @@ class Pass(PassBase, Editor):
         """Rewrite the graph, for a Job of the kind that the pass asks for. How many changes; 0: it is as it was."""
         raise NotImplementedError
 
-    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+    def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
         """Apply the pass as one lap of the job: what it did and would not do, node by node."""
-        now(f"pass {self.name}")
+        set_step(f"pass {self.name}")
         self.gm, self.job, self.notes = gm, job, []
         self.edit(gm.graph)
-        before = _text(gm) if traces() else ""
+        before = _join_lines(gm) if is_tracing_enabled() else ""
         nodes, start = len(gm.graph.nodes), time.perf_counter()
         self.changes = self.apply(gm, job)
         if self.changes:
             self.gm.graph.lint()
             self.gm.recompile()
-            job.forget()
+            job.invalidate()
         seconds, more = time.perf_counter() - start, len(self.gm.graph.nodes) - nodes
-        job.laps.append(Lap(self.name, self.requires, self.provides, self.changes, more, seconds))
+        job.runs.append(PassRun(self.name, self.requires, self.provides, self.changes, more, seconds))
         job.notes += [note for note in dict.fromkeys(self.notes) if note not in job.notes]
         log.debug("after %s: %d changes, %d nodes", self.name, self.changes, len(self.gm.graph.nodes))
         if self.changes and before:
             trace_graph(f"sp_before_{self.name}", before)
-            trace_graph(f"sp_after_{self.name}", _text(self.gm))
+            trace_graph(f"sp_after_{self.name}", _join_lines(self.gm))
         return self.notes
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
@@ -106,7 +106,7 @@ class Pass(PassBase, Editor):
 
     def call(self, graph_module: GraphModule) -> PassResult:
         """Run with the settings that the pass was made with. Raises SpError where it refuses the graph."""
-        job = Job.begin(self.given)
+        job = PassContext.start(self.given)
         self.run(graph_module, job)
         if job.refusal is not None:
             raise job.refusal.error()
@@ -114,9 +114,9 @@ class Pass(PassBase, Editor):
 
     def note(self, node: Node, text: str, subject: str = "", kind: NoteKind = NoteKind.REWRITTEN) -> None:
         """Add a line on the node to the report; the subject is the pass by default."""
-        self.notes.append(Note(kind, subject or self.name, text, node.name, at(node), layer_of(node)))
+        self.notes.append(Note(kind, subject or self.name, text, node.name, node_line(node), node_layer(node)))
 
-    def refused(self, node: Node, text: str, subject: str = "") -> None:
+    def note_refusal(self, node: Node, text: str, subject: str = "") -> None:
         """Add a line to the report that states why the pass does not apply to the node."""
         self.note(node, text, subject, NoteKind.DECLINED)
 
@@ -140,19 +140,19 @@ class Passes(Pass):
                 self.gm, changes = one.gm, changes + one.changes
         return changes
 
-    def run(self, gm: GraphModule, job: Job) -> list[Note]:
+    def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
         self.gm, self.job, self.notes = gm, job, []
         self.changes = self.apply(gm, job)
         return self.notes
 
 
-def passes_in(one: type[Pass]) -> tuple[type[Pass], ...]:
+def iterate_passes(one: type[Pass]) -> tuple[type[Pass], ...]:
     """All the passes that a pass is made of, in order, each in front of what it is part of."""
-    parts = [part for each in one.parts() for part in passes_in(each)] if issubclass(one, Passes) else []
+    parts = [part for each in one.parts() for part in iterate_passes(each)] if issubclass(one, Passes) else []
     return (*parts, one)
 
 
-class Spelling(Pass):
+class CanonicalPass(Pass):
     """A pass of canonicalize: one of the ways to write something becomes the one that later passes read."""
 
     provides = frozenset({"canonical"})
@@ -170,7 +170,7 @@ PASSES: Table[type[Pass]] = Table("passes")
 """Spellings and collective passes, by name; `with PASSES.register(...)` for a block."""
 
 
-def register(one: type[P]) -> type[P]:
+def register_pass(one: type[P]) -> type[P]:
     """Let a Spelling or a CollectivePass run, at the place that what it requires and provides gives it.
 
     Raises SpError: another one has its name.
@@ -179,18 +179,18 @@ def register(one: type[P]) -> type[P]:
     return one
 
 
-def registered(kind: type[P]) -> list[type[P]]:
+def registered_passes(kind: type[P]) -> list[type[P]]:
     """All registered passes of a kind, in an order that their words allow; where these leave a choice, by name."""
-    return list(ordered(tuple(one for one in PASSES.values() if issubclass(one, kind))))
+    return list(order_passes(tuple(one for one in PASSES.values() if issubclass(one, kind))))
 
 
-def import_rooms(package: str, folder: Iterable[str]) -> list[ModuleType]:
+def import_submodules(package: str, folder: Iterable[str]) -> list[ModuleType]:
     """Import every module below a folder, so that what is in them registers itself."""
     return [import_module(module.name) for module in walk_packages(folder, f"{package}.")]
 
 
 @cache
-def ordered(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
+def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
     """The passes so that all that provide a word come before all that require it. ValueError if nothing does so."""
     left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
     before = {
@@ -203,23 +203,23 @@ def ordered(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
 
 
 @cache
-def check_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED) -> None:
+def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED_WORD) -> None:
     """Raises ValueError if a pass requires what none before it provides, or what one behind it still provides."""
     provided = set(given)
     for i, one in enumerate(passes):
         missing = one.requires - provided
         if missing:
-            raise ValueError(f"{one.name} requires {_words(missing)}, which no pass before it provides")
+            raise ValueError(f"{one.name} requires {_as_words(missing)}, which no pass before it provides")
         for later in passes[i:]:
             late = one.requires & later.provides
             if late:
-                raise ValueError(f"{one.name} requires {_words(late)}, and {later.name} provides it only later")
+                raise ValueError(f"{one.name} requires {_as_words(late)}, and {later.name} provides it only later")
         provided |= one.provides
 
 
-def _words(words: Iterable[str]) -> str:
+def _as_words(words: Iterable[str]) -> str:
     return " and ".join(map(repr, sorted(words)))
 
 
-def _text(gm: GraphModule) -> str:
+def _join_lines(gm: GraphModule) -> str:
     return gm.print_readable(print_output=False)

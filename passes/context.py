@@ -10,28 +10,28 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import DEALT, LAYOUTS
-from sp_compile.lowering.base.options import Asked, SPConfig
+from sp_compile.lowering.base.frames import BALANCED, LAYOUTS
+from sp_compile.lowering.base.options import IOOptions, SPConfig
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.passes.cost.attention_memory import Memory
+from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.few_layers import FewLayers
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import is_tensor, tensors_of
+from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
-from sp_compile.passes.sharding.placement import Placement, Plan, Shard
-from sp_compile.passes.sharding.rule import unchanged
-from sp_compile.passes.sharding.window_starts import begun_in_windows
+from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import cache_lookups
+from sp_compile.passes.sharding.window_starts import align_window_starts
 
 from .propagate import propagate
 
 
 @dataclass
-class Settings:
+class PassSettings:
     """What is to be known of the job; the same on every rank."""
 
     ranks: Ranks
-    asked: Asked = field(default_factory=Asked)
+    user_io: IOOptions = field(default_factory=IOOptions)
     seq_dims: Mapping[str, int] | None = None
     inputs: Mapping[str, Placement] = field(default_factory=dict)
     outputs: str | Sequence[str] = "gather"  # the option, or what it says of each result
@@ -57,50 +57,52 @@ class Settings:
     repeats: FewLayers | None = None  # a program of a few layers stands for one of many
 
     @staticmethod
-    def of(config: SPConfig, ranks: Ranks, **found: Any) -> Settings:
+    def of(config: SPConfig, ranks: Ranks, **found: Any) -> PassSettings:
         """What the user's options say: the one place where they become settings.
 
         found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
         measured on these ranks. Raises SpError: `cost` has a constant that there is none of, or one out of range.
         """
         Machine.of("cpu", config.cost)
-        own = {name: getattr(config, name) for name in OPTIONS}
+        own = {name: getattr(config, name) for name in PASS_OPTIONS}
         place = {"has_place": config.has_place, "fused": config.compiler == "inductor"}
-        return Settings(ranks, config.asked, **{**own, **place, **found})
+        return PassSettings(ranks, config.io_options, **{**own, **place, **found})
 
     def times(self, node: Node) -> int:
         """How many nodes the node stands for."""
         return 1 if self.repeats is None else self.repeats.of(node)
 
     @property
-    def deals(self) -> bool:
+    def is_balanced(self) -> bool:
         """Do ranks hold rows as a table deals them, or are they to?"""
-        given = any(isinstance(p, Shard) and p.frame.order.dealt for p in self.inputs.values())
+        given = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values())
         order = LAYOUTS.get(self.layout)
-        return given or self.folds == DEALT.folds or (order is not None and order.dealt)
+        return given or self.folds == BALANCED.folds or (order is not None and order.is_balanced)
 
     def machine_of(self, node: Node) -> Machine:
         """The cost model's, for the device of the node."""
-        return Machine.of(tensors_of(node)[0].device.type, self.cost, self.machine)
+        return Machine.of(node_tensors(node)[0].device.type, self.cost, self.machine)
 
-    def machine_among(self, nodes: Iterable[Node]) -> Machine:
+    def machine_of_nodes(self, nodes: Iterable[Node]) -> Machine:
         """The cost model's, for the device of the first of the nodes that is a tensor; of a CPU if none is."""
         return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.cost))
 
 
-OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(Settings)} - set(Asked.__dataclass_fields__)
-"""Of the user, that are settings as they are; what is `Asked` becomes what is found of a graph."""
+PASS_OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(PassSettings)} - set(
+    IOOptions.__dataclass_fields__
+)
+"""Of the user, that are settings as they are; what is `IOOptions` becomes what is found of a graph."""
 
 
-def settings(ranks: Ranks | int | Settings, **options: Any) -> Settings:
+def make_settings(ranks: Ranks | int | PassSettings, **options: Any) -> PassSettings:
     """Settings from a number of ranks (then no process group is named), from Ranks, or from others."""
-    if isinstance(ranks, Settings):
+    if isinstance(ranks, PassSettings):
         return replace(ranks, **options) if options else ranks
-    return Settings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
+    return PassSettings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
 
 
-@unchanged()
-def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
+@cache_lookups()
+def analyze(gm: GraphModule, job: PassSettings) -> tuple[Axes, PlacementPlan]:
     """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
     axes = name_axes(gm)
     axes.folds = job.folds
@@ -109,12 +111,14 @@ def analyse(gm: GraphModule, job: Settings) -> tuple[Axes, Plan]:
     if missing:
         raise SpError("SP236", f"seq_dims: expected names of inputs out of {sorted(nodes)}, got {missing}.")
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
-    find_sequences(gm, axes, named, picks=not job.deals)
+    find_sequences(gm, axes, named, picks=not job.is_balanced)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
     for node, placement in inputs.items():  # whatever the graph does with it: a piece of a model may only pass it on
         if isinstance(placement, Shard):
             axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
-    return axes, begun_in_windows(lambda begins: propagate(gm, axes, job.ranks.n, inputs, job.outputs, begins=begins))
+    return axes, align_window_starts(
+        lambda begins: propagate(gm, axes, job.ranks.n, inputs, job.outputs, begins=begins)
+    )
 
 
 class NoteKind(Enum):
@@ -209,7 +213,7 @@ class Refusal:
 
 
 @dataclass
-class Lap:
+class PassRun:
     """One pass over one graph: a line of `explain(passes=True)`. changes: rewrites; nodes: how many more there are."""
 
     name: str
@@ -221,7 +225,7 @@ class Lap:
 
 
 @dataclass(frozen=True)
-class RegionInTiles:
+class TiledRegion:
     """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
 
     inside: bytes of what its products make of all rows; tile: of those of a tile. layer: of the model, by its path.
@@ -241,18 +245,18 @@ class RegionInTiles:
     repeated: bool = False
 
 
-def laps_by_pass(laps: Iterable[Lap]) -> list[Lap]:
+def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
     """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
-    found: dict[str, Lap] = {}
+    found: dict[str, PassRun] = {}
     for lap in laps:
-        one = found.setdefault(lap.name, Lap(lap.name, lap.requires, lap.provides))
+        one = found.setdefault(lap.name, PassRun(lap.name, lap.requires, lap.provides))
         one.changes, one.nodes = one.changes + lap.changes, one.nodes + lap.nodes
         one.seconds += lap.seconds
     return list(found.values())
 
 
 @dataclass
-class Job(Settings):
+class PassContext(PassSettings):
     """The settings of one graph, its analysis, and what passes leave for later ones and for the report.
 
     fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence. follows: nor need it
@@ -262,40 +266,40 @@ class Job(Settings):
     """
 
     fragment: bool = False
-    follows: bool = False
-    planned: Plan | None = None
+    has_outer_job: bool = False
+    input_placements: PlacementPlan | None = None
     refusal: Refusal | None = None
     notes: list[Note] = field(default_factory=list)
-    laps: list[Lap] = field(default_factory=list)
+    runs: list[PassRun] = field(default_factory=list)
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)
     constraints: list[str] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
-    tiled: list[RegionInTiles] = field(default_factory=list)
-    _analysed: tuple[Axes, Plan] | None = None
+    memory: list[RankMemory] = field(default_factory=list)
+    tiled_regions: list[TiledRegion] = field(default_factory=list)
+    _analyzed: tuple[Axes, PlacementPlan] | None = None
 
     @classmethod
-    def begin(cls, given: Settings) -> Job:
+    def start(cls, given: PassSettings) -> PassContext:
         """A job with these settings; a job stays the one that it is."""
-        return given if isinstance(given, Job) else cls(**vars(given))
+        return given if isinstance(given, PassContext) else cls(**vars(given))
 
     def axes(self, gm: GraphModule) -> Axes:
         """The names of the graph's axes; found anew after a change."""
         return self._analysis(gm)[0]
 
-    def plan(self, gm: GraphModule) -> Plan:
+    def plan(self, gm: GraphModule) -> PlacementPlan:
         """Where every value of the graph lies; found anew after a change."""
         return self._analysis(gm)[1]
 
-    def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
+    def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
         """The axes and the plan, found anew."""
-        return analyse(gm, self)
+        return analyze(gm, self)
 
-    def _analysis(self, gm: GraphModule) -> tuple[Axes, Plan]:
-        if self._analysed is None:
-            self._analysed = self.analyse(gm)
-        return self._analysed
+    def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
+        if self._analyzed is None:
+            self._analyzed = self.analyze(gm)
+        return self._analyzed
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The graph has changed, or what the analysis is told."""
-        self._analysed = None
+        self._analyzed = None

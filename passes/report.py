@@ -10,13 +10,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from sp_compile.passes.cost.attention_memory import Memory
-from sp_compile.passes.cost.decision import Decision, merged
+from sp_compile.passes.cost.attention_memory import RankMemory
+from sp_compile.passes.cost.decision import Decision, merge_decisions
 from sp_compile.passes.cost.exchange_cost import Exchange
-from sp_compile.passes.cost.step_memory import COLUMN, StepMemory, short, written
+from sp_compile.passes.cost.step_memory import LINE_WIDTH, StepMemory, format_bytes, shorten_line
 from sp_compile.passes.graph.sizes import Size
 
-from .context import FALLBACKS, Lap, Note, NoteKind, RegionInTiles, laps_by_pass
+from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pass
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Report:
     notes: list[Note] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
-    tiled: list[RegionInTiles] = field(default_factory=list)
+    memory: list[RankMemory] = field(default_factory=list)
+    tiled: list[TiledRegion] = field(default_factory=list)
     inputs: dict[str, list[int]] = field(default_factory=dict)
     sharded_outputs: list[str] = field(default_factory=list)
     constraints: list[str] = field(default_factory=list)
-    passes: list[Lap] = field(default_factory=list)
+    passes: list[PassRun] = field(default_factory=list)
     errors: list = field(default_factory=list)
     layers: list = field(default_factory=list)
     parallel: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Report:
         self.exchanges += other.exchanges
         self.memory += other.memory
         self.tiled += other.tiled
-        self.attention = merged([*self.attention, *other.attention])
+        self.attention = merge_decisions([*self.attention, *other.attention])
         self.constraints += [c for c in other.constraints if c not in self.constraints]
         self.sharded_outputs += other.sharded_outputs
         self.errors += other.errors
@@ -65,7 +65,7 @@ class Report:
     @property
     def seconds(self) -> dict[str, float]:
         """What each pass took, over all its runs."""
-        return {lap.name: lap.seconds for lap in laps_by_pass(self.passes)}
+        return {lap.name: lap.seconds for lap in runs_by_pass(self.passes)}
 
     @property
     def worst(self) -> float:
@@ -95,31 +95,45 @@ class Report:
         if self.sharded_outputs:
             yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
         if self.notes:
-            rows = _grouped((note.label, short(note.where), note.text) for note in self.notes)
-            yield "Rewrites\n" + tabulate(rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=COLUMN)
+            rows = _group_rows((note.label, shorten_line(note.where), note.text) for note in self.notes)
+            yield "Rewrites\n" + tabulate(
+                rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=LINE_WIDTH
+            )
         if self.layers:
-            rows = [(short(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers]
+            rows = [
+                (shorten_line(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers
+            ]
             headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
-            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
+            yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
             yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
         if self.step is not None:
             yield f"Memory of a training step on a rank, predicted\n{self.step.text(self.n)}"
         if self.attention:
-            yield "Attention, predicted\n" + "\n\n".join(map(str, merged(self.attention)))
+            yield "Attention, predicted\n" + "\n\n".join(map(str, merge_decisions(self.attention)))
         if self.exchanges:
-            sent = [(e.op, e.shape, _bytes(e.forward), _bytes(e.backward), short(e.where)) for e in self.exchanges]
-            totals = [_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
+            sent = [
+                (e.op, e.shape, _format_bytes(e.forward), _format_bytes(e.backward), shorten_line(e.where))
+                for e in self.exchanges
+            ]
+            totals = [_format_bytes(sum(getattr(e, way) for e in self.exchanges)) for way in ("forward", "backward")]
             headers = ("times", "exchange", "local shape", "sent forward", "sent backward", "at")
-            rows = [*_grouped(sent), ("", "total", "", *totals, "")]
-            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
+            rows = [*_group_rows(sent), ("", "total", "", *totals, "")]
+            yield "Collectives, bytes that one rank sends\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if self.show_passes:
             rows = [
-                (lap.name, _words(lap.requires), _words(lap.provides), lap.changes, lap.nodes, f"{lap.seconds:.3f}")
-                for lap in laps_by_pass(self.passes)
+                (
+                    lap.name,
+                    _join_words(lap.requires),
+                    _join_words(lap.provides),
+                    lap.changes,
+                    lap.nodes,
+                    f"{lap.seconds:.3f}",
+                )
+                for lap in runs_by_pass(self.passes)
             ]
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
-            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=COLUMN)
+            yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if self.errors:
             yield tabulate(self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e")
 
@@ -132,14 +146,14 @@ class Report:
         return f"{whole}; {groups}" if found else f"{groups}; no other ranks split the sequence"
 
 
-def _grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
+def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     """Equal rows once, with their number in front: layers repeat."""
     return [(times, *row) for row, times in Counter(rows).items()]
 
 
-def _words(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     return ", ".join(sorted(words))
 
 
-def _bytes(value: Size) -> str:
-    return written(value) if isinstance(value, int) else str(value)
+def _format_bytes(value: Size) -> str:
+    return format_bytes(value) if isinstance(value, int) else str(value)

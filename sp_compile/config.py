@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile.lowering.base.ranks import Ranks, find_axis_pair
 
 
-def unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str | None, bool]:
+def parse_unchecked(options: Mapping[str, Any]) -> tuple[DeviceMesh | None, str | None, bool]:
     """(mesh, mesh_dim, is the sequence named or its mesh?) of options that may be wrong: ranks meet to hear of that."""
     mesh = options.get("mesh")
     return mesh, options.get("mesh_dim"), mesh is not None or options.get("seq_dims", "auto") != "auto"
 
 
-def splits_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
+def can_split_sequence(mesh: DeviceMesh | None, mesh_dim: str | None, others: Sequence[Ranks]) -> bool:
     """Has a program that already talks over `others` a mesh axis left for its sequence?
 
     Not without a mesh, nor with one whose axes its groups take, nor with one of several axes none of which is named.

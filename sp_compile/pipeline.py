@@ -12,49 +12,49 @@ from torch.fx import GraphModule
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
-from sp_compile.passes.base import Pass, Passes, check_order, passes_in
-from sp_compile.passes.boundary.outputs import RESULTS, results_of
-from sp_compile.passes.canonical.associative_scan import Trees
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passes
+from sp_compile.passes.boundary.outputs import OUTPUT_RULES, output_infos
+from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.capture.capture import capture_export
-from sp_compile.passes.context import Job, Note, NoteKind, Refusal, Settings
-from sp_compile.passes.cost.decision import merged
-from sp_compile.passes.cost.exchange_cost import exchanges_of
-from sp_compile.passes.localize.balance_layout import Deal
+from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings, Refusal
+from sp_compile.passes.cost.decision import merge_decisions
+from sp_compile.passes.cost.exchange_cost import find_exchanges
+from sp_compile.passes.localize.balance_layout import BalanceLayout
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.mask_tables import Lookups
+from sp_compile.passes.localize.mask_tables import HoistMaskTables
 from sp_compile.passes.localize.memory_order import RestoreStrides
-from sp_compile.passes.localize.validate_shapes import Prove
+from sp_compile.passes.localize.validate_shapes import ValidateShapes
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.strategies.attention.base import attention_passes
-from sp_compile.passes.strategies.attention.checkpoint_attention import KeepAttention
+from sp_compile.passes.strategies.attention.checkpoint_attention import SaveAttentionOutputs
 from sp_compile.passes.strategies.attention.choose_attention import ChooseAttention
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.combine_partials import CombineSums
-from sp_compile.passes.strategies.discharge import Rewrite, Rounds
-from sp_compile.passes.strategies.gather_demands import Gather, Undo
-from sp_compile.passes.strategies.halo_demands import Halo
-from sp_compile.passes.strategies.hoist import Hoist
-from sp_compile.passes.strategies.local_scan import SlowScans
-from sp_compile.passes.strategies.random_draws import Draws
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
-from sp_compile.passes.strategies.scan_demands import NestedScan, Scan
-from sp_compile.passes.strategies.select_row import Pick
-from sp_compile.passes.strategies.sequence_checks import LocalOutputs, MarkExchanges, Sequences
-from sp_compile.passes.strategies.shard_inputs import BeginAttention
-from sp_compile.passes.tiles.run_in_tiles import Tiles
+from sp_compile.passes.strategies.combine_partials import MarkPartialSums
+from sp_compile.passes.strategies.discharge import DemandPass, RepeatPasses
+from sp_compile.passes.strategies.gather_demands import GatherOperands, RevertStaleExchanges
+from sp_compile.passes.strategies.halo_demands import ExchangeHalos
+from sp_compile.passes.strategies.hoist import HoistSlices
+from sp_compile.passes.strategies.local_scan import UseFastScans
+from sp_compile.passes.strategies.random_draws import BroadcastDraws
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
+from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans
+from sp_compile.passes.strategies.select_row import SelectRow
+from sp_compile.passes.strategies.sequence_checks import FindSequences, MarkUserCollectives, PlaceOutputs
+from sp_compile.passes.strategies.shard_inputs import ShardAttentionInputs
+from sp_compile.passes.tiles.run_in_tiles import RunInTiles
 
 
-class Discharge(Rounds):
+class ApplyStrategies(RepeatPasses):
     """The strategies, round after round, until no demand is left."""
 
     requires = frozenset({"canonical", "attention is chosen"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        return strategies()
+        return strategy_passes()
 
 
 class Pipeline(Passes):
@@ -62,39 +62,52 @@ class Pipeline(Passes):
 
     steps = (
         Canonicalize,
-        MarkExchanges,
-        BeginAttention,
-        Sequences,
+        MarkUserCollectives,
+        ShardAttentionInputs,
+        FindSequences,
         ChooseAttention,
-        Discharge,
-        SlowScans,
+        ApplyStrategies,
+        UseFastScans,
         ExpandHeads,
-        LocalOutputs,
+        PlaceOutputs,
         Localize,
-        Trees,
-        Prove,
-        Deal,
+        ExpandAssociativeScans,
+        ValidateShapes,
+        BalanceLayout,
         RestoreStrides,
-        Lookups,
-        KeepAttention,
-        Tiles,
+        HoistMaskTables,
+        SaveAttentionOutputs,
+        RunInTiles,
     )
 
 
-def strategies() -> tuple[type[Rewrite], ...]:
+def strategy_passes() -> tuple[type[DemandPass], ...]:
     """Each claims demands by kind and may be run alone, by hand; what the others leave is gathered."""
-    return (Undo, Hoist, NestedScan, Means, Pick, *attention_passes(), Scan, Halo, CombineSums, Reduce, Gather, Draws)
+    return (
+        RevertStaleExchanges,
+        HoistSlices,
+        SplitNestedScans,
+        DecomposeMeans,
+        SelectRow,
+        *attention_passes(),
+        ShardScans,
+        ExchangeHalos,
+        MarkPartialSums,
+        ReducePartials,
+        GatherOperands,
+        BroadcastDraws,
+    )
 
 
 def run_pipeline(
-    gm: GraphModule, job: Settings, fragment: bool = False, follows: bool = False
+    gm: GraphModule, job: PassSettings, fragment: bool = False, follows: bool = False
 ) -> tuple[GraphModule, Report] | Refusal:
     """Lower a captured graph in the global view to the graph of one rank.
 
     Args:
         gm: The captured graph, which is changed.
         job: The settings.
-        fragment: Whether the graph is a piece of a model, as `Job` has it.
+        fragment: Whether the graph is a piece of a model, as `PassContext` has it.
         follows: Whether an earlier program left results in shards.
 
     Returns:
@@ -103,32 +116,32 @@ def run_pipeline(
     Raises:
         SpError: An option does not fit the graph.
     """
-    state = replace(Job.begin(job), fragment=fragment, follows=follows)
+    state = replace(PassContext.start(job), fragment=fragment, has_outer_job=follows)
     if job.ranks.n == 1:
-        state = replace(state, attention="auto", layout="auto", notes=list(_of_several(job)))
+        state = replace(state, attention="auto", layout="auto", notes=list(_check_several_ranks(job)))
     pipeline = Pipeline(state)
-    check_order(passes_in(Pipeline))
+    check_pass_order(iterate_passes(Pipeline))
     pipeline.run(gm, state)
     if state.refusal is not None:
         return state.refusal
-    assert state.planned is not None
+    assert state.input_placements is not None
     results = gm.graph.output_node().all_input_nodes
-    pipeline.gm.meta[RESULTS] = results_of(gm, state.planned)
+    pipeline.gm.meta[OUTPUT_RULES] = output_infos(gm, state.input_placements)
     return pipeline.gm, Report(
         job.ranks.n,
         notes=state.notes,
-        exchanges=exchanges_of(pipeline.gm, job.ranks.n),
-        attention=merged(state.decisions),
+        exchanges=find_exchanges(pipeline.gm, job.ranks.n),
+        attention=merge_decisions(state.decisions),
         memory=state.memory,
-        tiled=state.tiled,
+        tiled=state.tiled_regions,
         inputs=state.sequence_inputs,
-        sharded_outputs=[n.name for n in results if isinstance(state.planned.of(n), Shard)],
+        sharded_outputs=[n.name for n in results if isinstance(state.input_placements.of(n), Shard)],
         constraints=state.constraints,
-        passes=state.laps,
+        passes=state.runs,
     )
 
 
-def _of_several(job: Settings) -> Iterator[Note]:
+def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
     """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
     for option, asked in (("attention", job.attention), ("layout", job.layout)):
         if asked != "auto":
@@ -143,11 +156,11 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     `meta["sp_report"]`. Raises SpError as the backend would, and for options of what comes behind these passes.
     """
     options = SPConfig.of({"outputs": "gather", **config})
-    options.refuse("parallelize", WHEN_COMPILED, **BEHIND)
+    options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
     if sp is not None:
         options.refuse(f"sp={sp}", mesh="gives the number of ranks already", mesh_dim="has no mesh")
-    job = Settings.of(options, options.ranks() if sp is None else Ranks(sp, GROUP))
-    seq_dims, outputs = job.asked.seq_dims, job.asked.outputs
+    job = PassSettings.of(options, options.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP))
+    seq_dims, outputs = job.user_io.seq_dims, job.user_io.outputs
     if outputs not in ("gather", "local"):
         raise SpError("SP103", f"outputs: expected 'gather' or 'local' for parallelize, got {outputs!r}.")
     gm = capture_export(program)
@@ -161,13 +174,13 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
 
 
 WHEN_COMPILED = "Leave the option out, or compile the model with torch.compile(model, backend='sp')."
-_COMPILES = "returns a module that is not compiled yet"
-BEHIND = {
+_COMPILE_OPTIONS = "returns a module that is not compiled yet"
+CALL_OPTIONS = {
     "inputs": "takes a program whose sequence length is fixed",
-    "compiler": _COMPILES,
+    "compiler": _COMPILE_OPTIONS,
     "check_every": "returns a graph, whose calls are not compared",
-    "activation_memory_budget": _COMPILES,
-    "offload": _COMPILES,
+    "activation_memory_budget": _COMPILE_OPTIONS,
+    "offload": _COMPILE_OPTIONS,
     "sequence_parallel_linear": "changes no layers over groups of the program's own",
     "merge_reductions": "merges no reductions",
 }

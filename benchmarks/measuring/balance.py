@@ -15,11 +15,11 @@ from rich.table import Table
 from torch import Tensor
 
 from sp_compile.lowering.masks.balance_chunks import ChunkOrder
-from sp_compile.lowering.masks.balance_rows import dealt, new_order, reordered
-from sp_compile.lowering.masks.block_plan import plan
-from sp_compile.lowering.masks.blocks import pairs_before
+from sp_compile.lowering.masks.balance_rows import balance_rows, order_tensors, reorder_table
+from sp_compile.lowering.masks.block_plan import plan_blocks
+from sp_compile.lowering.masks.blocks import count_pairs_before
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.spans import Rows, Segment, rows_of
+from sp_compile.lowering.masks.spans import Rows, Segment, span_rows
 
 KEY_BYTES = 2 * 8 * 128 * 2
 """Of a token's keys and values: 8 heads of 128 dims in bf16."""
@@ -78,10 +78,10 @@ def calls(vectors: Sequence[Pieces], whole: Sequence[Pieces], tokens: int, n: in
     """
 
     def most(queries: Rows, keys: Iterable[Rows], looked_up: Sequence[Pieces]) -> int:
-        made = [plan(PREDICATE, queries, rows, (), tuple(vectors), tuple(looked_up)) for rows in keys]
+        made = [plan_blocks(PREDICATE, queries, rows, (), tuple(vectors), tuple(looked_up)) for rows in keys]
         return max(len(one.packed) + len(one.others) for one in made)
 
-    every = [rows_of([n, folds, 1, 0, 0, tokens], tokens // n, rank) for rank in range(n)]
+    every = [span_rows([n, folds, 1, 0, 0, tokens], tokens // n, rank) for rank in range(n)]
     asked = every[:: max(n // 8, 1)]
     gathered = [(Segment(0, 0, tokens),)]
     return max(most(rows, every, vectors) for rows in asked), max(most(rows, gathered, whole) for rows in asked)
@@ -100,7 +100,9 @@ def dealt_by_heap(predicate: str, vectors: tuple[Pieces, ...], length: int, n: i
     fewest pairs of those that still have room; all ranks take equally many.
     """
     whole, rows = (Segment(0, 0, length),), length // (n * chunks)
-    before = pairs_before(plan(predicate, whole, whole, (), vectors, vectors), [*range(0, length + 1, rows)])
+    before = count_pairs_before(
+        plan_blocks(predicate, whole, whole, (), vectors, vectors), [*range(0, length + 1, rows)]
+    )
     works = [high - low for low, high in pairwise(before)]
     ranks, own = [(0, rank) for rank in range(n)], [list[int]() for _ in range(n)]
     for chunk in sorted(range(len(works)), key=works.__getitem__, reverse=True):
@@ -116,7 +118,7 @@ def dealt_by_heap(predicate: str, vectors: tuple[Pieces, ...], length: int, n: i
 
 def ways(vectors: tuple[Pieces, ...], tokens: int, n: int) -> dict[str, Callable[[], ChunkOrder]]:
     """What deals chunks: ours, and a heap's, of as many a rank as ours has, its default, or those of its examples."""
-    ours = partial(dealt, (PREDICATE,), (1,), (), vectors, tokens, n)
+    ours = partial(balance_rows, (PREDICATE,), (1,), (), vectors, tokens, n)
     found = {"balanced": ours}
     for chunks in sorted({round(len(ours().firsts) / n), DEFAULT_CHUNKS, tokens // n // EXAMPLE_ROWS}):
         if tokens % (n * chunks) == 0:
@@ -128,8 +130,8 @@ def timed(way: Callable[[], ChunkOrder]) -> tuple[ChunkOrder, float]:
     """What it makes, and the least ms of CPU time of three, its plan of all pairs among them."""
     least = inf
     for _ in range(3):
-        dealt.cache_clear()
-        plan.cache_clear()
+        balance_rows.cache_clear()
+        plan_blocks.cache_clear()
         start = time.process_time()
         made = way()
         least = min(least, 1e3 * (time.process_time() - start))
@@ -165,8 +167,8 @@ def balance(tokens: int, documents: int, ranks: list[int]) -> Table:
             }
             for name, way in ways(found, tokens, n).items():
                 made, ms = timed(way)
-                moved = tuple(Pieces.of(reordered(one, made)) for one in found)
-                layouts[name] = new_order(made, torch.device("cpu"))[0], ms, calls(moved, found, tokens, n, 1)
+                moved = tuple(Pieces.of(reorder_table(one, made)) for one in found)
+                layouts[name] = order_tensors(made, torch.device("cpu"))[0], ms, calls(moved, found, tokens, n, 1)
             for layout, (order, taken, kernels) in layouts.items():
                 loads = (position[order] + 1).view(n, -1).sum(1).double()
                 keys = needed(number, position, order, n), tokens // n * (n - 1)

@@ -66,7 +66,7 @@ class Clock:
     def exchanges(self) -> Iterator[list[Callable[[], float]]]:
         """The times of what simulates an exchange: real ranks have a network for it."""
         found: list[Callable[[], float]] = []
-        real = simulate._World.exchange
+        real = simulate._SimulatedWorld.exchange
 
         def exchange(world: Any, rank: int, name: str, x: Tensor, combine: Any) -> Tensor:
             def timed(xs: list[Tensor]) -> list[Tensor]:
@@ -77,7 +77,7 @@ class Clock:
 
             return real(world, rank, name, x, timed)
 
-        with mock.patch.object(simulate._World, "exchange", exchange):
+        with mock.patch.object(simulate._SimulatedWorld, "exchange", exchange):
             yield found
 
 

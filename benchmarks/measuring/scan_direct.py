@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import Pair
-from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.scan.scan_table import ScanProblem
 
 
 class Direct(NamedTuple):
@@ -25,11 +25,11 @@ class Direct(NamedTuple):
         accumulate: torch.dtype,
     ) -> Pair:
         options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse}
-        return self.kernels.scan(Problem.of("scan", x, dtype, accumulate, **options), x, starts)
+        return self.kernels.scan(ScanProblem.of("scan", x, dtype, accumulate, **options), x, starts)
 
     def extremes(self, x: Tensor, starts: Tensor | None, op: str, reverse: bool) -> Pair:
         options = {"op": op, "segmented": starts is not None, "reverse": reverse}
-        return self.kernels.extremes(Problem.of("extremes", x, x.dtype, x.dtype, **options), x, starts)
+        return self.kernels.extremes(ScanProblem.of("extremes", x, x.dtype, x.dtype, **options), x, starts)
 
     def linear(
         self,
@@ -41,9 +41,9 @@ class Direct(NamedTuple):
         dtype: torch.dtype,
         accumulate: torch.dtype,
     ) -> Tensor:
-        problem = Problem.of("linear", b, dtype, accumulate, reverse=reverse, lagged=lagged)
+        problem = ScanProblem.of("linear", b, dtype, accumulate, reverse=reverse, lagged=lagged)
         return self.kernels.linear(problem, a, b, initial)
 
     def linear_total(self, a: Tensor, b: Tensor, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-        problem = Problem.of("linear_total", b, accumulate, accumulate, reverse=reverse, lagged=lagged)
+        problem = ScanProblem.of("linear_total", b, accumulate, accumulate, reverse=reverse, lagged=lagged)
         return self.kernels.linear_total(problem, a, b)

@@ -8,7 +8,7 @@ from measuring.scan_direct import Direct
 from torch import Tensor
 
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, using_way
+from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, using_schedule
 from sp_compile.lowering.scan.scan_table import LOWERINGS
 
 ROW, EXACT = Direct(row), Direct(LOWERINGS["blocked"])
@@ -37,10 +37,10 @@ def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
 def values(shapes: list[Shape], device: torch.device) -> list[str]:
     """What is wrong, a line each."""
     wrong = []
-    for i, (shape, way) in enumerate(itertools.product(shapes, WAYS)):
+    for i, (shape, way) in enumerate(itertools.product(shapes, SERIES)):
         if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
             continue
-        with using_way(way):
+        with using_schedule(way):
             for name, error in _errors(shape, device, i):
                 if not error <= 1:
                     wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")

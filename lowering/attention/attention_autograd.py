@@ -10,11 +10,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .gathered_kernel import GatheredKeys
-from .merge_blocks import sinks_grad, with_sinks
+from .merge_blocks import add_sinks, sinks_grad
 from .op_args import LocalArgs
 from .ring_kernel import RingKeys
 
-Keys = GatheredKeys | RingKeys
+KeySource = GatheredKeys | RingKeys
 """Where keys lie, and how they come to the queries.
 
 `forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask, or
@@ -23,7 +23,7 @@ the gradients of tables, if it is wanted.
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: Keys, sinks: Tensor | None = None, lse: bool = False
+    q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: KeySource, sinks: Tensor | None = None, lse: bool = False
 ) -> Tensor:
     """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
 
@@ -41,7 +41,7 @@ class _AttentionFunction(Function):
     def forward(
         ctx: Any,
         args: LocalArgs,
-        keys: Keys,
+        keys: KeySource,
         with_lse: bool,
         q: Tensor,
         k: Tensor,
@@ -49,12 +49,12 @@ class _AttentionFunction(Function):
         sinks: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = keys.forward(q, k, v, args.holding(list(tensors)))
+        out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
+            out, lse = add_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
-        ctx.args, ctx.keys = args.holding([None] * len(tensors)), keys
+        ctx.args, ctx.keys = args.with_tensors([None] * len(tensors)), keys
         ctx.with_lse = with_lse
         if not with_lse:
             ctx.mark_non_differentiable(lse)
@@ -66,7 +66,7 @@ class _AttentionFunction(Function):
     def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
-        args = ctx.args.holding(tensors)
+        args = ctx.args.with_tensors(tensors)
         wants_tables = any(others[len(others) - len(args.tables) :])
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
         given, values = (grad, out, lse), v
@@ -77,7 +77,7 @@ class _AttentionFunction(Function):
             given, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)
         dq, dk, dv, learned = ctx.keys.backward(given, q, k, values, args, wants_mask or wants_tables)
         dv = dv[..., : v.shape[-1]]
-        dtables = args.grads_of_tables(learned) if wants_tables else [None] * len(args.tables)
+        dtables = args.table_grads(learned) if wants_tables else [None] * len(args.tables)
         rest = [None] * (len(tensors) - 1 - len(dtables))
         grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), learned if wants_mask else None
         return None, None, None, *grads[:3], dsinks, grads[3], *rest, *dtables

@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from sp_compile.lowering.masks.block_plan import plan, settled, tiles_by_position
-from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, pairs_of
+from sp_compile.lowering.masks.block_plan import plan_blocks, settle_blocks, tiles_by_position
+from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, count_pairs
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.predicate import is_of_distance, of_positions
-from sp_compile.lowering.masks.spans import Rows, Segment, by_index, rows_of, valid_rows
-from sp_compile.lowering.torch_compat import FakeTensor, real_tensors, size_hint
+from sp_compile.lowering.masks.predicate import depends_on_distance, position_conditions
+from sp_compile.lowering.masks.spans import Rows, Segment, local_valid_rows, sort_by_index, span_rows
+from sp_compile.lowering.torch_compat import FakeTensor, size_hint, use_real_tensors
 
 from .masking import CallMask
 from .op_args import LocalArgs
 
-MOST_BLOCKS = 1 << 15
+MAX_COUNTED_BLOCKS = 1 << 15
 """How many undecided blocks of one attention are looked at."""
 
 PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
@@ -48,7 +48,7 @@ def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = Non
     """Two products for each pair, of D and of E. Shapes: those of ``sp::attend``."""
     args, _ = LocalArgs.of(rest)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
-    return 2 * _pairs(q, k, args) * (dim + value_dim)
+    return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
 
 
 @register_flop_formula(torch.ops.sp.attend_backward, get_raw=True)
@@ -66,10 +66,10 @@ def attend_backward_flops(
     """Five products for each pair: scores again, dq and dk of D, dv and the gradients of the weights of E."""
     args, _ = LocalArgs.of(rest)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
-    return 2 * _pairs(q, k, args) * (3 * dim + 2 * value_dim)
+    return 2 * _attended_pairs(q, k, args) * (3 * dim + 2 * value_dim)
 
 
-def _pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
+def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
     """Queries and keys that attend, of all batch entries and query heads."""
     batch, heads, queries, keys = map(size_hint, [*q.shape[:3], k.shape[2]])
     spans = tuple(map(size_hint, args.q_span)), tuple(map(size_hint, args.k_span))
@@ -78,26 +78,26 @@ def _pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
         return 0
     if isinstance(q, FakeTensor) or q.is_meta:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
-    q_rows, k_rows = (valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
-    pieces = tuple(map(Pieces.of, args.pieces_made()))
+    q_rows, k_rows = (local_valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
+    pieces = tuple(map(Pieces.of, args.make_pieces()))
     looked_up = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
-    if all(map(_is_known, pieces)):
-        return batch * heads * _known_pairs(*looked_up)
-    return heads * _counted(plan(*looked_up), looked_up, (args.rows, args.cols), batch, q.device)
+    if all(map(_has_known_table, pieces)):
+        return batch * heads * _count_known_pairs(*looked_up)
+    return heads * _count_rows(plan_blocks(*looked_up), looked_up, (args.rows, args.cols), batch, q.device)
 
 
-def _is_known(vector: Pieces) -> bool:
+def _has_known_table(vector: Pieces) -> bool:
     """Whether its table has all its values."""
     return np.array_equal(vector.lows, vector.highs)
 
 
-def _values(vector: Pieces) -> Tensor:
+def _table_values(vector: Pieces) -> Tensor:
     lows, _, _ = vector.lines(np.arange(vector.length))
     return torch.from_numpy(lows)[None]
 
 
 @lru_cache(maxsize=1024)
-def _known_pairs(
+def _count_known_pairs(
     predicate: str,
     q_rows: Rows,
     k_rows: Rows,
@@ -107,34 +107,36 @@ def _known_pairs(
 ) -> int:
     """Of one batch entry, with tables that have all values."""
     looked_up = predicate, q_rows, k_rows, sizes, rows, cols
-    made = plan(*looked_up) if rows or cols else tiles_by_position(*looked_up[:4])
-    vectors = [list(map(_values, side)) for side in (rows, cols)]
-    return _counted(made, looked_up, vectors, 1, torch.device("cpu"))
+    made = plan_blocks(*looked_up) if rows or cols else tiles_by_position(*looked_up[:4])
+    vectors = [list(map(_table_values, side)) for side in (rows, cols)]
+    return _count_rows(made, looked_up, vectors, 1, torch.device("cpu"))
 
 
-def _counted(
+def _count_rows(
     made: BlockPlan, looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
 ) -> int:
     """The pairs that attend, of all batch entries. vectors: rows and cols."""
     masked = [block for block in made.others if block.kind is Kind.MASKED]
-    of_formulas = pairs_of(made) - sum(block.q_len * block.k_len for block in masked)
-    known, left = settled(masked, MOST_BLOCKS, *looked_up)
-    return batch * of_formulas + round(batch * known + _asked(_mask(looked_up, vectors, device), left, batch))
+    of_formulas = count_pairs(made) - sum(block.q_len * block.k_len for block in masked)
+    known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *looked_up)
+    return batch * of_formulas + round(
+        batch * known + _count_block_pairs(_evaluate_mask(looked_up, vectors, device), left, batch)
+    )
 
 
-def _mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+def _evaluate_mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
     predicate, q_rows, k_rows, sizes, *_ = looked_up
     named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
     return CallMask(BlockPlan(), q_rows, k_rows, predicate, None, named, numbers, None, "", [], [], device, 1)
 
 
-def _asked(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
+def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
     """The pairs of these blocks, of all batch entries, with one wait for the device."""
     sums, factors = [], []
-    with real_tensors():
+    with use_real_tensors():
         for weight, block in blocks:
-            allowed = masking.allowed(block)
+            allowed = masking.evaluate_predicate(block)
             assert allowed is not None  # or it would not be masked
             sums.append(allowed.sum())
             factors.append(weight * (batch * block.q_len * block.k_len // allowed.numel()))
@@ -147,21 +149,21 @@ def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
     """Over the ranks, as far as positions alone tell, to which it is all one where a rank has its rows."""
-    known, places = of_positions(predicate), range(max(q_span[0], k_span[0]))
-    of_queries = [rows_of(q_span, queries, place) for place in places]
+    known, places = position_conditions(predicate), range(max(q_span[0], k_span[0]))
+    of_queries = [span_rows(q_span, queries, place) for place in places]
     if k_span[0] == 1:  # all ranks attend to the same keys, each with its own queries
-        sides = [(tuple(chain(*of_queries)), rows_of(k_span, keys, 0))]
+        sides = [(tuple(chain(*of_queries)), span_rows(k_span, keys, 0))]
     else:
-        sides = [(rows, rows_of(k_span, keys, place)) for place, rows in zip(places, of_queries)]
-    sides = [(by_index(q), by_index(k)) for q, k in sides]
-    if not is_of_distance(known, sizes):
-        return sum(_known_pairs(known, q, k, sizes) for q, k in sides) // len(places)
+        sides = [(rows, span_rows(k_span, keys, place)) for place, rows in zip(places, of_queries)]
+    sides = [(sort_by_index(q), sort_by_index(k)) for q, k in sides]
+    if not depends_on_distance(known, sizes):
+        return sum(_count_known_pairs(known, q, k, sizes) for q, k in sides) // len(places)
     apart = Counter((q.length, k.length, k.first - q.first) for rows, others in sides for q in rows for k in others)
-    return sum(times * _pairs_apart(known, *one, sizes) for one, times in apart.items()) // len(places)
+    return sum(times * _count_pairs_at_distance(known, *one, sizes) for one, times in apart.items()) // len(places)
 
 
 @lru_cache(maxsize=1 << 14)
-def _pairs_apart(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
+def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
     """Of so many neighbouring queries and keys, of which the first key is so far behind the first query."""
     rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
-    return _known_pairs(predicate, (rows,), (of_keys,), sizes)
+    return _count_known_pairs(predicate, (rows,), (of_keys,), sizes)

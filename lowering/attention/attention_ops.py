@@ -16,33 +16,33 @@ from sp_compile.lowering.base.library import composite
 
 from .attention_autograd import attention
 from .gathered_kernel import GatheredKeys
-from .masked_attention import autocast, with_autocast
+from .masked_attention import autocast, autocast_args
 from .op_args import SEQUENCE, ShardArgs
 from .ring_kernel import RingKeys
 from .ulysses_kernel import to_heads, to_sequence
-from .zigzag import folded
+from .zigzag import to_zigzag_rows
 
-ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
+ATTENTION_ARGUMENTS = f"Tensor q, Tensor k, Tensor v, {ShardArgs.schema()}"
 
 
-def _around(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
+def _ring_keys(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, steps: int, grads: str) -> Tensor:
     if args.balance:
-        q, k, v = folded([q, k, v], args.n, args.group)
-        out = _around(q, k, v, args.folded(), stride, steps, grads)
-        return folded([out], args.n, args.group, back=True)[0]
+        q, k, v = to_zigzag_rows([q, k, v], args.n, args.group)
+        out = _ring_keys(q, k, v, args.to_zigzag(), stride, steps, grads)
+        return to_zigzag_rows([out], args.n, args.group, back=True)[0]
     if stride > 1:
         q, k, v = to_heads(q, k, v, args, stride)
     keys = RingKeys(list(args.k_frame), args.n, stride, steps, grads, args.group)
-    out = attention(q, k, v, with_autocast(args.local(q, stride)), keys, args.own_sinks(stride), args.lse)
-    return _without_padding(to_sequence(out, args, stride) if stride > 1 else out, args)
+    out = attention(q, k, v, autocast_args(args.local(q, stride)), keys, args.local_sinks(stride), args.lse)
+    return _zero_padding_lse(to_sequence(out, args, stride) if stride > 1 else out, args)
 
 
-def _without_padding(out: Tensor, args: ShardArgs) -> Tensor:
+def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
     """Log-sum-exps of padding, which attends to nothing, are 0 and not -inf: whoever computes with them has numbers."""
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
-@composite(f"ring_attention({ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
+@composite(f"ring_attention({ATTENTION_ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values go round a ring of n ranks.
 
@@ -52,10 +52,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     args, (steps, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    return _around(q, k, v, args, 1, steps, grads)
+    return _ring_keys(q, k, v, args, 1, steps, grads)
 
 
-@composite(f"hybrid_attention({ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
+@composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): heads split over `ulysses` neighbours, a ring between neighbourhoods.
 
@@ -64,10 +64,10 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """
     args, (ulysses, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
-    return _around(q, k, v, args, ulysses, args.n // ulysses, grads)
+    return _ring_keys(q, k, v, args, ulysses, args.n // ulysses, grads)
 
 
-@composite(f"gathered_attention({ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
+@composite(f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values are gathered; only shards are kept for the backward.
 
@@ -80,9 +80,9 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     q, k, v = autocast(q, k, v)
     keys = GatheredKeys(list(args.k_frame) or None, args.n, args.group, *others)
     if not args.balance:
-        out = attention(q, k, v, with_autocast(args.local(q, 1)), keys, args.sinks, args.lse)
-        return _without_padding(out, args)
-    (q,), inside = folded([q], args.n, args.group), args.folded()
-    out = attention(q, k, v, with_autocast(inside.local(q, 1)), keys, args.sinks, args.lse)
-    out = _without_padding(out, inside)
-    return folded([out], args.n, args.group, back=True)[0]
+        out = attention(q, k, v, autocast_args(args.local(q, 1)), keys, args.sinks, args.lse)
+        return _zero_padding_lse(out, args)
+    (q,), inside = to_zigzag_rows([q], args.n, args.group), args.to_zigzag()
+    out = attention(q, k, v, autocast_args(inside.local(q, 1)), keys, args.sinks, args.lse)
+    out = _zero_padding_lse(out, inside)
+    return to_zigzag_rows([out], args.n, args.group, back=True)[0]

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, by_rank, folds_of, in_order, pad, trim
-from sp_compile.lowering.comm.communicator import current
-from sp_compile.lowering.masks.score_program import has_fills
-from sp_compile.lowering.masks.spans import Span, stretches, whole
+from sp_compile.lowering.base.frames import FrameArg, frame_folds, pad_to_frame, to_rank_order, to_sequence_order, trim
+from sp_compile.lowering.comm.communicator import current_communicator
+from sp_compile.lowering.masks.score_program import may_have_fills
+from sp_compile.lowering.masks.spans import Span, full_span, shard_spans
 
 from .merge_blocks import merge
 from .op_args import SEQUENCE, LocalArgs
-from .ring_kernel import Cat, added, after, keys_and_values
+from .ring_kernel import Cat, accumulate, split_keys_values, wait_then_concat
 
 
 class GatheredKeys(NamedTuple):
@@ -44,7 +44,7 @@ class GatheredKeys(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] | None = None
-        for keys, values, where in self._parts(k, v, args, torch.cat):
+        for keys, values, where in self._gather_parts(k, v, args, torch.cat):
             block = args.attend(q, keys, values, where)
             found = block if found is None else merge(*found, *block)
         assert found is not None
@@ -56,39 +56,39 @@ class GatheredKeys(NamedTuple):
         dq: Tensor | None = None
         dmask: Tensor | None = None
         of_keys = []
-        for keys, values, where in self._parts(k, v, args, after(given[0])):
+        for keys, values, where in self._gather_parts(k, v, args, wait_then_concat(given[0])):
             packed = "rows" if self.n > 1 and self.frame is not None else ""
             dq_, dk, dv, dmask_ = args.grads(given, q, keys, values, where, mask_grad, packed=packed)
-            dq, dmask = added(dq, dq_), added(dmask, dmask_) if mask_grad else dmask_
+            dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
             if packed:
-                dk, dv = keys_and_values(self._scattered(dk, self._as_held(args)), k, v)
+                dk, dv = split_keys_values(self._reduce_scatter(dk, self._keeps_rank_order(args)), k, v)
             elif self.frame is not None:
-                dk, dv = (pad(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
+                dk, dv = (pad_to_frame(x, SEQUENCE, self.frame, 1, edge=False) for x in (dk, dv))
             of_keys.append((dk, dv))
         assert dq is not None
         assert dmask is not None
         dk, dv = (parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE) for parts in zip(*of_keys))
         return dq, dk, dv, dmask
 
-    def _as_held(self, args: LocalArgs) -> bool:
+    def _keeps_rank_order(self, args: LocalArgs) -> bool:
         """Whether keys are attended to in the order in which ranks hold them, padding included.
 
         A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
         merged, as may a program of scores.
         """
         frame, n = self.frame, self.n
-        return not (frame is None or n == 1 or self.orders or args.mask is not None or has_fills(args.score))
+        return not (frame is None or n == 1 or self.orders or args.mask is not None or may_have_fills(args.score))
 
-    def _parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
+    def _gather_parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
         """All keys and values, at once or in two."""
-        if self.frame is None or not self._as_held(args):
+        if self.frame is None or not self._keeps_rank_order(args):
             keys, values = self._gather(k, v, cat)
-            yield keys, values, whole(keys.shape[SEQUENCE])
+            yield keys, values, full_span(keys.shape[SEQUENCE])
             return
-        folds = folds_of(self.frame)
-        for part, where in zip(_side_by_side(k, v, cat).chunk(folds), stretches(self.frame, self.n)):
-            rows = current().all_gather(part, self.n, self.group)
-            yield *keys_and_values(rows.movedim(0, SEQUENCE), k, v), where
+        folds = frame_folds(self.frame)
+        for part, where in zip(_concat_keys_values(k, v, cat).chunk(folds), shard_spans(self.frame, self.n)):
+            rows = current_communicator().all_gather(part, self.n, self.group)
+            yield *split_keys_values(rows.movedim(0, SEQUENCE), k, v), where
 
     def _gather(self, k: Tensor, v: Tensor, cat: Cat) -> tuple[Tensor, Tensor]:
         frame, n = self.frame, self.n
@@ -96,24 +96,26 @@ class GatheredKeys(NamedTuple):
             return k, v
         if n == 1:
             return trim(k, SEQUENCE, frame, 1, 1), trim(v, SEQUENCE, frame, 1, 1)
-        rows = in_order(current().all_gather(_side_by_side(k, v, cat), n, self.group), frame, n)
+        rows = to_sequence_order(
+            current_communicator().all_gather(_concat_keys_values(k, v, cat), n, self.group), frame, n
+        )
         rows = trim(rows, 0, frame, n, 1)
         if self.orders:
             order, inverse = self.orders
             rows = torch.ops.sp.reorder(rows, 0, frame, inverse, order)
-        return keys_and_values(rows.movedim(0, SEQUENCE), k, v)
+        return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
-    def _scattered(self, both: Tensor, as_held: bool) -> Tensor:
+    def _reduce_scatter(self, both: Tensor, as_held: bool) -> Tensor:
         """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)
         if not as_held:
             rows = torch.ops.sp.reorder(rows, 0, frame, *self.orders) if self.orders else rows
-            rows = by_rank(pad(rows, 0, frame, n, edge=False), frame, n)
-        return current().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)
+            rows = to_rank_order(pad_to_frame(rows, 0, frame, n, edge=False), frame, n)
+        return current_communicator().reduce_scatter(rows, n, self.group).movedim(0, SEQUENCE)
 
 
-def _side_by_side(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
+def _concat_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
     """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
     return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)

@@ -11,22 +11,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.dtypes import HALF, LEAST_FILL, accumulation_dtype
+from sp_compile.lowering.base.dtypes import HALF, MIN_FILL, accumulation_dtype
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.score_program import has_fills
+from sp_compile.lowering.masks.score_program import may_have_fills
 from sp_compile.lowering.triton import AVAILABLE
 from sp_compile.lowering.triton.flex import flex_calls as fused
 
 from . import kernels_cuda as cuda
-from .kernel_args import AddedFloats, Case, Gradients, Kernel, Need, bytes_copied, finite_lse, padded
+from .kernel_args import BiasSupport, Gradients, Kernel, KernelArgs, KernelKey, cpu_copy_bytes, finite_lse, pad_last_dim
 
 aten = torch.ops.aten
 
 # CPU.
 
 
-def _additive(case: Case, like: Tensor) -> Tensor | None:
+def _additive_mask(case: KernelArgs, like: Tensor) -> Tensor | None:
     """The mask as the CPU kernel wants it: floats of q's dtype."""
     bias = None if case.bias is None else case.bias.to(like.dtype)
     if case.allowed is None:
@@ -34,25 +34,27 @@ def _additive(case: Case, like: Tensor) -> Tensor | None:
     return torch.where(case.allowed, like.new_zeros(()) if bias is None else bias, -torch.inf)
 
 
-def _neighbouring(*xs: Tensor) -> Sequence[Tensor]:
-    """q, k and v with rows that neighbour each other, as far as `bytes_copied` says so."""
-    return tuple(map(Tensor.contiguous, xs)) if bytes_copied(*xs) else xs
+def _with_dense_rows(*xs: Tensor) -> Sequence[Tensor]:
+    """q, k and v with rows that neighbour each other, as far as `cpu_copy_bytes` says so."""
+    return tuple(map(Tensor.contiguous, xs)) if cpu_copy_bytes(*xs) else xs
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+    mask, width = _additive_mask(case, q), max(q.shape[-1], v.shape[-1])
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_neighbouring(*padded(width, q, k, v)), 0.0, case.causal, attn_mask=mask, scale=case.scale
+        *_with_dense_rows(*pad_last_dim(width, q, k, v)), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
     if mask is not None:
         lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
     return out[..., : v.shape[-1]], lse
 
 
-def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
-    mask, width = _additive(case, q), max(q.shape[-1], v.shape[-1])
-    grad, query, key, value, out = padded(width, grad, q, k, v, out)
-    query, key, value = _neighbouring(query, key, value)
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+) -> Gradients:
+    mask, width = _additive_mask(case, q), max(q.shape[-1], v.shape[-1])
+    grad, query, key, value, out = pad_last_dim(width, grad, q, k, v, out)
+    query, key, value = _with_dense_rows(query, key, value)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, finite_lse(lse), 0.0, case.causal, attn_mask=mask, scale=case.scale
     )
@@ -61,159 +63,163 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 # CUDA, from texts. Heads are at least as wide as a product of matrices there.
 
-_NARROWEST = 16
+_MIN_WIDTH = 16
 
 
-def _width(x: Tensor) -> int:
-    return max(x.shape[-1], _NARROWEST)
+def _fused_width(x: Tensor) -> int:
+    return max(x.shape[-1], _MIN_WIDTH)
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
     assert case.pairs is not None
-    (query, key), (value,) = padded(_width(q), q, k), padded(_width(v), v)
-    out, lse = fused.forward(query, key, value, case.pairs, case.scale)
+    (query, key), (value,) = pad_last_dim(_fused_width(q), q, k), pad_last_dim(_fused_width(v), v)
+    out, lse = fused.flex_block_forward(query, key, value, case.pairs, case.scale)
     return out[..., : v.shape[-1]], lse
 
 
-def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
+def _fused_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+) -> Gradients:
     assert case.pairs is not None
-    query, key = padded(_width(q), q, k)
-    grad, value, out = padded(_width(v), grad, v, out)
-    dq, dk, dv = fused.backward(grad, query, key, value, out, lse, case.pairs, case.scale, case.table_grads)
+    query, key = pad_last_dim(_fused_width(q), q, k)
+    grad, value, out = pad_last_dim(_fused_width(v), grad, v, out)
+    dq, dk, dv = fused.flex_block_backward(grad, query, key, value, out, lse, case.pairs, case.scale, case.table_grads)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-def _fused_works() -> bool:
-    return AVAILABLE and fused.works()
+def _is_fused_available() -> bool:
+    return AVAILABLE and fused.is_flex_available()
 
 
 # Any device and dtype. Query heads that share a key head are rows of one product.
 
 
-def _grouped(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _group_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """(B, Hq, Q, X) -> (B, Hkv, Hq / Hkv * Q, X)."""
     return x.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def _scaled(q: Tensor, k: Tensor, case: Case) -> Tensor:
+def _scaled_scores(q: Tensor, k: Tensor, case: KernelArgs) -> Tensor:
     """The products of queries and keys with the scale, (B, Hq, Q, K) in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
-    scores = _grouped(q, k.shape[1], dtype) @ k.to(dtype).mT * case.scale
+    scores = _group_heads(q, k.shape[1], dtype) @ k.to(dtype).mT * case.scale
     return scores.view(*q.shape[:3], k.shape[2])
 
 
-def _scores(scaled: Tensor, case: Case) -> Tensor:
+def _masked_scores(scaled: Tensor, case: KernelArgs) -> Tensor:
     """What the softmax reads, of the same shape, -inf where masked."""
     scores, dtype = scaled, scaled.dtype
     if case.score is not None:
-        scores = score.evaluate(case.score.text, scores, case.score.values)
+        scores = score.evaluate_score(case.score.text, scores, case.score.values)
     if case.bias is not None:
         scores = scores + case.bias.to(dtype)
     return scores if case.allowed is None else scores.masked_fill(~case.allowed, -torch.inf)
 
 
-def _dropped(weights: Tensor, case: Case) -> Tensor:
-    if case.kept is None:
+def _apply_dropout(weights: Tensor, case: KernelArgs) -> Tensor:
+    if case.keep_mask is None:
         return weights
     # A rate of 0 keeps nothing, and must not divide by it.
-    return torch.where(case.kept, weights / (case.keep_rate or 1.0), 0.0)
+    return torch.where(case.keep_mask, weights / (case.keep_prob or 1.0), 0.0)
 
 
-def _weights(scores: Tensor, lse: Tensor, case: Case) -> Tensor:
+def _softmax_weights(scores: Tensor, lse: Tensor, case: KernelArgs) -> Tensor:
     """The softmax of all keys' scores, of which these are some: all of them where there may be fills."""
-    if case.score is not None and has_fills(case.score.text):
+    if case.score is not None and may_have_fills(case.score.text):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     if case.bias is None or case.bias_grad:
         return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
     # A row of nothing but fills: its log-sum-exp has lost how many there are. A mask that may have one is never cut.
-    filled = (lse <= -LEAST_FILL) & (lse != -torch.inf)
+    filled = (lse <= -MIN_FILL) & (lse != -torch.inf)
     weights = torch.exp(scores - torch.where(filled, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
     return weights.div_(torch.where(filled, weights.sum(-1), 1.0).unsqueeze(-1))
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
-    scores = _scores(_scaled(q, k, case), case)
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+    scores = _masked_scores(_scaled_scores(q, k, case), case)
     lse = scores.logsumexp(-1)
-    weights = _dropped(_weights(scores, lse, case), case)
-    out = _grouped(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
+    weights = _apply_dropout(_softmax_weights(scores, lse, case), case)
+    out = _group_heads(weights, k.shape[1], scores.dtype) @ v.to(scores.dtype)
     return out.view(*q.shape[:3], v.shape[-1]).to(q.dtype), lse
 
 
-def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: Case) -> Gradients:
+def _math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
+) -> Gradients:
     heads, dtype = k.shape[1], accumulation_dtype(q.dtype)
-    scaled = _scaled(q, k, case)
-    weights = _weights(_scores(scaled, case), lse, case)
-    rows = _grouped(grad, heads, dtype)
-    dv = _grouped(_dropped(weights, case), heads, dtype).mT @ rows
-    dweights = _dropped((rows @ v.to(dtype).mT).view(weights.shape), case)
+    scaled = _scaled_scores(q, k, case)
+    weights = _softmax_weights(_masked_scores(scaled, case), lse, case)
+    rows = _group_heads(grad, heads, dtype)
+    dv = _group_heads(_apply_dropout(weights, case), heads, dtype).mT @ rows
+    dweights = _apply_dropout((rows @ v.to(dtype).mT).view(weights.shape), case)
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     dbias = dscores.sum_to_size(case.bias.shape) if case.bias is not None and case.bias_grad else None
     if case.score is not None:
-        dscores = score.pulled_back(case.score.text, scaled, case.score.values, dscores, case.table_grads)
-    products = _grouped(dscores, heads, dtype) * case.scale
+        dscores = score.score_vjp(case.score.text, scaled, case.score.values, dscores, case.table_grads)
+    products = _group_heads(dscores, heads, dtype) * case.scale
     dq = (products @ k.to(dtype)).view(q.shape)
-    return dq, products.mT @ _grouped(q, heads, dtype), dv, dbias
+    return dq, products.mT @ _group_heads(q, heads, dtype), dv, dbias
 
 
-WHOLE = frozenset({Kind.FULL, Kind.CAUSAL})
-PIECES = WHOLE | {Kind.BAND, Kind.PACKED}
-READ = AddedFloats(same=True, other=True)
+DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})
+PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}
+BIAS_KINDS = BiasSupport(same=True, other=True)
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
-    capability=(7, 0), windows=cuda.efficient_knows, pads=True, rate="efficient",
+    capability=(7, 0), windows=cuda.supports_efficient_window, pads=True, rate="efficient",
 )  # fmt: skip
 
-KERNELS = (
+BLOCK_KERNELS = (
     Kernel(
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
-        kinds=WHOLE | {Kind.MASKED}, biases=READ,
+        kinds=DENSE_KINDS | {Kind.MASKED}, biases=BIAS_KINDS,
     ),
     # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
     Kernel(
-        "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
         head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3",
     ),
     Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
         head_dim=256, generations=frozenset({9}), flash="FA4", rate="flash4",
     ),
     Kernel(
-        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES,
+        "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
         head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4",
     ),
     # Up to heads of 128 its backward is old enough to be relied on. It builds a program for each shape, which is worth
     # it where there are few.
     Kernel(
-        "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=WHOLE, head_dim=128,
+        "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=DENSE_KINDS, head_dim=128,
         rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
     ),
     Kernel(
-        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PIECES, head_dim=256,
+        "flash", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS, head_dim=256,
         capability=(8, 0), flash="", rate="flash",
     ),
-    _efficient(dtypes=_FP32 | _FP16, kinds=PIECES),
-    _efficient(dtypes=_BF16, kinds=PIECES, capability=(8, 0)),
+    _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),
+    _efficient(dtypes=_BF16, kinds=PACKED_KINDS, capability=(8, 0)),
     # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
-    _efficient(dtypes=_FP32, biases=AddedFloats(none=False, same=True, grad=True)),
+    _efficient(dtypes=_FP32, biases=BiasSupport(none=False, same=True, grad=True)),
     # Compiled for its texts, which takes a minute: not for a few rows.
     Kernel(
-        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=READ,
-        head_dim=256, rows=128, capability=(8, 0), switch=_fused_works, rate="fused",
+        "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=BIAS_KINDS,
+        head_dim=256, rows=128, capability=(8, 0), switch=_is_fused_available, rate="fused",
     ),
     # What flex has not: gradients of a bias, few rows, wider heads, or a compiler.
-    _efficient(dtypes=_FP32 | _FP16, biases=AddedFloats(same=True, grad=True)),
-    _efficient(dtypes=_BF16, biases=AddedFloats(same=True, grad=True), capability=(8, 0)),
-    Kernel("dense", _math_forward, _math_backward, dense=True, biases=READ._replace(grad=True), rate="dense"),
+    _efficient(dtypes=_FP32 | _FP16, biases=BiasSupport(same=True, grad=True)),
+    _efficient(dtypes=_BF16, biases=BiasSupport(same=True, grad=True), capability=(8, 0)),
+    Kernel("dense", _math_forward, _math_backward, dense=True, biases=BIAS_KINDS._replace(grad=True), rate="dense"),
 )  # fmt: skip
 
 
-def kernel_for(need: Need) -> Kernel:
+def kernel_for(need: KernelKey) -> Kernel:
     """The one that runs such blocks here."""
-    return next(kernel for kernel in KERNELS if kernel.accepts(need))
+    return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(need))
 
 
-def expected_kernel(need: Need) -> Kernel:
+def expected_kernel(need: KernelKey) -> Kernel:
     """The one that runs such blocks on the newest device of its kind: what all ranks know, wherever they are."""
-    return next(kernel for kernel in KERNELS if kernel.is_for(need))
+    return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(need))

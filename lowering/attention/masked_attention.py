@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.library import composite
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 
 from .attention_autograd import attention
 from .gathered_kernel import GatheredKeys
@@ -43,14 +43,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
     lookups = rows, cols, pieces or [], sizes, predicate
     reads = heads or [], tables or []
-    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, whole(q.shape[-2]), [], 1, "")
-    args = replace(args, pieces=args.pieces_made())
+    args = LocalArgs(mask, *lookups, seed, dropout_p, scale, score, *reads, full_span(q.shape[-2]), [], 1, "")
+    args = replace(args, pieces=args.make_pieces())
     headless = not enable_gqa and max(q.ndim, k.ndim, v.ndim) <= 3
     q, k, v = (x.unsqueeze(-3) if headless else x for x in autocast(q, k, v))
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     if mask is not None:
-        args = with_autocast(replace(args, mask=_mask(mask, batch, headless)))
-    out = attention(*_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
+        args = autocast_args(replace(args, mask=_expand_mask(mask, batch, headless)))
+    out = attention(*_to_four_dims(q, k, v, batch, enable_gqa), args, GatheredKeys(None, 1, ""), sinks, lse)
     out = out.reshape(*batch, *out.shape[1:])
     return out.squeeze(-3) if headless else out
 
@@ -69,12 +69,12 @@ def autocast(*xs: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs]
 
 
-def with_autocast(args: LocalArgs) -> LocalArgs:
+def autocast_args(args: LocalArgs) -> LocalArgs:
     """What it does to a mask, which is of the operands' dtype then, as kernels want it."""
     return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
 
 
-def _mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
+def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
     """(B | 1, H | 1, Sq | 1, Sk | 1), of what broadcasts to (*batch, H, Sq, Sk), or to (*batch, Sq, Sk)."""
     mask = mask[(None,) * max(2 - mask.ndim, 0)]
     mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
@@ -83,7 +83,9 @@ def _mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
     return mask.expand(*batch, *mask.shape[-3:]).reshape(batch.numel(), *mask.shape[-3:])
 
 
-def _four_dims(q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _to_four_dims(
+    q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)

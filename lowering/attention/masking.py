@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks import predicate as language
 from sp_compile.lowering.masks import score as scores
-from sp_compile.lowering.masks.block_plan import plan
+from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind, PackedCall
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.predicate import is_of_query
-from sp_compile.lowering.masks.spans import Rows, indices, intervals, take, valid_rows
-from sp_compile.lowering.triton.flex.flex_texts import Pairs
+from sp_compile.lowering.masks.predicate import is_query_symbol
+from sp_compile.lowering.masks.spans import Rows, index_intervals, local_valid_rows, row_indices, take_rows
+from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 
-from .kernel_args import Case, Kernel, Score
+from .kernel_args import Kernel, KernelArgs, ScoreProgram
 from .op_args import LocalArgs
 from .packed import PackedSequences
 
 # Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
-_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
+_HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 
 
 class Dropout(NamedTuple):
@@ -42,33 +42,33 @@ class Dropout(NamedTuple):
     heads: Tensor
     """int64 (H,): the heads' numbers among those of all ranks."""
 
-    def kept(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool (B, H, Q, K), True with probability 1 - p, of int64 indices (Q,) and (K,)."""
-        state = _mixed(self.seed + self.batch * _FACTORS[0])[:, None]
-        state = _mixed(state + self.heads * _FACTORS[1])[:, :, None]
-        state = _mixed(state + queries * _FACTORS[2])[:, :, :, None]
-        first, second = _halves(state)
+        state = _mix_bits(self.seed + self.batch * _HASH_FACTORS[0])[:, None]
+        state = _mix_bits(state + self.heads * _HASH_FACTORS[1])[:, :, None]
+        state = _mix_bits(state + queries * _HASH_FACTORS[2])[:, :, :, None]
+        first, second = _split_int64(state)
         # What is done for each weight is kept small: 32-bit arithmetic in one buffer.
-        numbers = first ^ _halves(_mixed(keys * _FACTORS[0] + _FACTORS[1]))[0]
-        numbers.mul_(_HALF_FACTORS[0])
+        numbers = first ^ _split_int64(_mix_bits(keys * _HASH_FACTORS[0] + _HASH_FACTORS[1]))[0]
+        numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
-        numbers.add_(second).mul_(_HALF_FACTORS[1])
+        numbers.add_(second).mul_(_HASH_HALF_FACTORS[1])
         return numbers >= min(int(self.p * 2**32) - 2**31, 2**31 - 1)
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
     """The 64 bits of x as two int32."""
     return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Every bit of the result depends on every bit of x."""
-    x = (x ^ _shifted(x, 30)) * _FACTORS[1]
-    x = (x ^ _shifted(x, 27)) * _FACTORS[2]
-    return x ^ _shifted(x, 31)
+    x = (x ^ _logical_shift_right(x, 30)) * _HASH_FACTORS[1]
+    x = (x ^ _logical_shift_right(x, 27)) * _HASH_FACTORS[2]
+    return x ^ _logical_shift_right(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
     """x >> bits with zeros moving in, where int64 moves in the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -97,18 +97,21 @@ class CallMask:
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
         """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
         rows, cols, group = args.rows, args.cols, args.group
-        q_rows, k_rows = (valid_rows(args.q_span, q.shape[2], group), valid_rows(args.k_span, k.shape[2], group))
+        q_rows, k_rows = (
+            local_valid_rows(args.q_span, q.shape[2], group),
+            local_valid_rows(args.k_span, k.shape[2], group),
+        )
         numbers = tuple(int(size) for size in args.sizes)
         found_plan = BlockPlan()
         if q.shape[0] * q.shape[1] and q_rows and k_rows:
-            found = tuple(map(Pieces.of, args.pieces_made()))
+            found = tuple(map(Pieces.of, args.make_pieces()))
             vectors_of = found[: len(rows)], found[len(rows) :]
-            found_plan = plan(args.predicate, q_rows, k_rows, numbers, *vectors_of)
+            found_plan = plan_blocks(args.predicate, q_rows, k_rows, numbers, *vectors_of)
         dropout = None
         if args.dropout_p > 0:
             if args.seed is None:
                 raise SpError("SP431", f"sp::attend: dropout_p={args.dropout_p} needs a seed, got None.")
-            rank = current().rank(group) if args.split_heads > 1 else 0
+            rank = current_communicator().rank(group) if args.split_heads > 1 else 0
             heads = torch.arange(q.shape[1], device=q.device) + rank % args.split_heads * q.shape[1]
             batch = torch.arange(q.shape[0], device=q.device)
             dropout = Dropout(args.seed, args.dropout_p, batch, heads)
@@ -119,76 +122,78 @@ class CallMask:
             found_plan, q_rows, k_rows, args.predicate, args.mask, vectors, named, *of_scores, q.device, q.shape[0]
         )
 
-    def case(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> Case:
+    def kernel_args(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> KernelArgs:
         """A block's masks, as this kernel takes them."""
         if kernel.fused:
-            return Case(scale, pairs=self._pairs())
+            return KernelArgs(scale, pairs=self._masked_pairs())
         if isinstance(block, PackedCall):
-            return Case(
+            return KernelArgs(
                 scale, window=block.window, sequences=PackedSequences.of(block, batch, self.device, kernel.pads)
             )
         if block.kind is Kind.BAND:
-            return Case(scale, window=block.window)
+            return KernelArgs(scale, window=block.window)
         causal = block.kind is Kind.CAUSAL and not kernel.dense and (self.mask is None or kernel.aligned_at_end)
-        allowed = None if causal else self.allowed(block)
-        bias = self._data(block)
+        allowed = None if causal else self.evaluate_predicate(block)
+        bias = self._mask_block(block)
         if bias is not None and bias.dtype == torch.bool:
             allowed, bias = bias if allowed is None else allowed & bias, None
         kept = None
         if self.dropout is not None:
-            kept = self.dropout.kept(
-                *(indices(*rows, self.device) for rows in (self._queries(block), self._keys(block)))
+            kept = self.dropout.keep_mask(
+                *(row_indices(*rows, self.device) for rows in (self._query_rows(block), self._key_rows(block)))
             )
         rate = 1 if self.dropout is None else 1 - self.dropout.p
-        return Case(scale, causal, allowed, bias, kept, self._score(block), rate)
+        return KernelArgs(scale, causal, allowed, bias, kept, self._score_program(block), rate)
 
-    def _pairs(self) -> Pairs:
+    def _masked_pairs(self) -> PairTexts:
         rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
-        return Pairs(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
+        return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 
-    def _score(self, block: Block) -> Score | None:
+    def _score_program(self, block: Block) -> ScoreProgram | None:
         """What becomes of the block's scores, with what that reads."""
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
         given = of_heads | {f"table{i}": x for i, x in enumerate(self.tables)}
-        places = {name: self._value(name, block) for name in scores.symbols_in(self.score) - given.keys()}
-        return Score(self.score, places | given)
+        places = {name: self._symbol_value(name, block) for name in scores.score_symbols(self.score) - given.keys()}
+        return ScoreProgram(self.score, places | given)
 
-    def allowed(self, block: Block) -> Tensor | None:
+    def evaluate_predicate(self, block: Block) -> Tensor | None:
         """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
         if not block.conditions:
             return None
-        names = {name for condition in block.conditions for name in language.symbols(condition)}
-        values = {name: self._value(name, block) for name in names}
-        allowed = reduce(torch.logical_and, (torch.as_tensor(language.evaluate(c, values)) for c in block.conditions))
+        names = {name for condition in block.conditions for name in language.predicate_symbols(condition)}
+        values = {name: self._symbol_value(name, block) for name in names}
+        allowed = reduce(
+            torch.logical_and, (torch.as_tensor(language.evaluate_mask(c, values)) for c in block.conditions)
+        )
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
-    def _value(self, name: str, block: Block) -> Any:
+    def _symbol_value(self, name: str, block: Block) -> Any:
         """A symbol's values, shaped to broadcast to (B, 1, Q, K); an int of a size."""
         if name in self.sizes:
             return self.sizes[name]
         if name == "b":
             return torch.arange(self.batch, device=self.device)[:, None, None, None]
-        of_query = is_of_query(name)
-        where = self._queries(block) if of_query else self._keys(block)
+        of_query = is_query_symbol(name)
+        where = self._query_rows(block) if of_query else self._key_rows(block)
         if name not in self.vectors:
-            x = indices(*where, self.device)
+            x = row_indices(*where, self.device)
             return x[:, None] if of_query else x[None, :]
-        x = take(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
+        x = take_rows(self.vectors[name], 1, *where)[:, None, :].unsqueeze(-1 if of_query else -2)
         return x.to(torch.int64) if x.dtype == torch.bool else x
 
-    def _data(self, block: Block) -> Tensor | None:
+    def _mask_block(self, block: Block) -> Tensor | None:
         """The block's part of the mask that is data."""
         if self.mask is None:
             return None
         part = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
-        return take(part, 3, *self._keys(block)) if part.shape[3] > 1 else part
+        return take_rows(part, 3, *self._key_rows(block)) if part.shape[3] > 1 else part
 
-    def _queries(self, block: Block) -> tuple[Rows, int, int]:
+    def _query_rows(self, block: Block) -> tuple[Rows, int, int]:
         return self.q_rows, block.q_off, block.q_off + block.q_len
 
-    def _keys(self, block: Block) -> tuple[Rows, int, int]:
+    def _key_rows(self, block: Block) -> tuple[Rows, int, int]:
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
@@ -198,6 +203,6 @@ class CallMask:
             rows += part
             return
         done = 0
-        for first, last in intervals(*self._keys(block)):
+        for first, last in index_intervals(*self._key_rows(block)):
             rows.narrow(3, first, last + 1 - first).add_(part.narrow(3, done, last + 1 - first))
             done += last + 1 - first

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.library import opaque
-from sp_compile.lowering.triton import usable
+from sp_compile.lowering.triton import can_use_triton
 
 from .kernel_args import finite_lse
 
@@ -24,20 +24,20 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     are safe, however large. One pass over the accumulators: Inductor fuses the expression, eager CUDA
     tensors take the kernel in ``triton/merge_blocks.py``.
     """
-    if usable(out_a):
-        from sp_compile.lowering.triton.merge_kernel import launch
+    if can_use_triton(out_a):
+        from sp_compile.lowering.triton.merge_kernel import launch_merge
 
-        return launch(out_a, lse_a, out_b, lse_b)
+        return launch_merge(out_a, lse_a, out_b, lse_b)
     return merge_pointwise(out_a, lse_a, out_b, lse_b)
 
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """``merge`` as pointwise operations."""
-    kept, share, lse = _shares(lse_a, lse_b)
+    kept, share, lse = _merge_weights(lse_a, lse_b)
     return out_a.to(lse.dtype) * kept + out_b.to(lse.dtype) * share, lse
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """``out`` (B, H, S, E) and its ``lse`` (B, H, S), with one key more, of the logits ``sinks`` (H,) and the value 0.
 
     Computed and returned in lse's dtype. What is kept is computed from the new lse, so that whoever keeps both results
@@ -53,7 +53,7 @@ def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def _shares(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What counts of either (..., S, 1), and the lse of both (..., S)."""
     top = torch.maximum(lse_a, lse_b)
     finite = torch.where(top == -torch.inf, 0.0, top)
@@ -74,14 +74,14 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
     Shapes: out (..., S, E) and lse (..., S), contiguous and in lse's dtype; block (..., S, E) of any dtype and strides,
     block_lse (..., S). Bytes: none.
     """
-    if usable(out):
-        from sp_compile.lowering.triton.merge_kernel import launch
+    if can_use_triton(out):
+        from sp_compile.lowering.triton.merge_kernel import launch_merge
 
-        launch(out, lse, block, block_lse, into=(out, lse))
+        launch_merge(out, lse, block, block_lse, into=(out, lse))
     else:
         rows = _rows_with_keys(block_lse) if out.device.type == "cpu" else slice(None)  # a GPU would be waited for
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
-        kept, share, both = _shares(lse, block_lse)
+        kept, share, both = _merge_weights(lse, block_lse)
         out.mul_(kept).addcmul_(block, share)
         lse.copy_(both)
 
@@ -126,7 +126,7 @@ class WrittenRows:
         return [(low, high - low) for low, high in zip(edges[::2], edges[1::2]) if high > low]
 
 
-class Sum:
+class GradAccumulator:
     """A gradient that is given in parts, along dim 2. A first part that is all of it is kept, in this dtype.
 
     place: where it is to be written; in new memory if None.
@@ -148,24 +148,24 @@ class Sum:
 
     def _buffer(self) -> Tensor:
         if self._total is None:
-            self._total = rows_of_heads(self._like, self._dtype)
+            self._total = empty_rows_first(self._like, self._dtype)
         return self._total
 
     def total(self) -> Tensor:
-        """What was added, 0 elsewhere; if it was not given a place, as `rows_of_heads` lie."""
+        """What was added, 0 elsewhere; if it was not given a place, as `empty_rows_first` lie."""
         total = self._buffer()
         for gap in self._written.gaps(self._like.shape[2]):
             total.narrow(2, *gap).zero_()
         return total if self._fixed else total.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def rows_of_heads(like: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_rows_first(like: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty (B, H, s, D), in memory as (B, s, H, D), as flash kernels give gradients and models take them."""
     batch, heads, rows, width = like.shape
     return like.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
 
 
-class Average:
+class SoftmaxAccumulator:
     """Attention that is given in parts: of other queries, or of other keys that the same queries attend to."""
 
     def __init__(self, q: Tensor, width: int) -> None:

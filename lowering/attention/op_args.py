@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.frames import FrameArg, is_padded, nearest_rows, own_positions
-from sp_compile.lowering.masks.spans import Span, span
+from sp_compile.lowering.masks.spans import Span, shard_span
 
 HEADS, SEQUENCE = 1, 2
 _SCHEMA_TYPES = {
@@ -70,11 +70,11 @@ class AttentionArgs:
         names = cls.__match_args__
         return cls(*args[: len(names)]), args[len(names) :]
 
-    def flat(self) -> tuple[Any, ...]:
+    def to_flat(self) -> tuple[Any, ...]:
         """The arguments in an operator's order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
-    def pieces_made(self) -> list[Tensor]:
+    def make_pieces(self) -> list[Tensor]:
         """The tables of rows and cols: those that are given, or made now, which waits for the device."""
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
@@ -101,7 +101,7 @@ class LocalArgs(AttentionArgs):
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention of local queries over these keys alone: (B, H, s, E), and its lse (B, H, s)."""
-        return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).flat(), after)
+        return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).to_flat(), after)
 
     def grads(
         self,
@@ -120,25 +120,25 @@ class LocalArgs(AttentionArgs):
         packed: dk and dv as one, in the place of dk, as they are to be sent: "last", "stack" or "rows".
         """
         grad, out, lse = given
-        args = replace(self, k_span=k_span).flat()
+        args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
     def tensors(self) -> list[Tensor | None]:
         """What a backward must save."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
-    def holding(self, tensors: list[Tensor | None]) -> LocalArgs:
+    def with_tensors(self, tensors: list[Tensor | None]) -> LocalArgs:
         """The same with other `tensors()`."""
         mask, seed, *vectors = tensors
         lengths = [len(x) for x in (self.rows, self.cols, self.pieces, self.heads, self.tables)]
         rows, cols, pieces, heads, tables = ([vectors.pop(0) for _ in range(length)] for length in lengths)
         return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads, tables=tables)
 
-    def learned(self) -> int:
+    def num_learned(self) -> int:
         """How many numbers of its tables are floats, which may need gradients: these come as one, in their order."""
         return sum(x.numel() for x in self.tables if x.is_floating_point())
 
-    def split(self, learned: Tensor) -> list[Tensor | None]:
+    def split_tables(self, learned: Tensor) -> list[Tensor | None]:
         """For each table the view of its part, in its shape; None for those that are no floats."""
         found: list[Tensor | None] = []
         for x in self.tables:
@@ -149,9 +149,9 @@ class LocalArgs(AttentionArgs):
             learned = learned[x.numel() :]
         return found
 
-    def grads_of_tables(self, learned: Tensor) -> list[Tensor | None]:
+    def table_grads(self, learned: Tensor) -> list[Tensor | None]:
         """The same parts in the tables' dtypes."""
-        return [None if x is None else x.to(table.dtype) for x, table in zip(self.split(learned), self.tables)]
+        return [None if x is None else x.to(table.dtype) for x, table in zip(self.split_tables(learned), self.tables)]
 
 
 @dataclass(frozen=True)
@@ -178,16 +178,16 @@ class ShardArgs(AttentionArgs):
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        lookups = list(self.rows), list(self.cols), self.pieces_made(), list(self.sizes), self.predicate
-        rows = span(self.q_frame, self.n, stride)
-        scores = seed, self.dropout_p, scale, self.score, [self._own_heads(x, 0, stride) for x in self.heads]
-        return LocalArgs(self._mask(stride), *lookups, *scores, list(self.tables), rows, [], stride, self.group)
+        lookups = list(self.rows), list(self.cols), self.make_pieces(), list(self.sizes), self.predicate
+        rows = shard_span(self.q_frame, self.n, stride)
+        scores = seed, self.dropout_p, scale, self.score, [self._local_heads(x, 0, stride) for x in self.heads]
+        return LocalArgs(self._local_mask(stride), *lookups, *scores, list(self.tables), rows, [], stride, self.group)
 
-    def own_sinks(self, stride: int) -> Tensor | None:
+    def local_sinks(self, stride: int) -> Tensor | None:
         """Those of the heads that this rank has among its `stride` neighbours."""
-        return None if self.sinks is None else self._own_heads(self.sinks, 0, stride)
+        return None if self.sinks is None else self._local_heads(self.sinks, 0, stride)
 
-    def _own_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
+    def _local_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
         """The share of the heads that this rank has among its `stride` neighbours."""
         if stride == 1:
             return x
@@ -195,7 +195,7 @@ class ShardArgs(AttentionArgs):
         first = torch.ops.sp.rank(self.group, x.device) % stride * heads
         return x.index_select(dim, first + torch.arange(heads, device=x.device))
 
-    def _mask(self, stride: int) -> Tensor | None:
+    def _local_mask(self, stride: int) -> Tensor | None:
         """The mask's rows of the neighbourhood's queries and its heads of this rank."""
         mask, n, group = self.mask, self.n, self.group
         if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
@@ -203,9 +203,9 @@ class ShardArgs(AttentionArgs):
         if mask.shape[SEQUENCE] != 1:
             positions = own_positions(self.q_frame, n, group, mask.device, stride)
             mask = mask.index_select(SEQUENCE, nearest_rows(positions, self.q_frame, 1))
-        return mask if mask.shape[HEADS] == 1 else self._own_heads(mask, HEADS, stride)
+        return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
-    def folded(self) -> ShardArgs:
+    def to_zigzag(self) -> ShardArgs:
         """The same in the zigzag layout."""
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

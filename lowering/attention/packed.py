@@ -7,7 +7,7 @@ sequences that have both alone, and their rows are copied if there are others be
     rows    a a a . . b c c        packed    a a a b c c        lse    a a a * | b * * * | c c * *
 
 Much of that memory is wasted where one sequence is many times as long as the others, so they go by their length into
-several calls (``by_length``).
+several calls (``split_by_length``).
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.masks.blocks import PackedCall, Run, call_of
+from sp_compile.lowering.masks.blocks import AttendedRun, PackedCall, merge_runs
 from sp_compile.lowering.masks.pieces import Ints
 
-MOST_CALLS = 3
+MAX_CALLS = 3
 """As many as one attention may take."""
-ENOUGH, TOO_MUCH = 2, 8
+MIN_SAVING, MAX_PADDING = 2, 8
 """Memory for so many times the rows is not worth another call; for more than TOO_MUCH times, a fourth one is."""
-FREE_BYTES = 64 << 20
+UNSPLIT_BYTES = 64 << 20
 """What is not much, however few the rows."""
-MOST_SEQUENCES = (1 << 16) - 1
+MAX_SEQUENCES = (1 << 16) - 1
 """Of one call: the size of a dim of CUDA's grids, of which sequences are one."""
-ALIGNED = 32
+ROW_ALIGNMENT = 32
 """To which multiple memory-efficient attention pads log-sum-exps."""
 
 
 class SequenceSide(NamedTuple):
     """Stretches of the queries, or of the keys; on the host."""
 
-    words: Tensor
+    table: Tensor
     """int32 (2, sequences + 1): where each ends in the packed rows, from 0 on; and where it begins in all rows."""
-    scattered: bool
+    is_scattered: bool
     """Whether rows lie between them that are of none."""
     total: int
     """The rows of all."""
-    most: int
+    max_length: int
     """The rows of the longest."""
 
 
@@ -54,7 +54,7 @@ class SequenceSide(NamedTuple):
 class PackedRows:
     """One side of a call, on its device. Rows are those of all batch entries, one behind the other."""
 
-    words: Tensor
+    table: Tensor
     side: SequenceSide
     size: int
     """All rows, those of no sequence too."""
@@ -62,50 +62,50 @@ class PackedRows:
     @property
     def ends(self) -> Tensor:
         """int32 (sequences + 1,), contiguous."""
-        return self.words[0]
+        return self.table[0]
 
     @property
-    def most(self) -> int:
-        return self.side.most
+    def max_length(self) -> int:
+        return self.side.max_length
 
-    def _spread(self, numbers: Tensor) -> Tensor:
+    def _repeat_per_row(self, numbers: Tensor) -> Tensor:
         """A number of each sequence, at each of its rows."""
         return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
-    def _places(self) -> Tensor:
+    def _packed_positions(self) -> Tensor:
         """int64 (total,): where the packed rows lie in all rows."""
-        shifts = self.words[1, :-1] - self.ends[:-1]
-        return torch.arange(self.side.total, device=self.words.device) + self._spread(shifts)
+        shifts = self.table[1, :-1] - self.ends[:-1]
+        return torch.arange(self.side.total, device=self.table.device) + self._repeat_per_row(shifts)
 
     @cached_property
-    def _slots(self) -> tuple[Tensor, slice, Tensor]:
+    def _padded_positions(self) -> tuple[Tensor, slice, Tensor]:
         """Of the packed rows in (sequences, heads, most)."""
-        sequence = self._spread(torch.arange(len(self.ends) - 1, device=self.words.device))
-        return sequence, slice(None), torch.arange(self.side.total, device=self.words.device) - self.ends[sequence]
+        sequence = self._repeat_per_row(torch.arange(len(self.ends) - 1, device=self.table.device))
+        return sequence, slice(None), torch.arange(self.side.total, device=self.table.device) - self.ends[sequence]
 
-    def packed(self, x: Tensor) -> Tensor:
+    def pack(self, x: Tensor) -> Tensor:
         """(B, S, ...) -> (1, total, ...): a view if the sequences are all rows, and they lie one behind the other."""
         rows = x.flatten(0, 1)
-        return (rows.index_select(0, self._places) if self.side.scattered else rows)[None]
+        return (rows.index_select(0, self._packed_positions) if self.side.is_scattered else rows)[None]
 
-    def unpacked(self, x: Tensor, batch: int, other: float = 0.0) -> Tensor:
+    def unpack(self, x: Tensor, batch: int, other: float = 0.0) -> Tensor:
         """Undo `packed`. other: what rows of no sequence get."""
         rows = x[0]
-        if self.side.scattered:
-            rows = x.new_full((self.size, *x.shape[2:]), other).index_copy_(0, self._places, rows)
+        if self.side.is_scattered:
+            rows = x.new_full((self.size, *x.shape[2:]), other).index_copy_(0, self._packed_positions, rows)
         return rows.unflatten(0, (batch, -1))
 
-    def of_sequences(self, x: Tensor) -> Tensor:
+    def pad_per_sequence(self, x: Tensor) -> Tensor:
         """(1, total, H) -> (sequences, H, most), padded to a multiple of ALIGNED, with +inf where no row is."""
-        longest = self.most + -self.most % ALIGNED
+        longest = self.max_length + -self.max_length % ROW_ALIGNMENT
         padded = x.new_full((len(self.ends) - 1, x.shape[2], longest), torch.inf)
-        padded[self._slots] = x[0]
+        padded[self._padded_positions] = x[0]
         return padded
 
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Undo `of_sequences`."""
-        return x[self._slots][None]
+    def unpad_per_sequence(self, x: Tensor) -> Tensor:
+        """Undo `pad_per_sequence`."""
+        return x[self._padded_positions][None]
 
 
 class PackedSequences(NamedTuple):
@@ -118,16 +118,16 @@ class PackedSequences(NamedTuple):
     def of(call: PackedCall, batch: int, device: torch.device, alone: bool) -> PackedSequences:
         """The device gets the numbers when it comes to it; the host goes on. alone: without what is of no sequence."""
         pinned = device.type == "cuda"
-        sides = _sides(call, batch, alone, pinned)
+        sides = _packed_sides(call, batch, alone, pinned)
         rows = call.query_rows[1] * batch, call.key_rows[1] * batch
         queries, keys = (
-            PackedRows(side.words.to(device, non_blocking=True), side, size) for side, size in zip(sides, rows)
+            PackedRows(side.table.to(device, non_blocking=True), side, size) for side, size in zip(sides, rows)
         )
         return PackedSequences(queries, keys)
 
 
 @lru_cache(maxsize=256)
-def _sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
+def _packed_sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
     """Kept, so that a copy on its way still finds them."""
     if alone:
         runs = call.runs()
@@ -135,12 +135,12 @@ def _sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tuple[Seq
     else:
         sides = [list(pairwise(call.queries)), list(pairwise(call.keys))]
     queries, keys = (
-        _side(np.array(side), batch, rows, pinned) for side, rows in zip(sides, (call.query_rows, call.key_rows))
+        _packed_side(np.array(side), batch, rows, pinned) for side, rows in zip(sides, (call.query_rows, call.key_rows))
     )
     return queries, keys
 
 
-def _side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
+def _packed_side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
     """stretches: (sequences, 2)."""
     offset, length = rows
     begins = (np.arange(batch)[:, None] * length + (stretches[:, 0] - offset)).ravel()
@@ -150,7 +150,7 @@ def _side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> S
     return SequenceSide(host.pin_memory() if pinned else host, total < batch * length, total, most)
 
 
-def by_length(
+def split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int = 0
 ) -> tuple[PackedCall, ...]:
     """The same sequences in calls that a grid has room for, and memory.
@@ -159,48 +159,48 @@ def by_length(
     are cut then where sequences differ much, into at most MOST_CALLS as long as none of them needs memory for more than
     TOO_MUCH times as many rows as there are. besides: how many others there are.
     """
-    if row_bytes is None and all(batch * len(call.queries) <= MOST_SEQUENCES for call in calls):
+    if row_bytes is None and all(batch * len(call.queries) <= MAX_SEQUENCES for call in calls):
         return calls
-    return _by_length(calls, batch, row_bytes, besides)
+    return _split_by_length(calls, batch, row_bytes, besides)
 
 
 @lru_cache(maxsize=256)
-def _by_length(
+def _split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int
 ) -> tuple[PackedCall, ...]:
-    most = MOST_SEQUENCES // batch
+    most = MAX_SEQUENCES // batch
     if row_bytes is None:
         most //= 3  # either side may have rows between two sequences
-    parts = [part for call in calls for part in _cut(call.runs(), max(1, most))]
-    rows = sum(int(_lengths(part).sum()) for part in parts)
+    parts = [part for call in calls for part in _split_runs(call.runs(), max(1, most))]
+    rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
-        largest = max(parts, key=_padded)
-        enough = ENOUGH if len(parts) + besides < MOST_CALLS else TOO_MUCH
-        if _padded(largest) <= max(enough * rows, FREE_BYTES // (batch * row_bytes)):
+        largest = max(parts, key=_max_padded_rows)
+        enough = MIN_SAVING if len(parts) + besides < MAX_CALLS else MAX_PADDING
+        if _max_padded_rows(largest) <= max(enough * rows, UNSPLIT_BYTES // (batch * row_bytes)):
             break
         at = parts.index(largest)
-        parts[at : at + 1] = _long_and_short(largest)
-    return tuple(call_of(part, part[0].window) for part in parts)
+        parts[at : at + 1] = _split_long_short(largest)
+    return tuple(merge_runs(part, part[0].window) for part in parts)
 
 
-def _cut(runs: Sequence[Run], most: int) -> list[Sequence[Run]]:
+def _split_runs(runs: Sequence[AttendedRun], most: int) -> list[Sequence[AttendedRun]]:
     return [runs[first : first + most] for first in range(0, len(runs), most)]
 
 
-def _lengths(runs: Sequence[Run]) -> Ints:
+def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
     """Of the queries, as they are padded."""
     lengths = np.array([run.q[1] - run.q[0] for run in runs])
-    return lengths + -lengths % ALIGNED
+    return lengths + -lengths % ROW_ALIGNMENT
 
 
-def _padded(runs: Sequence[Run]) -> int:
+def _max_padded_rows(runs: Sequence[AttendedRun]) -> int:
     """Query rows for which one call has memory."""
-    return len(runs) * int(_lengths(runs).max())
+    return len(runs) * int(_padded_lengths(runs).max())
 
 
-def _long_and_short(runs: Sequence[Run]) -> list[Sequence[Run]]:
+def _split_long_short(runs: Sequence[AttendedRun]) -> list[Sequence[AttendedRun]]:
     """Two parts that need the least memory together. What is padded is not all of one length."""
-    lengths = _lengths(runs)
+    lengths = _padded_lengths(runs)
     falling = -np.sort(-lengths)
     longer = np.arange(1, len(runs))
     first = 1 + int(np.argmin(longer * falling[0] + (len(runs) - longer) * falling[1:]))

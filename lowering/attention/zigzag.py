@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sp_compile.lowering.base.library import LinearMap
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 
 from .op_args import SEQUENCE
 
 
-def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:
+def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:
     """Each x (B, H, s, D) with s even, as this rank's rows of the other layout. Differentiable."""
     if n == 1:
         return xs
@@ -29,16 +29,18 @@ def folded(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Ten
 
 
 def _fold(x: Tensor, n: int, group: str) -> Tensor:
-    chunks = x.unflatten(0, (2, x.shape[0] // 2)).index_select(0, _by_owner(n, group, x.device))
-    return current().all_to_all(chunks, 2, routes.fold(group)).flatten(0, 1)
+    chunks = x.unflatten(0, (2, x.shape[0] // 2)).index_select(0, _chunks_by_owner(n, group, x.device))
+    return current_communicator().all_to_all(chunks, 2, routes.fold_route(group)).flatten(0, 1)
 
 
 def _unfold(x: Tensor, n: int, group: str) -> Tensor:
-    chunks = current().all_to_all(x.unflatten(0, (2, x.shape[0] // 2)), 2, routes.fold(group, back=True))
-    return chunks.index_select(0, _by_owner(n, group, x.device)).flatten(0, 1)
+    chunks = current_communicator().all_to_all(
+        x.unflatten(0, (2, x.shape[0] // 2)), 2, routes.fold_route(group, back=True)
+    )
+    return chunks.index_select(0, _chunks_by_owner(n, group, x.device)).flatten(0, 1)
 
 
-def _by_owner(n: int, group: str, device: torch.device) -> Tensor:
+def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
     """Chunks 2r, 2r + 1 in the order of the ranks that hold them in the zigzag layout: descending from chunk n on."""
     behind = torch.ops.sp.rank(group, device) * 2 >= n
     first = behind.to(torch.int64)

@@ -3,7 +3,7 @@
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})
-LEAST_FILL = 1e4
+MIN_FILL = 1e4
 """A number of so much that stands for infinity: a float32 loses some of log(count) beside it."""
 
 

@@ -24,7 +24,7 @@ TANGENTS_LINE = f"gradients of {RESULTS_LINE}"
 
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
-_OUTERMOST = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILINE)
+_OUTERMOST_PATTERN = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.MULTILINE)
 
 
 class SpError(ValueError):
@@ -61,7 +61,7 @@ class RemoteError(SpError):
     """What failed on another rank, as that one told it."""
 
 
-class RanksDiffer(SpError, ShortenTraceback):
+class RankMismatchError(SpError, ShortenTraceback):
     """This rank and others of its group are of two minds about what to do now, or some of these did not come.
 
     Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
@@ -78,32 +78,32 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def at(node: Node) -> str:
+def node_line(node: Node) -> str:
     """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
 
     The innermost frame of the node's stack trace that lies neither in torch nor in this package.
     """
-    return source_line(trace_of(node))
+    return source_line(stack_trace(node))
 
 
 def describe_node(node: Node) -> str:
     """Return the node's name, its op and the user's source line."""
-    return f"{node.name} ({node.target}) at {at(node)}"
+    return f"{node.name} ({node.target}) at {node_line(node)}"
 
 
-def trace_of(node: Node) -> str:
+def stack_trace(node: Node) -> str:
     """The stack trace of the call that made the node; "" if nobody noted it."""
     return node.meta.get("stack_trace") or ""
 
 
 def first_frame(trace: str) -> str:
     """The outermost frame of a stack trace: "forward at FILE:12"; "" of none."""
-    found = _OUTERMOST.search(trace)
+    found = _OUTERMOST_PATTERN.search(trace)
     return f"{found[3]} at {Path(*Path(found[1]).parts[-2:])}:{found[2]}" if found else ""
 
 
 def source_line(trace: str) -> str:
-    """As `at`, of a stack trace."""
+    """As `node_line`, of a stack trace."""
     for file, line, code in reversed(_FRAME.findall(trace)):
         path = Path(file)
         if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
@@ -113,7 +113,7 @@ def source_line(trace: str) -> str:
 
 
 def user_line() -> str:
-    """As `at`, of the call that is running."""
+    """As `node_line`, of the call that is running."""
     return source_line("".join(traceback.format_stack()))
 
 

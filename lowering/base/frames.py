@@ -32,30 +32,30 @@ class RowOrder:
 
     name: str
     folds: int
-    said: str = ""
+    label: str = ""
 
     @property
     def chunks(self) -> int:
         return self.folds or 1
 
     @property
-    def dealt(self) -> bool:
+    def is_balanced(self) -> bool:
         return self.folds == 0
 
     @property
-    def in_order(self) -> bool:
+    def is_in_order(self) -> bool:
         return self.folds == 1
 
-    def evens(self, documents: bool) -> bool:
+    def balances_causal(self, documents: bool) -> bool:
         """documents: queries attend to keys of their own document."""
-        return self.dealt or (self.chunks > 1 and not documents)
+        return self.is_balanced or (self.chunks > 1 and not documents)
 
 
 CONTIGUOUS = RowOrder("contiguous", 1)
-DEALT = RowOrder("balanced", 0, " in an order of its own")
+BALANCED = RowOrder("balanced", 0, " in an order of its own")
 LAYOUTS: Table[RowOrder] = Table("layout")
 """By the value of the option that asks for them, those first that are taken where two are as fast."""
-for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), DEALT):
+for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
     LAYOUTS.register(_row.name, _row)
 
 
@@ -67,37 +67,37 @@ def row_order(folds: int) -> RowOrder:
 FrameArg = Sequence[int]  # as an operator takes a `Frame`, and the factor outside of it
 
 
-def known(condition: bool | torch.SymBool) -> bool:
+def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether the condition holds for every size; asking adds no guard."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
-def folds_of(frame: FrameArg) -> int:
+def frame_folds(frame: FrameArg) -> int:
     """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
     return frame[4] or 1 if len(frame) == 5 else 1
 
 
-def rows_held(frame: FrameArg, n: int) -> int:
+def local_row_count(frame: FrameArg, n: int) -> int:
     """Positions of the frame that each of ``n`` ranks holds, padding included: ceil(size / n) in one chunk."""
-    chunks = folds_of(frame) * n
-    return folds_of(frame) * ((frame[1] + chunks - 1) // chunks)
+    chunks = frame_folds(frame) * n
+    return frame_folds(frame) * ((frame[1] + chunks - 1) // chunks)
 
 
-def rows_within(extent: int, rows: int) -> int:
+def inner_rows(extent: int, rows: int) -> int:
     """extent / rows, the inner factor of a dim; 1 wherever that is known, so that shapes stay simple."""
-    return 1 if known(extent == rows) else extent // rows
+    return 1 if is_known(extent == rows) else extent // rows
 
 
 def is_padded(frame: FrameArg, n: int) -> bool:
     """Whether some rank may hold positions outside the window; False only when proved."""
     _, size, start, length = frame[:4]
-    return not (known(start == 0) and known(length == size) and known(n * rows_held(frame, n) == size))
+    return not (is_known(start == 0) and is_known(length == size) and is_known(n * local_row_count(frame, n) == size))
 
 
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     """(rank that holds the position, its row there)."""
-    chunks, folds = folds_of(frame) * n, folds_of(frame)
-    chunk_rows = rows_held(frame, n) // folds
+    chunks, folds = frame_folds(frame) * n, frame_folds(frame)
+    chunk_rows = local_row_count(frame, n) // folds
     chunk = position // chunk_rows
     if n == 1:
         return 0, position
@@ -108,7 +108,7 @@ def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
     return rank, position - chunk * chunk_rows + second * chunk_rows
 
 
-def edges_elsewhere(frame: FrameArg, n: int) -> tuple[bool, bool]:
+def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
     """Does a rank hold padded rows, before or after the window, without its first or its last valid row?
 
     Only of sequences of a few rows for each rank, and of windows that cut off all rows of one. For symbolic sizes the
@@ -117,11 +117,11 @@ def edges_elsewhere(frame: FrameArg, n: int) -> tuple[bool, bool]:
     if n == 1:
         return False, False
     _, _, start, length = frame[:4]
-    chunks = folds_of(frame) * n
-    chunk_rows = rows_held(frame, n) // folds_of(frame)
-    before = not known(start < chunk_rows) and bool(start >= chunk_rows)
+    chunks = frame_folds(frame) * n
+    chunk_rows = local_row_count(frame, n) // frame_folds(frame)
+    before = not is_known(start < chunk_rows) and bool(start >= chunk_rows)
     end = (chunks - 1) * chunk_rows
-    return before, not known(start + length > end) and bool(start + length <= end)
+    return before, not is_known(start + length > end) and bool(start + length <= end)
 
 
 def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
@@ -129,28 +129,28 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
 
     The rank is read at run time: no graph holds it.
     """
-    s = rows_held(frame, n) * stride
+    s = local_row_count(frame, n) * stride
     n = n // stride
     if n == 1:
         return torch.arange(s, device=device)
     rank = torch.ops.sp.rank(group, device) // stride if stride > 1 else torch.ops.sp.rank(group, device)
-    if folds_of(frame) == 1:
+    if frame_folds(frame) == 1:
         return torch.arange(s, device=device) + rank * s
     chunk = torch.arange(s // 2, device=device)
     return torch.cat([chunk + rank * (s // 2), chunk + (2 * n - 1 - rank) * (s // 2)])
 
 
-def in_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
+def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """All ranks' rows, (n * s * inner, ...) in rank order -> in the sequence's order."""
-    if folds_of(frame) == 1 or n == 1:
+    if frame_folds(frame) == 1 or n == 1:
         return rows
     chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))
     return torch.cat([chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)])
 
 
-def by_rank(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
+def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
     """All rows, (n * s * inner, ...) in the sequence's order -> rank 0's first, then rank 1's."""
-    if folds_of(frame) == 1 or n == 1:
+    if frame_folds(frame) == 1 or n == 1:
         return rows
     first, second = rows.unflatten(0, (2, n, rows.shape[0] // (2 * n))).unbind(0)
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
@@ -163,9 +163,9 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
     ``collectives/pad_rows.py``.
     """
     outer, _, start, length = frame[:4]
-    offsets = positions if known(start == 0) else positions - start
+    offsets = positions if is_known(start == 0) else positions - start
     rows = offsets.clamp(0, length - 1)
-    if known(outer * inner == 1):
+    if is_known(outer * inner == 1):
         return rows
     blocks = torch.arange(outer, device=rows.device) * length
     within = torch.arange(inner, device=rows.device)
@@ -180,26 +180,26 @@ def column_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
 def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
     outer, _, start, length = frame[:4]
-    inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
+    inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
     positions = own_positions(frame, n, group, x.device)
     outside = positions >= start + length
-    if not known(start == 0):
+    if not is_known(start == 0):
         outside = outside | (positions < start)
-    if not known(outer * inner == 1):
+    if not is_known(outer * inner == 1):
         outside = outside[:, None].expand(outer, -1, inner).reshape(-1)
     return column_along(outside, dim, x.ndim)
 
 
-def rows_first(x: Tensor, dim: int, outer: int) -> Tensor:
+def to_rows_first(x: Tensor, dim: int, outer: int) -> Tensor:
     """View (..., outer * rows, ...) as (rows, ..., outer, ...), or (rows, ...) when outer is 1."""
-    if known(outer == 1):
+    if is_known(outer == 1):
         return x.movedim(dim, 0)
     return x.unflatten(dim, (outer, x.shape[dim] // outer)).movedim(dim + 1, 0)
 
 
-def rows_back(y: Tensor, dim: int, outer: int) -> Tensor:
-    """Undo ``rows_first``; a view when outer is 1."""
-    if known(outer == 1):
+def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
+    """Undo ``to_rows_first``; a view when outer is 1."""
+    if is_known(outer == 1):
         return y.movedim(0, dim)
     return y.movedim(0, dim + 1).flatten(dim, dim + 1)
 
@@ -210,7 +210,7 @@ def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
 
-def pad(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
+def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
     """Extend a dim of the window's rows to all n * s * inner (outer 1).
 
     The new rows repeat the nearest of the window when ``edge``, as padded positions do; a cotangent's are zero.
@@ -218,11 +218,11 @@ def pad(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Tensor:
     if not is_padded(frame, n):
         return x
     start, length = frame[2:4]
-    inner = rows_within(x.shape[dim], length)
-    total = n * rows_held(frame, n)
+    inner = inner_rows(x.shape[dim], length)
+    total = n * local_row_count(frame, n)
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
-    if not known(total > length):  # by nothing, a kernel keeps x's strides, and fake tensors are contiguous
+    if not is_known(total > length):  # by nothing, a kernel keeps x's strides, and fake tensors are contiguous
         x = x.contiguous()
     return torch.constant_pad_nd(x, widths)

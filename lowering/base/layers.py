@@ -6,19 +6,19 @@ import re
 
 from torch.fx import Node
 
-WORD = re.compile(r"[A-Za-z_]\w*|\d+")
-ROOT = re.compile(r"^[LG](\[[^\]]*\])+\.?")
+WORD_PATTERN = re.compile(r"[A-Za-z_]\w*|\d+")
+ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")
 """How Dynamo finds the model among what its function is given."""
 
 
-def layer_of(node: Node) -> str:
+def node_layer(node: Node) -> str:
     """The outermost module that a number names, all of `layers.3`, by its path in the model; "" of none."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return next(filter(None, (_numbered(ROOT.sub("", path)) for path, *_ in stack.values())), "")
+    return next(filter(None, (_numbered_prefix(ROOT_PATTERN.sub("", path)) for path, *_ in stack.values())), "")
 
 
-def _numbered(path: str) -> str:
+def _numbered_prefix(path: str) -> str:
     """`layers.3.mlp` up to its first number; "" without one."""
-    words = WORD.findall(path)
+    words = WORD_PATTERN.findall(path)
     last = next((i for i, word in enumerate(words) if word.isdigit()), None)
     return "" if last is None else ".".join(words[: last + 1])

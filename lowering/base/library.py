@@ -19,7 +19,7 @@ LIBRARY = torch.library.Library("sp", "DEF")
 COMPOSITES: set[OpOverload] = set()
 """Operators whose bodies are ordinary operators; all others are opaque."""
 
-MOVES: dict[OpOverload, tuple[str, str]] = {}
+MOVE_OPS: dict[OpOverload, tuple[str, str]] = {}
 """Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
 
 PADDED: dict[OpOverload, str] = {}
@@ -30,10 +30,10 @@ PADDED: dict[OpOverload, str] = {}
 rows, from the row that was at its place before.
 """
 
-INSIDE: dict[OpOverload, Callable[..., int]] = {}
+INTERNAL_OPS: dict[OpOverload, Callable[..., int]] = {}
 """Opaque operators that take memory while they run -> its bytes, besides operands and results: see `opaque`."""
 
-SOURCES: set[Path] = set()
+SOURCE_FOLDERS: set[Path] = set()
 """The files in which operators are defined, wherever they lie."""
 
 Body = TypeVar("Body", bound=Callable[..., object])
@@ -43,7 +43,7 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
     """Decorator: register the function as ``sp::<schema>``.
 
     The body is CompositeImplicitAutograd: one node in a rewritten graph, but autograd, fake tensors and
-    AOTAutograd trace through it, so that the collectives inside are visible to the compiler. moves: see `MOVES`.
+    AOTAutograd trace through it, so that the collectives inside are visible to the compiler. moves: see `MOVE_OPS`.
     padded: see `PADDED`.
     """
 
@@ -54,10 +54,10 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
         op = getattr(torch.ops.sp, name).default
         COMPOSITES.add(op)
         if moves is not None:
-            MOVES[op] = moves
+            MOVE_OPS[op] = moves
         if padded is not None:
             PADDED[op] = padded
-        _remember(body)
+        _record_body(body)
         return body
 
     return register
@@ -82,17 +82,17 @@ def opaque(
         LIBRARY.impl(name, torch.no_grad()(body), "CompositeExplicitAutograd")
         torch.library.register_fake(f"sp::{name}", fake, lib=LIBRARY)
         if inside is not None:
-            INSIDE[getattr(torch.ops.sp, name).default] = inside
-        _remember(body)
+            INTERNAL_OPS[getattr(torch.ops.sp, name).default] = inside
+        _record_body(body)
         return body
 
     return register
 
 
-def _remember(body: Callable[..., object]) -> None:
+def _record_body(body: Callable[..., object]) -> None:
     source = Path(inspect.unwrap(body).__code__.co_filename)
     if source.is_file():  # what is typed at a prompt has none
-        SOURCES.add(source.resolve())
+        SOURCE_FOLDERS.add(source.resolve())
 
 
 class LinearMap(torch.autograd.Function):
@@ -104,13 +104,13 @@ class LinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
-        ctx.there, ctx.back, ctx.where = there, back, where
+        ctx.is_ready, ctx.back, ctx.where = there, back, where
         return there(x, *where)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (LinearMap.apply(grad, ctx.back, ctx.there, *ctx.where), None, None, *[None] * len(ctx.where))
+        return (LinearMap.apply(grad, ctx.back, ctx.is_ready, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
 def sources_digest(*folders: str) -> str:
@@ -119,11 +119,11 @@ def sources_digest(*folders: str) -> str:
     A compiler's caches see the operators' names only, and would bring back code made from an older body.
     """
     places = [Path(__file__).resolve().parent, *(Path(folder).resolve() for folder in folders)]
-    return _digest(frozenset(places), frozenset(SOURCES))
+    return _hash_sources(frozenset(places), frozenset(SOURCE_FOLDERS))
 
 
 @cache
-def _digest(folders: frozenset[Path], sources: frozenset[Path]) -> str:
+def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
     files = sources.union(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
 

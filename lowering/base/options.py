@@ -36,7 +36,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class IOOptions:
     """What the user says of a program's inputs and results, by their names; see `SPConfig`."""
 
     seq_dims: str | Mapping[str, int] = "auto"
@@ -66,7 +66,7 @@ class SPConfig:
         see sp_compile.passes.cost.machine.Machine.
     inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
         inputs named in seq_dims (or found), which needs a dynamic sequence length.
-    outputs: "auto": results of at least `LARGE_RESULT` bytes that lie in shards stay there, as tensors that know it
+    outputs: "auto": results of at least `LARGE_OUTPUT` bytes that lie in shards stay there, as tensors that know it
         and become whole when eager code reads them, on every rank; "lazy": smaller ones, too. "gather": every rank
         returns whole results. "local": each rank returns its own rows of them. Or {result: one of these}, by the name
         that the result has in the model's code or by its place among the graph's results; the others are as by default.
@@ -158,7 +158,7 @@ class SPConfig:
                         f"{name}={getattr(self, name)!r} is not supported with attention={self.attention!r}, only with "
                         f"{strategy.name!r}.",
                     )
-        if self.offload not in OFFLOAD and not _is_share(self.offload):
+        if self.offload not in OFFLOAD and not _is_fraction(self.offload):
             raise _wrong("offload", self.offload, "'never', 'auto' or a number from 0 to 1", OFFLOAD)
         if self.offload != "never" and not self.has_place:
             raise SpError(
@@ -169,7 +169,7 @@ class SPConfig:
         if type(self.check_every) is not int or self.check_every < 0:
             raise _wrong("check_every", self.check_every, "a number of calls, 0 for never")
         budget = self.activation_memory_budget
-        if budget is not None and not _is_share(budget):
+        if budget is not None and not _is_fraction(budget):
             raise _wrong("activation_memory_budget", budget, "a number from 0 to 1")
 
     @property
@@ -178,9 +178,9 @@ class SPConfig:
         return self.compiler in JOINT_COMPILERS
 
     @property
-    def asked(self) -> Asked:
+    def io_options(self) -> IOOptions:
         """Of the program's inputs and results."""
-        return Asked(self.seq_dims, self.inputs, self.outputs)
+        return IOOptions(self.seq_dims, self.inputs, self.outputs)
 
     def ranks(self) -> Ranks:
         """Those that share the sequence; see `resolve`."""
@@ -208,7 +208,7 @@ class SPConfig:
             raise _wrong("options", options, "a mapping from the names of options to values, or an SPConfig")
         known = [f.name for f in fields(SPConfig)]
         for name in options or {}:
-            if name in OF_COMPILE:
+            if name in COMPILE_OPTIONS:
                 raise SpError("SP101", f"options: {name!r} is an argument of torch.compile itself, {name}=....")
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -220,7 +220,7 @@ AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
 """What `torch.compile` is given: fields of an `SPConfig`, whose values nobody has looked at yet."""
 
 
-OF_COMPILE = "mode", "dynamic", "fullgraph", "backend", "disable"
+COMPILE_OPTIONS = "mode", "dynamic", "fullgraph", "backend", "disable"
 """What torch.compile takes beside `options`."""
 
 
@@ -229,7 +229,7 @@ def stronger_output(a: str, b: str) -> str:
     return max(a, b, key=OUTPUTS.index)
 
 
-def _is_share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 

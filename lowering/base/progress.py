@@ -1,9 +1,11 @@
 """One line on the terminal while something takes long: what a compilation, `explain` or `verify` is at, and since when.
 
-It comes after `PATIENCE` seconds, on rank 0, and goes at the end, when a line says how long it took and what torch had
+It comes after `SHOW_AFTER` seconds, on rank 0, and goes at the end, when a line says how long it took and what torch
+had
 in its caches. There is none where stderr is no terminal, or where TORCH_LOGS asks for torch's own words.
 
-`with working("verify"):` is a piece of work, in which `now("one device")` says what comes now; outside of one it says
+`with show_progress("verify"):` is a piece of work, in which `set_step("one device")` says what comes now; outside of
+one it says
 nothing. Inside of AOTAutograd and Inductor, which take the longest, the line has the graph that torch compiles:
 "forward" or "backward".
 """
@@ -22,10 +24,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sp_compile.lowering.torch_compat import cache_hits, compiled_half
+from sp_compile.lowering.torch_compat import count_cache_hits, current_partition
 
-PATIENCE = 3.0  # seconds before anything is shown
-EVERY = 0.25  # seconds between looks
+SHOW_AFTER = 3.0  # seconds before anything is shown
+UPDATE_INTERVAL = 0.25  # seconds between looks
 
 
 @dataclass(eq=False)
@@ -40,19 +42,19 @@ class ProgressLine:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.begun, self.hits = self.clock(), cache_hits()
+        self.begun, self.hits = self.clock(), count_cache_hits()
 
     @property
     def seconds(self) -> float:
         """Since it began."""
         return self.clock() - self.begun
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Show what it is at now, once it has taken long enough."""
         with self.lock:
-            if self.seconds < PATIENCE:
+            if self.seconds < SHOW_AFTER:
                 return
-            words = Text(f"sp: {self.title}: {compiled_half() or self.step} ({self.seconds:.0f} s)")
+            words = Text(f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)")
             words.truncate(self.console.width, overflow="ellipsis")
             if self.live is None:
                 # Whatever else is written meanwhile is left alone: it is not ours to lead it elsewhere.
@@ -71,29 +73,29 @@ class ProgressLine:
         with self.lock:
             if self.live is not None:
                 self.live.stop()
-                hits = cache_hits() - self.hits
+                hits = count_cache_hits() - self.hits
                 words = f"sp: {self.title}: took {self.seconds:.0f} s, {hits} graphs were in torch's caches"
                 self.console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
-_lines: list[ProgressLine] = []
+_active_lines: list[ProgressLine] = []
 """What this process is at; one at a time: work inside of other work is a step of that."""
 
 
-def now(step: str) -> None:
+def set_step(step: str) -> None:
     """What the work that is going on is at now, if any is."""
-    for line in _lines:
+    for line in _active_lines:
         line.step = step
 
 
 @contextmanager
-def working(title: str) -> Iterator[None]:
+def show_progress(title: str) -> Iterator[None]:
     """A piece of work, with a line if it takes long and anybody is there to read it."""
-    ended, line = threading.Event(), _begun(title)
+    ended, line = threading.Event(), _start_line(title)
     if line is None:
         yield
         return
-    watch = threading.Thread(target=_watch, args=(line, ended), name="sp_compile progress", daemon=True)
+    watch = threading.Thread(target=_update_line, args=(line, ended), name="sp_compile progress", daemon=True)
     watch.start()
     try:
         yield
@@ -102,31 +104,31 @@ def working(title: str) -> Iterator[None]:
         watch.join()
 
 
-def show(title: Callable[[], str], ended: threading.Event) -> None:
+def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
     """The same in a thread of its own, until the work of another one has ended."""
-    line = _begun(title())
+    line = _start_line(title())
     if line is not None:
-        _watch(line, ended)
+        _update_line(line, ended)
 
 
-def _begun(title: str) -> ProgressLine | None:
+def _start_line(title: str) -> ProgressLine | None:
     """None where nobody reads it, or inside of other work."""
     console = Console(stderr=True)
-    if _lines or not _is_read(console):
+    if _active_lines or not _is_terminal(console):
         return None
-    _lines.append(ProgressLine(title, console))
-    return _lines[-1]
+    _active_lines.append(ProgressLine(title, console))
+    return _active_lines[-1]
 
 
-def _watch(line: ProgressLine, ended: threading.Event) -> None:
+def _update_line(line: ProgressLine, ended: threading.Event) -> None:
     try:
-        while not ended.wait(EVERY):
-            line.look()
+        while not ended.wait(UPDATE_INTERVAL):
+            line.refresh()
     finally:
-        _lines.remove(line)
+        _active_lines.remove(line)
         line.end()
 
 
-def _is_read(console: Console) -> bool:
+def _is_terminal(console: Console) -> bool:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return rank == 0 and console.is_terminal and not os.environ.get("TORCH_LOGS")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sp_compile.lowering.torch_compat import carrier, flat_mesh, known_process_group, process_group
+from sp_compile.lowering.torch_compat import flatten_mesh, group_backend, known_process_group, process_group
 
 from .errors import SpError
 from .registry import Table
@@ -48,7 +48,7 @@ class Ranks:
         A segmentation fault, seen with torch 2.11 on an H100.
         """
         real = device.type == "cuda" and dist.is_initialized() and known_process_group(self.group)
-        if real and self.exchanges and carrier(process_group(self.group), device) == "gloo":
+        if real and self.exchanges and group_backend(process_group(self.group), device) == "gloo":
             raise SpError(
                 "SP117",
                 f"The {self.n} ranks of group {self.group!r} exchange tensors of {device} by Gloo, whose all-gather of "
@@ -96,8 +96,8 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
         ulysses = mesh[inner].size()
         if names.index(outer) > names.index(inner):
             raise SpError("SP115", f"mesh: expected axis {outer!r} before axis {inner!r}, got axes {names}.")
-        mesh = flat_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
-    mesh = _axis(mesh, mesh_dim)
+        mesh = flatten_mesh(mesh[outer, inner], f"sp_{outer}_{inner}")
+    mesh = _chart_axis(mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the mesh {mesh}.")
     group = mesh.get_group()
@@ -118,7 +118,7 @@ def _default_group(mesh_dim: str | None) -> Ranks:
     return ranks_of(dist.group.WORLD)
 
 
-def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
+def _chart_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
     """The axis that splits the sequence, as a mesh of its own."""
     names = mesh.mesh_dim_names
     if mesh.ndim > 1:
@@ -130,4 +130,4 @@ def _axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
     return mesh
 
 
-ALONE = Ranks(1, "")
+SINGLE_RANK = Ranks(1, "")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from .errors import SpError
 
-Row = TypeVar("Row")
+TableRow = TypeVar("Row")
 T = TypeVar("T")
 
 
@@ -24,7 +24,7 @@ class Override(Generic[T]):
         return self._values[-1] if self._values else None
 
     @contextmanager
-    def to(self, value: T) -> Iterator[None]:
+    def force(self, value: T) -> Iterator[None]:
         """Force it inside."""
         self._values.append(value)
         try:
@@ -33,7 +33,7 @@ class Override(Generic[T]):
             self._values.remove(value)
 
 
-class Table(dict[Any, Row]):
+class Table(dict[Any, TableRow]):
     """Rows by name, in the order in which they were registered: the one way in which anything makes itself known.
 
     title: what errors call it. again: a name may be registered anew, and the last row counts, as where a user runs a
@@ -46,7 +46,7 @@ class Table(dict[Any, Row]):
         self._ranks: dict[Any, Callable[[Any], int]] = {}
         self._forced: Override[str] = Override()
 
-    def register(self, name: Any, row: Row, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
+    def register(self, name: Any, row: TableRow, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
         """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken.
 
         rank: of rows with `fits(problem)`, those of low rank are tried first, and equal ones in the table's order.
@@ -68,11 +68,11 @@ class Table(dict[Any, Row]):
 
         return register
 
-    def using(self, name: str) -> AbstractContextManager[None]:
+    def use_row(self, name: str) -> AbstractContextManager[None]:
         """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""
         if name not in self:
             raise SpError("SP902", f"{self.title}: expected one of {', '.join(self)}, got {name!r}.")
-        return self._forced.to(name)
+        return self._forced.force(name)
 
     def choose(self, problem: Any) -> str:
         """The name of the first row that fits. Raises SpError if the one that `using` names does not fit."""

@@ -21,17 +21,17 @@ from torch import Tensor
 from sp_compile.lowering import triton
 from sp_compile.lowering.base.frames import (
     FrameArg,
-    by_rank,
-    folds_of,
-    in_order,
-    known,
-    pad,
-    rows_held,
-    rows_within,
+    frame_folds,
+    inner_rows,
+    is_known,
+    local_row_count,
+    pad_to_frame,
+    to_rank_order,
+    to_sequence_order,
     trim,
 )
 from sp_compile.lowering.base.library import composite
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 
 
 class _Reshard(NamedTuple):
@@ -44,7 +44,7 @@ class _Reshard(NamedTuple):
     n: int
     group: str
 
-    def back(self) -> "_Reshard":
+    def inverse(self) -> "_Reshard":
         return _Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
@@ -54,9 +54,9 @@ class _AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reshard: _Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.reshard = reshard
-        padded = [pad(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
+        padded = [pad_to_frame(x, reshard.scatter_dim, reshard.scatter_frame, reshard.n, edge) for x in xs]
         results: list[Tensor] = list(xs)
-        for members in _sharing(xs, reshard.gather_dim):
+        for members in _group_shareable(xs, reshard.gather_dim):
             for i, y in zip(members, exchange([padded[i] for i in members], reshard), strict=True):
                 results[i] = y
         return tuple(results)
@@ -69,13 +69,13 @@ class _AllToAllFunction(torch.autograd.Function):
         return None, None, *(next(moved) if need else None for need in needed)
 
 
-def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
+def _group_shareable(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     """Indices of the tensors that can share an exchange: same dtype, device and, but for columns, gather length."""
     groups: list[list[int]] = []
     for i, x in enumerate(xs):
         for members in groups:
             y, together = xs[members[0]], [xs[j] for j in (*members, i)]
-            if (x.dtype, x.device) == (y.dtype, y.device) and _fewest_rows(together, gather_dim) is not None:
+            if (x.dtype, x.device) == (y.dtype, y.device) and _common_divisor_rows(together, gather_dim) is not None:
                 members.append(i)
                 break
         else:
@@ -83,14 +83,14 @@ def _sharing(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
     return groups
 
 
-def _fewest_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
+def _common_divisor_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
     """The gather length that divides all others; None where none is known to."""
     lengths = [x.shape[gather_dim] for x in xs]
-    return next((a for a in lengths if all(_divides(a, b) for b in lengths)), None)
+    return next((a for a in lengths if all(_divides_rows(a, b) for b in lengths)), None)
 
 
-def _divides(few: int, many: int) -> bool:
-    return known(few == many) or (known(few > 0) and known(many % few == 0))
+def _divides_rows(few: int, many: int) -> bool:
+    return is_known(few == many) or (is_known(few > 0) and is_known(many % few == 0))
 
 
 def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Reshard:
@@ -100,47 +100,47 @@ def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Res
 
 def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
     """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
-    held = rows_held(reshard.gather_frame, reshard.n)
+    held = local_row_count(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
         gather, frame = reshard.gather_dim, reshard.gather_frame
-        return [trim(x, gather, frame, 1, rows_within(x.shape[gather], held)) for x in xs]
-    rows = _fewest_rows(xs, reshard.gather_dim)
+        return [trim(x, gather, frame, 1, inner_rows(x.shape[gather], held)) for x in xs]
+    rows = _common_divisor_rows(xs, reshard.gather_dim)
     assert rows is not None
-    blocks = [_blocks(x, reshard, rows) for x in xs]
-    sent = _packed(blocks)
-    received = current().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
-    received = in_order(received, reshard.gather_frame, reshard.n)
-    received = trim(received, 0, reshard.gather_frame, reshard.n, rows_within(rows, held))
+    blocks = [_to_blocks(x, reshard, rows) for x in xs]
+    sent = _pack_blocks(blocks)
+    received = current_communicator().all_to_all(sent, reshard.n, reshard.group).flatten(0, 1)
+    received = to_sequence_order(received, reshard.gather_frame, reshard.n)
+    received = trim(received, 0, reshard.gather_frame, reshard.n, inner_rows(rows, held))
     pieces = received.split([math.prod(b.shape[2:]) for b in blocks], 1)
-    return [_unpack(piece, b, x, reshard) for piece, b, x in zip(pieces, blocks, xs, strict=True)]
+    return [_unpack_block(piece, b, x, reshard) for piece, b, x in zip(pieces, blocks, xs, strict=True)]
 
 
-def _blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
+def _to_blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
     """(..., g, ..., n * h, ...) -> (n, rows, ...), the other dims with h in place of the scatter dim; mostly a view.
 
     What g has beyond so many rows is the first of the other dims.
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
-    if folds_of(reshard.scatter_frame) == 2:
-        x = by_rank(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
+    if frame_folds(reshard.scatter_frame) == 2:
+        x = to_rank_order(x.movedim(scatter, 0), reshard.scatter_frame, n).movedim(0, scatter)
     x = x.unflatten(scatter, (n, x.shape[scatter] // n)).movedim(scatter, 0).movedim(gather + 1, 1)
-    return x if known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
+    return x if is_known(x.shape[1] == rows) else x.unflatten(1, (rows, x.shape[1] // rows))
 
 
-def _packed(blocks: list[Tensor]) -> Tensor:
+def _pack_blocks(blocks: list[Tensor]) -> Tensor:
     """(n, g, ...) of several tensors -> (n, g, cols), side by side; one copy of each."""
     first = blocks[0]
     columns = [math.prod(b.shape[2:]) for b in blocks]
-    if not all(map(triton.usable, blocks)):
+    if not all(map(triton.can_use_triton, blocks)):
         packed = [b.reshape(*b.shape[:2], width) for b, width in zip(blocks, columns, strict=True)]
         return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
     sent = first.new_empty((*first.shape[:2], sum(columns)))
     for part, b in zip(sent.split(columns, 2), blocks, strict=True):
-        triton.copy(part.unflatten(2, b.shape[2:]), b)
+        triton.copy_tensor(part.unflatten(2, b.shape[2:]), b)
     return sent
 
 
-def _unpack(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
+def _unpack_block(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
     """(G, cols) -> (..., G, ..., h, ...), a view where the block's rows are all that x has."""
     found = piece.unflatten(1, block.shape[2:])
     return (found if found.ndim == x.ndim else found.flatten(0, 1)).movedim(0, reshard.gather_dim)
@@ -168,6 +168,6 @@ def all_to_all(
     reshard = _Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)
     if reshard.scatter_dim == reshard.gather_dim:
         raise ValueError(f"sp::all_to_all: scatter and gather dim are both {reshard.scatter_dim}")
-    if not (known(scatter[0] == 1) and known(gather[0] == 1)):
+    if not (is_known(scatter[0] == 1) and is_known(gather[0] == 1)):
         raise ValueError("sp::all_to_all: both frames need outer == 1")
     return list(_AllToAllFunction.apply(reshard, True, *xs))

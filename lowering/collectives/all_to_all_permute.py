@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering import triton
-from sp_compile.lowering.base.frames import known
+from sp_compile.lowering.base.frames import is_known
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.base.registry import Table
-from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current
+from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
 from sp_compile.lowering.torch_compat import symmetric_all_to_all
 
 from .all_to_all import equal_reshard, exchange
 
 
 @dataclass(frozen=True)
-class Buffer:
+class SymmetricBuffer:
     """Symmetric memory.
 
     memory: uint8 (bytes,), this rank's. barrier: waits, on the current stream, until all ranks have reached it.
@@ -48,13 +48,13 @@ class Buffer:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[:size].view(dtype).view(shape)
 
-    def fits(self, x: Tensor) -> bool:
+    def has_space(self, x: Tensor) -> bool:
         """Return whether there is room for x, on its device."""
         same = x.device == self.memory.device
         return same and x.numel() * x.element_size() <= self.memory.numel()
 
 
-BUFFERS: dict[str, Buffer] = {}
+BUFFERS: dict[str, SymmetricBuffer] = {}
 """What was declared, by group, on all of its ranks or on none: their exchanges may use it."""
 
 
@@ -76,36 +76,36 @@ class PermuteProblem(NamedTuple):
         return shape
 
     @property
-    def buffer(self) -> Buffer | None:
+    def buffer(self) -> SymmetricBuffer | None:
         """Return the symmetric memory that this exchange may use, or None: the same on every rank."""
-        eager = triton.is_plain(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
-        real = isinstance(current(), FunctionalCommunicator)
+        eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
+        real = isinstance(current_communicator(), FunctionalCommunicator)
         buffer = BUFFERS.get(self.group) if eager and real else None
-        return buffer if buffer is not None and buffer.fits(self.x) else None
+        return buffer if buffer is not None and buffer.has_space(self.x) else None
 
 
-def _torchs(problem: PermuteProblem) -> Tensor:
+def _torch_exchange(problem: PermuteProblem) -> Tensor:
     buffer, run, x = problem.buffer, symmetric_all_to_all(), problem.x
     assert buffer is not None and run is not None  # noqa: PT018
     staged, out = buffer.view(x.shape, x.dtype), x.new_empty(problem.shape)
-    triton.copy(staged, x)
+    triton.copy_tensor(staged, x)
     buffer.barrier()
     run(staged, out, problem.scatter_dim, problem.gather_dim, group=problem.group)
     buffer.barrier()
     return out
 
 
-def _packed(problem: PermuteProblem) -> Tensor:
+def _packed_exchange(problem: PermuteProblem) -> Tensor:
     x, scatter, gather, n, group = problem
-    if not all(known(size == 1) for size in x.shape[:scatter]):
+    if not all(is_known(size == 1) for size in x.shape[:scatter]):
         return exchange([x], equal_reshard(*problem[1:]))[0]
     # The scatter dim leads: its blocks can be sent as they lie, and only what arrives is permuted.
-    received = current().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
+    received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)
-    if not triton.usable(blocks):
+    if not triton.can_use_triton(blocks):
         return blocks.flatten(gather, gather + 1)
     out = blocks.new_empty(problem.shape)
-    triton.copy(out.unflatten(gather, (n, -1)), blocks)
+    triton.copy_tensor(out.unflatten(gather, (n, -1)), blocks)
     return out
 
 
@@ -114,13 +114,15 @@ class PackingRow(NamedTuple):
     run: Callable[[PermuteProblem], Tensor]
 
 
-TABLE: Table[PackingRow] = Table("all_to_all_permute")
-TABLE.register(
+PERMUTE_KERNELS: Table[PackingRow] = Table("all_to_all_permute")
+PERMUTE_KERNELS.register(
     "torch",
-    PackingRow(lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torchs),
+    PackingRow(
+        lambda p: p.x.ndim == 2 and symmetric_all_to_all() is not None and p.buffer is not None, _torch_exchange
+    ),
 )
-TABLE.register("packed", PackingRow(lambda p: True, _packed))
-choose, using = TABLE.choose, TABLE.using
+PERMUTE_KERNELS.register("packed", PackingRow(lambda p: True, _packed_exchange))
+choose_permute, using_permute = PERMUTE_KERNELS.choose, PERMUTE_KERNELS.use_row
 
 
 class _PermuteFunction(torch.autograd.Function):
@@ -129,9 +131,9 @@ class _PermuteFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
-        result = TABLE[choose(problem)].run(problem)
+        result = PERMUTE_KERNELS[choose_permute(problem)].run(problem)
         # As a view of what arrived it could not be changed in place.
-        return result.data if triton.is_plain(result) else result
+        return result.data if triton.is_plain_memory(result) else result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -163,6 +165,6 @@ def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, gro
     scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
     if scatter_dim == gather_dim:
         raise ValueError(f"sp::all_to_all_permute: scatter and gather dim are both {scatter_dim}")
-    if known(x.shape[scatter_dim] % n != 0):
+    if is_known(x.shape[scatter_dim] % n != 0):
         raise ValueError(f"sp::all_to_all_permute: {n} ranks do not divide dim {scatter_dim} of {list(x.shape)}")
     return x if n == 1 else _PermuteFunction.apply(x, scatter_dim, gather_dim, n, group)

@@ -15,11 +15,11 @@ import torch
 
 from sp_compile.lowering import triton
 
-PIECE = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
+PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
-FREED = "none, its memory was freed"
-ABOUT = "about "  # of a value of numbers that need not be the same to the bit
+FREED_CHECKSUM = "none, its memory was freed"
+SUMMARY_PREFIX = "about "  # of a value of numbers that need not be the same to the bit
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,11 +28,11 @@ def checksum(a: Any) -> str:
     if not isinstance(a, torch.Tensor) or a.numel() == 0 or (a.ndim == 0 and a.device.type == "cpu"):
         return ""
     if a.device.type != "cpu":
-        return str(total(a).item())
+        return str(checksum_of(a).item())
     if is_freed(a):
-        return FREED
+        return FREED_CHECKSUM
     found = hashlib.sha256()
-    for piece in flat_parts(_plain(a)):
+    for piece in flat_parts(_is_plain_tensor(a)):
         bits = piece.resolve_neg().contiguous()
         found.update((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
     return found.hexdigest()[:16]
@@ -44,42 +44,45 @@ def is_freed(a: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Later:
+class PendingChecksums:
     """Checksums on their way from a device: (n,) int64, or (n, 3) of summaries. there: None if they are on the CPU."""
 
     values: torch.Tensor
-    there: Any = None
+    is_ready: Any = None
 
     def read(self) -> list[str]:
         """One text each, "about ..." of a summary; waits for the device only where it has not come to them yet."""
-        if self.there is not None and not self.there.query():
-            self.there.synchronize()
-        return [str(one) if isinstance(one, int) else ABOUT + " ".join(map(repr, one)) for one in self.values.tolist()]
+        if self.is_ready is not None and not self.is_ready.query():
+            self.is_ready.synchronize()
+        return [
+            str(one) if isinstance(one, int) else SUMMARY_PREFIX + " ".join(map(repr, one))
+            for one in self.values.tolist()
+        ]
 
 
-def later(xs: Sequence[torch.Tensor]) -> Later:
+def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
     """Checksums of tensors of one device, each with elements: one launch a tensor where Triton is."""
     out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     for x, place in zip(xs, out):
-        if triton.usable(x):
+        if triton.can_use_triton(x):
             from sp_compile.lowering.triton import checksum_kernel as kernel
 
-            kernel.add(_words(_plain(x).contiguous().view(-1)), place)
+            kernel.add_checksum(_element_bits(_is_plain_tensor(x).contiguous().view(-1)), place)
         else:
-            place += total(x)
-    return sent(out)
+            place += checksum_of(x)
+    return start_cpu_copy(out)
 
 
-def sent(x: torch.Tensor) -> Later:
+def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
     """Begin to copy a device's tensor to the CPU."""
     if x.device.type == "cpu":
-        return Later(x)
+        return PendingChecksums(x)
     values, there = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
     there.record()
-    return Later(values, there)
+    return PendingChecksums(values, there)
 
 
-def part(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
+def sample_view(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
     """A view of at most so many elements, spread over all dims of the tensor; at another turn of other ones."""
     dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > most else []
     for i, dim in enumerate(dims):
@@ -90,29 +93,31 @@ def part(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
     return x
 
 
-def summary(x: torch.Tensor) -> torch.Tensor:
+def summarize(x: torch.Tensor) -> torch.Tensor:
     """How large a tensor of floats is, and two pseudo-random projections of it: (3,) float64. Read twice, not copied.
 
     Sums of the elements would not do: the gradient of a cross entropy has the same ones for any labels.
     """
-    x = _plain(x)
+    x = _is_plain_tensor(x)
     if not x.numel():
         return torch.zeros(3, dtype=torch.float64, device=x.device)
     matrix = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
     rows, columns = matrix.shape
-    each = (matrix @ (_waves(columns, x.device) / columns**0.5).to(x.dtype)).double()  # of half precision no overflow
-    weights = _waves(rows, x.device)
+    each = (
+        matrix @ (_pseudo_random(columns, x.device) / columns**0.5).to(x.dtype)
+    ).double()  # of half precision no overflow
+    weights = _pseudo_random(rows, x.device)
     norm = torch.linalg.vector_norm(matrix, dtype=max(x.dtype, torch.float32, key=lambda dtype: dtype.itemsize))
     return torch.stack([norm.double() / columns**0.5, (each * weights).sum(), (each * weights.flip(0)).sum()])
 
 
-def _waves(n: int, device: torch.device) -> torch.Tensor:
+def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:
     """(n,) float64, from -1 to 1, as good as random and always the same."""
     places = torch.arange(1, n + 1, dtype=torch.float64, device=device)
     return torch.cos(0.618 * places.square())
 
 
-def total(x: torch.Tensor) -> torch.Tensor:
+def checksum_of(x: torch.Tensor) -> torch.Tensor:
     """A checksum of any tensor: () int64 on x's device.
 
     The sum of a hash of each element's bits and place, modulo 2**64: integer arithmetic, so exact whatever the order of
@@ -120,24 +125,24 @@ def total(x: torch.Tensor) -> torch.Tensor:
     """
     out = torch.zeros((), dtype=torch.int64, device=x.device)
     done = 0
-    for piece in flat_parts(_plain(x)):
-        bits = _words(piece).long()
-        out += _mixed(bits, done).sum()
+    for piece in flat_parts(_is_plain_tensor(x)):
+        bits = _element_bits(piece).long()
+        out += _hash_bits(bits, done).sum()
         done += bits.numel()
     return out
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+def _is_plain_tensor(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
+def _element_bits(x: torch.Tensor) -> torch.Tensor:
     """The bits of each element as an integer."""
     return x.resolve_neg().view(_BITS[x.element_size()])
 
 
-def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:
+def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
     """A hash of each word and its place. Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
     for shift, factor in _ROUNDS:
@@ -145,25 +150,25 @@ def _mixed(bits: torch.Tensor, first: int) -> torch.Tensor:
     return z
 
 
-def is_one_number(x: torch.Tensor) -> bool:
+def is_constant(x: torch.Tensor) -> bool:
     """Does the tensor hold one number throughout? Not without elements."""
     if x.numel() == 0:
         return False
-    first = _comparable(x.detach()[(0,) * x.ndim])
-    return all(bool((_comparable(piece) == first).all()) for piece in flat_parts(x.detach()))
+    first = _comparable_bits(x.detach()[(0,) * x.ndim])
+    return all(bool((_comparable_bits(piece) == first).all()) for piece in flat_parts(x.detach()))
 
 
-def _comparable(x: torch.Tensor) -> torch.Tensor:
+def _comparable_bits(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 
 def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements in order, at most PIECE at a time, as 1-D tensors; views as far as the memory allows."""
-    if x.numel() <= PIECE:
+    if x.numel() <= PIECE_ELEMENTS:
         yield x.reshape(-1)
     elif x.is_contiguous():
-        yield from x.view(-1).split(PIECE)
+        yield from x.view(-1).split(PIECE_ELEMENTS)
     else:
-        rows = max(1, PIECE // (x.numel() // x.shape[0]))
+        rows = max(1, PIECE_ELEMENTS // (x.numel() // x.shape[0]))
         for part in x.split(rows) if x.shape[0] > 1 else [x[0]]:
             yield from flat_parts(part)

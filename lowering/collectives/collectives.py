@@ -18,69 +18,71 @@ from torch import Tensor
 
 from sp_compile.lowering.base.frames import (
     FrameArg,
-    by_rank,
-    in_order,
+    from_rows_first,
+    inner_rows,
     is_padded,
+    local_row_count,
     nearest_rows,
     own_positions,
-    pad,
-    rows_back,
-    rows_first,
-    rows_held,
-    rows_within,
+    pad_to_frame,
+    to_rank_order,
+    to_rows_first,
+    to_sequence_order,
     trim,
 )
 from sp_compile.lowering.base.library import LinearMap, composite, opaque
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 
 from .pad_rows import fill_padding
 
 # The maps. Each pair below names two of them.
 
 
-def _take(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """This rank's rows of a whole x; positions outside the window get the nearest row inside."""
     if n == 1 and not is_padded(frame, n):
         return x
-    inner = rows_within(x.shape[dim], frame[0] * frame[3])
+    inner = inner_rows(x.shape[dim], frame[0] * frame[3])
     positions = own_positions(frame, n, group, x.device)
     return x.index_select(dim, nearest_rows(positions, frame, inner))
 
 
-def _take_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """This rank's rows of a whole cotangent; zeros at positions outside the window."""
-    return fill_padding(_take(x, dim, frame, n, group), dim, frame, 0, n, group)
+    return fill_padding(_slice_rows(x, dim, frame, n, group), dim, frame, 0, n, group)
 
 
-def _whole(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
     outer = frame[0]
-    inner = rows_within(x.shape[dim], outer * rows_held(frame, n))
-    rows = in_order(current().all_gather(rows_first(x, dim, outer), n, group), frame, n)
-    return rows_back(trim(rows, 0, frame, n, inner), dim, outer)
+    inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
+    rows = to_sequence_order(current_communicator().all_gather(to_rows_first(x, dim, outer), n, group), frame, n)
+    return from_rows_first(trim(rows, 0, frame, n, inner), dim, outer)
 
 
-def _reduced(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
-    """Sum whole tensors over the ranks; this rank's rows, with padding as `pad` has it.
+def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
+    """Sum whole tensors over the ranks; this rank's rows, with padding as `pad_to_frame` has it.
 
     Values (edge) by the collective of that name, for those who look for it; cotangents in the fastest way.
     """
-    rows = pad(rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
-    return rows_back(current().reduce_scatter(by_rank(rows, frame, n), n, group, plain=edge), dim, frame[0])
+    rows = pad_to_frame(to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
+    return from_rows_first(
+        current_communicator().reduce_scatter(to_rank_order(rows, frame, n), n, group, plain=edge), dim, frame[0]
+    )
 
 
-_reduced_cotangents, _reduced_values = partial(_reduced, edge=False), partial(_reduced, edge=True)
+_reduce_cotangents, _reduce_values = partial(_reduce_rows, edge=False), partial(_reduce_rows, edge=True)
 
 
-def _sum(x: Tensor, n: int, group: str) -> Tensor:
-    return current().all_reduce(x, n, group)
+def _all_reduce_sum(x: Tensor, n: int, group: str) -> Tensor:
+    return current_communicator().all_reduce(x, n, group)
 
 
-def _first(x: Tensor, group: str) -> Tensor:
-    return current().broadcast(x, group)
+def _broadcast_first(x: Tensor, group: str) -> Tensor:
+    return current_communicator().broadcast(x, group)
 
 
-def _same(x: Tensor, *where: Any) -> Tensor:
+def _identity(x: Tensor, *where: Any) -> Tensor:
     return x.view_as(x)
 
 
@@ -97,7 +99,7 @@ def rank(group: str, device: torch.device) -> Tensor:
     that holds this node instead of a number is the same on every rank.
     Source: ``dist.get_rank(group)``.
     """
-    return torch.full((), current().rank(group), dtype=torch.int64, device=device)
+    return torch.full((), current_communicator().rank(group), dtype=torch.int64, device=device)
 
 
 @composite(
@@ -110,7 +112,7 @@ def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
     Source: one index_select, which a compiler fuses into the reader.
     """
-    return LinearMap.apply(x, _take, _whole, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _slice_rows, _gather_rows, dim % x.ndim, frame, n, group)
 
 
 @composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""))
@@ -121,7 +123,7 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return LinearMap.apply(x, _whole, _take_zeroed, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _gather_rows, _slice_rows_zeroed, dim % x.ndim, frame, n, group)
 
 
 @composite(
@@ -134,7 +136,7 @@ def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tens
     Backward: reduce_scatter of the cotangents, as many bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
-    return LinearMap.apply(x, _whole, _reduced_cotangents, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _gather_rows, _reduce_cotangents, dim % x.ndim, frame, n, group)
 
 
 @composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", padded="nearest")
@@ -144,7 +146,7 @@ def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> 
     Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
     Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
     """
-    return LinearMap.apply(x, _reduced_values, _whole, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _reduce_values, _gather_rows, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor", moves=("all_reduce", ""))
@@ -155,7 +157,7 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
     ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
     Source: all_reduce(sum).
     """
-    return x if n == 1 else LinearMap.apply(x, _sum, _same, n, group)
+    return x if n == 1 else LinearMap.apply(x, _all_reduce_sum, _identity, n, group)
 
 
 @composite("broadcast(Tensor x, str group) -> Tensor", moves=("broadcast", ""))
@@ -166,7 +168,7 @@ def broadcast(x: Tensor, group: str) -> Tensor:
     be equal, so each rank's own computation of them takes the invariant cotangent.
     Source: broadcast from the group's rank 0.
     """
-    return LinearMap.apply(x, _first, _same, group)
+    return LinearMap.apply(x, _broadcast_first, _identity, group)
 
 
 @composite("broadcast_grad(Tensor x, str group) -> Tensor", moves=("", "broadcast"))
@@ -176,7 +178,7 @@ def broadcast_grad(x: Tensor, group: str) -> Tensor:
     Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
     behind a random op it makes value and gradient those of rank 0's draw.
     """
-    return LinearMap.apply(x, _same, _first, group)
+    return LinearMap.apply(x, _identity, _broadcast_first, group)
 
 
 class _ReduceGradFunction(torch.autograd.Function):
@@ -186,7 +188,7 @@ class _ReduceGradFunction(torch.autograd.Function):
     def forward(ctx: Any, how: str, n: int, group: str, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.where = how, n, group
-        return tuple(_same(x) for x in xs)
+        return tuple(_identity(x) for x in xs)
 
     @staticmethod
     @torch.compiler.disable
@@ -206,7 +208,7 @@ def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor
             kinds.setdefault((grad.dtype, grad.device), []).append((i, grad))
     for members in kinds.values():
         rows = [grad.reshape(-1) for _, grad in members]
-        flat = _sum(rows[0] if len(rows) == 1 else torch.cat(rows), n, group)
+        flat = _all_reduce_sum(rows[0] if len(rows) == 1 else torch.cat(rows), n, group)
         pieces = flat.split([row.numel() for row in rows])
         for (i, grad), piece in zip(members, pieces, strict=True):
             sums[i] = piece.view(grad.shape)

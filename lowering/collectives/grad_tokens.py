@@ -17,18 +17,18 @@ from torch import Tensor
 
 from sp_compile.lowering.base.library import composite, opaque
 
-_left: dict[int, Tensor] = {}
+_pending_grads: dict[int, Tensor] = {}
 """Gradients that wait for the backward that takes them, which comes right behind: by number."""
-_numbers = itertools.count(1)
+_token_numbers = itertools.count(1)
 
 sp = torch.ops.sp
 
 
 @torch.compiler.disable
-def leave(grad: Tensor) -> Tensor:
+def store_grad(grad: Tensor) -> Tensor:
     """Leave a gradient for the backward; the gradient of the ticket."""
-    number = next(_numbers)
-    _left[number] = grad
+    number = next(_token_numbers)
+    _pending_grads[number] = grad
     return torch.tensor([number], dtype=torch.float64, device="cpu")
 
 
@@ -39,14 +39,14 @@ def ticket(x: Tensor) -> Tensor:
 
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
-def add_left(grad: Tensor, number: Tensor) -> None:
+def add_stored_grad(grad: Tensor, number: Tensor) -> None:
     """Add the gradient that was left under this number to another one, in place; nothing if it is 0."""
     key = int(number.item())
     if key:
-        grad.add_(_left.pop(key))  # which is there: no gradient is lost without an error
+        grad.add_(_pending_grads.pop(key))  # which is there: no gradient is lost without an error
 
 
-class _Tap(torch.autograd.Function):
+class _TapFunction(torch.autograd.Function):
     """The identity, whose gradient is that of its value and what was left under the number on the ticket."""
 
     @staticmethod
@@ -72,5 +72,5 @@ def tap(x: Tensor) -> tuple[Tensor, Tensor]:
     Shapes: any -> same, a view, and (1,). Bytes: none. Backward: the gradient of the value, to which is added what was
     left under the number that is the ticket's gradient, in place. Source: view_as.
     """
-    value, own = _Tap.apply(x)
+    value, own = _TapFunction.apply(x)
     return value, own

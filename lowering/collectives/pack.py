@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.base.library import opaque
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 
 
 def _empty_by_owner(parts: list[Tensor], *_: object) -> Tensor:
@@ -31,5 +31,5 @@ def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
     Shapes: n times one shape -> (n, ...) of it, entry j those of the ring's rank j.
     """
     n = len(parts)
-    rank = current().rank(group) // stride % n
+    rank = current_communicator().rank(group) // stride % n
     return torch.stack([parts[(rank - owner) % n] for owner in range(n)])

@@ -23,17 +23,17 @@ from torch import Tensor
 from sp_compile.lowering.base.frames import (
     FrameArg,
     column_along,
-    edges_elsewhere,
+    has_remote_edges,
+    inner_rows,
+    is_known,
     is_padded,
-    known,
+    local_row_count,
     outside_window,
     own_positions,
     row_of_position,
-    rows_held,
-    rows_within,
 )
 from sp_compile.lowering.base.library import LinearMap, composite
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 
 
 @composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor", padded="finite")
@@ -55,23 +55,23 @@ def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     """Shard(dim) -> Shard(dim): padded rows are replaced by the nearest valid row.
 
     Shapes: any -> same, any dtype. Bytes: none, unless a rank holds padded rows whose nearest valid row is on another
-    rank (`frames.edges_elsewhere`): then one all_gather of the first or last valid row, or of both. Backward: the
+    rank (`frames.has_remote_edges`): then one all_gather of the first or last valid row, or of both. Backward: the
     cotangent, with exact zeros (whatever is there, NaN too) outside the window. Source: `where`.
     """
-    return LinearMap.apply(x, _with_nearest_rows, _zero_outside, dim % x.ndim, frame, n, group)
+    return LinearMap.apply(x, _fill_nearest_rows, _zero_outside, dim % x.ndim, frame, n, group)
 
 
 def _zero_outside(grad: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     return fill_padding(grad, dim, frame, 0, n, group)
 
 
-def _with_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
+def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     outer, _, start, length = frame[:4]
-    if not is_padded(frame, n) or known(length == 0):
+    if not is_padded(frame, n) or is_known(length == 0):
         return x.view_as(x)
-    held = rows_held(frame, n)
-    inner = rows_within(x.shape[dim], outer * held)
-    flat = known(outer * inner == 1)
+    held = local_row_count(frame, n)
+    inner = inner_rows(x.shape[dim], outer * held)
+    flat = is_known(outer * inner == 1)
     rows, at = (x, dim) if flat else (x.unflatten(dim, (outer, held, inner)), dim + 1)
     positions = column_along(own_positions(frame, n, group, x.device), at, rows.ndim)
     first, last = _edge_rows(rows, at, frame, n, group)
@@ -88,14 +88,14 @@ def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tupl
     On a rank that has no padded row next to it, a row that nothing reads.
     """
     start, length = frame[2:4]
-    before, after = not known(start == 0), not known(start + length == n * rows_held(frame, n))
+    before, after = not is_known(start == 0), not is_known(start + length == n * local_row_count(frame, n))
     edges = [(start, before), (start + length - 1, after)]
     places = [row_of_position(position, frame, n) for position, needed in edges if needed]
     rows = [x.narrow(dim, row, 1) for _, row in places]
-    elsewhere = edges_elsewhere(frame, n)
+    elsewhere = has_remote_edges(frame, n)
     if any(missing and needed for missing, (_, needed) in zip(elsewhere, edges)):
         sent = torch.cat([row.movedim(dim, 0) for row in rows])
-        everywhere = current().all_gather(sent, n, group)
+        everywhere = current_communicator().all_gather(sent, n, group)
         rows = [everywhere.narrow(0, rank * len(places) + i, 1).movedim(0, dim) for i, (rank, _) in enumerate(places)]
     found = iter(rows)
     return next(found) if before else None, next(found) if after else None

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, known, nearest_rows, rows_within
+from sp_compile.lowering.base.frames import FrameArg, inner_rows, is_known, nearest_rows
 from sp_compile.lowering.base.library import LinearMap, composite
 
 
-def _taken(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+def _take_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
     outer, size, start, length = frame
-    positions = order if known(length == size) else order.narrow(0, start, length)
-    return x.index_select(dim, nearest_rows(positions, frame, rows_within(x.shape[dim], outer * length)))
+    positions = order if is_known(length == size) else order.narrow(0, start, length)
+    return x.index_select(dim, nearest_rows(positions, frame, inner_rows(x.shape[dim], outer * length)))
 
 
-def _back(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    return _taken(x, dim, frame, inverse, order)
+def _undo_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
+    return _take_rows(x, dim, frame, inverse, order)
 
 
 @composite("reorder(Tensor x, int dim, SymInt[] frame, Tensor order, Tensor inverse) -> Tensor")
@@ -26,4 +26,4 @@ def reorder(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor
     int64 (size,), which leave the positions outside of [start, start + length) where they are. Bytes: none. Backward:
     the same with the two orders exchanged. Source: one index_select each way, which a compiler fuses into the reader.
     """
-    return LinearMap.apply(x, _taken, _back, dim % x.ndim, frame, order, inverse)
+    return LinearMap.apply(x, _take_rows, _undo_rows, dim % x.ndim, frame, order, inverse)

@@ -15,15 +15,15 @@ from sp_compile.lowering.base.library import LinearMap, composite
 c10d = torch.ops._c10d_functional
 
 
-def _reduced(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
+def _reduce_twice(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
     for reduction in first:
         op, group = reduction.split(" ", 1)
         x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
     return x.view_as(x)
 
 
-def _reduced_back(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
-    return _reduced(x, then, first)
+def _reduce_twice_backward(x: Tensor, first: Sequence[str], then: Sequence[str]) -> Tensor:
+    return _reduce_twice(x, then, first)
 
 
 @composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor", padded="as given")
@@ -33,4 +33,4 @@ def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
     Megatron's f is ([], ["sum g"]) and its g (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
     Source: _c10d_functional.all_reduce.
     """
-    return LinearMap.apply(x, _reduced, _reduced_back, list(forward), list(backward))
+    return LinearMap.apply(x, _reduce_twice, _reduce_twice_backward, list(forward), list(backward))

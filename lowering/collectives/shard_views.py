@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.torch_compat import in_backward
+from sp_compile.lowering.torch_compat import is_in_backward
 
-from .deferred import LateRows
-from .shard_storage import HeldRows, HeldValue, Layout, Origin
+from .deferred import DeferredRows
+from .shard_storage import Layout, Origin, ShardStorage, StoredValue
 
 
 @dataclass(eq=False)
-class HeldView:
-    """What stands behind a view, as `HeldRows` behind a value.
+class ViewStorage:
+    """What stands behind a view, as `ShardStorage` behind a value.
 
     base, shape: of the value. like: the view of the whole, as a meta tensor. layout: of the view.
     """
 
-    base: HeldRows
+    base: ShardStorage
     shape: Sequence[int]
     like: Tensor
     layout: Layout
@@ -41,52 +41,52 @@ class HeldView:
 
     @property
     def origin(self) -> Origin:
-        return replace(self.base.origin, words=f"a view of {self.base.origin.words}")
+        return replace(self.base.origin, text=f"a view of {self.base.origin.text}")
 
     @property
-    def near(self) -> Tensor:
-        return self.base.near
+    def local_like(self) -> Tensor:
+        return self.base.local_like
 
     @property
-    def late(self) -> LateRows | None:
-        return self.base.late
+    def deferred(self) -> DeferredRows | None:
+        return self.base.deferred
 
     @property
-    def whole(self) -> Tensor | None:
-        found = self.base.whole
-        return None if found is None else self._of(found)
+    def full(self) -> Tensor | None:
+        found = self.base.full
+        return None if found is None else self._local_view(found)
 
     def rows(self) -> Tensor:
         """This rank's; a view of the value's, as long as that is in shards."""
         with torch.no_grad():
-            whole = self.whole
+            whole = self.full
             if whole is not None:
-                return self.layout.rows(whole)
-            rows = self.base.layout.dense(self.base.rows())
-            return rows.as_strided(*self._among(rows))
+                return self.layout.local_rows(whole)
+            rows = self.base.layout.as_dense(self.base.rows())
+            return rows.as_strided(*self._local_geometry(rows))
 
     def read(self) -> Tensor:
         """The whole, in the memory of the value's, which is read."""
-        return self._of(self.base.read())
+        return self._local_view(self.base.read())
 
-    def become(self, new: Tensor, held: HeldValue | None) -> None:
+    def assign(self, new: Tensor, held: StoredValue | None) -> None:
         """Write it into the value, which is read for that."""
         with torch.inference_mode(False), torch.no_grad():
             whole = new if held is None else held.read()
             self.read().copy_(whole)
 
-    def mapped(self, op: Callable[[Tensor], Tensor], name: str) -> HeldRows:
+    def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
         """The same of another value, made of this one row by row."""
-        origin = replace(self.origin, words=f"{name} of {self.origin.words}")
-        whole = self.whole
+        origin = replace(self.origin, text=f"{name} of {self.origin.text}")
+        whole = self.full
         rows = None if whole is not None else op(self.rows())
-        return HeldRows(self.layout, self.length, rows, origin, None if whole is None else op(whole))
+        return ShardStorage(self.layout, self.length, rows, origin, None if whole is None else op(whole))
 
-    def _of(self, whole: Tensor) -> Tensor:
+    def _local_view(self, whole: Tensor) -> Tensor:
         start = int(whole.storage_offset()) + int(self.like.storage_offset())
         return whole.as_strided(self.like.shape, self.like.stride(), start)
 
-    def _among(self, rows: Tensor) -> tuple[list[int], list[int], int]:
+    def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
         """Shape, strides and beginning of a rank's rows of the view among its rows of the value."""
         dim, own = self.base.layout.dim, self.layout
         step, held = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
@@ -98,52 +98,54 @@ class HeldView:
         return shape, strides, int(rows.storage_offset()) + start
 
 
-_makes_views: ContextVar[bool] = ContextVar("makes_views", default=False)
+_views_enabled: ContextVar[bool] = ContextVar("makes_views", default=False)
 
 
 def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
     """A result that is a view of another on one device, by the views in between; of one in shards it stays in shards
     where that can be, and otherwise it is read.
     """
-    token = _makes_views.set(True)
+    token = _views_enabled.set(True)
     try:
         return reduce(lambda x, step: step(x), steps, base)
     finally:
-        _makes_views.reset(token)
+        _views_enabled.reset(token)
 
 
-def keeps_views() -> bool:
+def can_keep_views() -> bool:
     """Do views of values in shards stay in shards now? Those of gradients, and of results that share memory."""
-    return _makes_views.get() or in_backward()
+    return _views_enabled.get() or is_in_backward()
 
 
-def views_held(held: HeldRows | HeldView, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
+def view_storages(held: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
     """What stands behind the view, or the views, that an op makes of a value of this shape.
 
     None if one is of some positions alone, or of others than dims of the whole, or where nothing runs.
     """
-    if any(isinstance(x, torch.SymInt) for x in shape) or type(held.near) is not Tensor:
+    if any(isinstance(x, torch.SymInt) for x in shape) or type(held.local_like) is not Tensor:
         return None
-    if isinstance(held, HeldView):
+    if isinstance(held, ViewStorage):
         base, whole, like = held.base, held.shape, held.like
     else:
         strides = held.layout.strides(shape)
         base, whole = held, shape
-        like = torch.empty_strided(shape, strides, dtype=held.near.dtype, device="meta")
+        like = torch.empty_strided(shape, strides, dtype=held.local_like.dtype, device="meta")
     found = op(like)
-    made = [_view_held(base, whole, one) for one in ([found] if isinstance(found, Tensor) else found)]
+    made = [_view_storage(base, whole, one) for one in ([found] if isinstance(found, Tensor) else found)]
     if None in made:
         return None
     return made[0] if isinstance(found, Tensor) else made
 
 
-def _view_held(base: HeldRows, shape: Sequence[int], like: Tensor) -> HeldView | None:
+def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:
     """One of them. like: the view, as a meta tensor, of the whole in the memory of a value without gaps."""
-    layout = _layout(base.layout, shape, like) if base.layout.is_plain and like.dtype == base.near.dtype else None
-    return None if layout is None else HeldView(base, shape, like, layout)
+    layout = (
+        _view_layout(base.layout, shape, like) if base.layout.is_plain and like.dtype == base.local_like.dtype else None
+    )
+    return None if layout is None else ViewStorage(base, shape, like, layout)
 
 
-def _layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
+def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
     """How a view lies over the ranks, by where its elements are in memory."""
     length, step = shape[base.dim], base.strides(shape)[base.dim]
     block, start = step * length, int(like.storage_offset())

@@ -21,31 +21,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import rows_held
+from sp_compile.lowering.base.frames import local_row_count
 from sp_compile.lowering.torch_compat import (
     OpOverload,
     end_of_view,
     hide_views,
-    in_backward,
-    in_transform,
     is_batch,
     is_compiling,
+    is_in_backward,
+    is_in_transform,
+    make_wrapper,
     no_torch_function,
     process_group,
     pytree,
     schema_of,
-    wrapper_subclass,
 )
 
-from .deferred import LateRows
-from .grad_tokens import leave
-from .shard_storage import HeldRows, Layout, Orders, Origin
-from .shard_views import HeldView, keeps_views, views_held
+from .deferred import DeferredRows
+from .grad_tokens import store_grad
+from .shard_storage import Layout, Origin, RowPermutation, ShardStorage
+from .shard_views import ViewStorage, can_keep_views, view_storages
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-DEALT_PARTS = "order", "inverse", "chunks"
+BALANCED_PARTS = "order", "inverse", "chunks"
 
 
 class Sharded(Tensor):
@@ -56,34 +56,34 @@ class Sharded(Tensor):
     the sum of two that lie alike. Reading takes every rank. repr() does not read.
     """
 
-    held: HeldRows | HeldView
+    shard_storage: ShardStorage | ViewStorage
 
     @staticmethod
-    def __new__(cls, held: HeldRows | HeldView, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
+    def __new__(cls, held: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
         """shape, strides: of the whole; without gaps if none are given."""
-        if isinstance(held, HeldView):
+        if isinstance(held, ViewStorage):
             strides = held.like.stride()
-        value: Sharded = wrapper_subclass(cls, shape, strides or held.layout.strides(shape), held.near)
-        value.held = held
+        value: Sharded = make_wrapper(cls, shape, strides or held.layout.strides(shape), held.local_like)
+        value.shard_storage = held
         return value
 
     __torch_function__ = no_torch_function
 
     @property
-    def lies(self) -> Layout:
+    def sharding(self) -> Layout:
         """How it lies over the ranks. Its `layout` is that of one device, torch.strided."""
-        return self.held.layout
+        return self.shard_storage.layout
 
     @property
     @torch.compiler.disable
     def local(self) -> Tensor:
         """This rank's rows, padding included; without a gradient."""
-        return self.held.rows()
+        return self.shard_storage.rows()
 
     @property
-    def is_whole(self) -> bool:
+    def is_gathered(self) -> bool:
         """Has somebody read it?"""
-        return self.held.whole is not None
+        return self.shard_storage.full is not None
 
     @torch.compiler.disable
     def full(self) -> Tensor:
@@ -91,7 +91,7 @@ class Sharded(Tensor):
 
         Differentiable. Raises SpError if a rank does something else instead.
         """
-        return _Full.apply(self)
+        return _FullFunction.apply(self)
 
     @torch.compiler.disable
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
@@ -101,22 +101,22 @@ class Sharded(Tensor):
         dim) is read first, on every rank.
         mesh: of the ranks that hold it; made of their group if None.
         """
-        layout = self.lies
-        if not (layout.folds == 1 and layout.is_plain) and not self.is_whole:
-            self.held.read()
+        layout = self.sharding
+        if not (layout.folds == 1 and layout.is_plain) and not self.is_gathered:
+            self.shard_storage.read()
         if mesh is None:
             mesh = DeviceMesh.from_group(process_group(layout.group), self.device.type, mesh_dim_names=("sp",))
         plain = Layout(layout.dim, layout.n, layout.group, layout.order)
-        rows, length = rows_held(plain.frame(self.shape[plain.dim]), plain.n), self.shape[plain.dim]
+        rows, length = local_row_count(plain.frame(self.shape[plain.dim]), plain.n), self.shape[plain.dim]
         first = min(length, rows * dist.get_rank(process_group(layout.group)))
-        local = entering(self, plain).narrow(plain.dim, 0, min(length, first + rows) - first)
+        local = to_local(self, plain).narrow(plain.dim, 0, min(length, first + rows) - first)
         where = {"shape": self.shape, "stride": self.stride(), "run_check": False}
         return DTensor.from_local(local, mesh, [Shard(plain.dim)], **where)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        if self.is_whole:
-            return repr(self.held.read())
-        told = f"{tuple(self.shape)}, {self.dtype}, {self.lies}"
+        if self.is_gathered:
+            return repr(self.shard_storage.read())
+        told = f"{tuple(self.shape)}, {self.dtype}, {self.sharding}"
         return f"Sharded({told}: .full() on every rank reads it)"
 
     # What torch takes from memory, where no dispatcher sees it.
@@ -131,12 +131,12 @@ class Sharded(Tensor):
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
-            raise SpError("SP322", f"x.data: expected {_said(self)}, as x is in shards, got {_said(new)}.")
+            raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is in shards, got {_describe(new)}.")
         if isinstance(new, Sharded):
-            self.held = new.held
+            self.shard_storage = new.shard_storage
             return
-        held, whole = self.held, self.lies.dense(new.detach())
-        self.held = HeldRows(held.layout, held.length, None, held.origin, whole)
+        held, whole = self.shard_storage, self.sharding.as_dense(new.detach())
+        self.shard_storage = ShardStorage(held.layout, held.length, None, held.origin, whole)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Of the whole."""
@@ -148,7 +148,7 @@ class Sharded(Tensor):
 
     def share_memory_(self) -> Tensor:
         """Of the whole."""
-        self.held.read().share_memory_()
+        self.shard_storage.read().share_memory_()
         return self
 
     def __dlpack__(self, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class Sharded(Tensor):
     @torch.compiler.disable
     def untyped_storage(self) -> torch.UntypedStorage:
         """Of the whole; torch's compilers, which ask whether values share memory, get that of nothing."""
-        return super().untyped_storage() if is_compiling() else self.held.read().untyped_storage()
+        return super().untyped_storage() if is_compiling() else self.shard_storage.read().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full().__reduce_ex__(protocol)
@@ -175,31 +175,31 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        if self.lies.dealt is None:
-            return ["local"], self.lies
-        return ["local", *DEALT_PARTS], replace(self.lies, dealt=None)
+        if self.sharding.balanced is None:
+            return ["local"], self.sharding
+        return ["local", *BALANCED_PARTS], replace(self.sharding, balanced=None)
 
     @staticmethod
     @torch.compiler.disable
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, shape: Any, strides: Any) -> Sharded:
         if "order" in inner:
-            layout = replace(layout, dealt=Orders(*(inner[part] for part in DEALT_PARTS)))
-        return Sharded(HeldRows(layout, shape[layout.dim], inner["local"]), shape, strides)
+            layout = replace(layout, balanced=RowPermutation(*(inner[part] for part in BALANCED_PARTS)))
+        return Sharded(ShardStorage(layout, shape[layout.dim], inner["local"]), shape, strides)
 
     @property
     def order(self) -> Tensor:
         """Of the positions, where a call tells it."""
-        return cast(Orders, self.lies.dealt).order
+        return cast(RowPermutation, self.sharding.balanced).order
 
     @property
     def inverse(self) -> Tensor:
         """Of the order."""
-        return cast(Orders, self.lies.dealt).inverse
+        return cast(RowPermutation, self.sharding.balanced).inverse
 
     @property
     def chunks(self) -> Tensor:
         """Of the order, one behind the other."""
-        return cast(Orders, self.lies.dealt).chunks
+        return cast(RowPermutation, self.sharding.balanced).chunks
 
     @classmethod
     @torch.compiler.disable
@@ -208,14 +208,14 @@ class Sharded(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         args = pytree.tree_map_only(torch.SymInt, end_of_view, args)
-        move = MOVES.get(func) or (_viewed if func.is_view and keeps_views() else None)
+        move = SHARDED_MOVES.get(func) or (_view if func.is_view and can_keep_views() else None)
         moved = move(func, args, kwargs) if move is not None else None
         if moved is not None:
             return moved
         owners: dict[int, Sharded] = {}
 
         def whole(value: Sharded) -> Tensor:
-            found = value.held.read()
+            found = value.shard_storage.read()
             owners[id(found)] = value
             return found
 
@@ -229,46 +229,46 @@ class Sharded(Tensor):
 hide_views(Sharded)
 
 
-def _said(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device}"
 
 
 # What moves a value and does not read it; each returns None where it is not that simple.
 
-Move = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _aliased(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
-        return _viewed(func, args, kwargs) if keeps_views() else None
+        return _view(func, args, kwargs) if can_keep_views() else None
     with torch.inference_mode(value.is_inference()):  # as what it aliases
-        return Sharded(value.held, value.shape, value.stride())
+        return Sharded(value.shard_storage, value.shape, value.stride())
 
 
-def _viewed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, *rest = args
-    found = views_held(value.held, value.shape, lambda like: func(like, *rest, **kwargs))
+    found = view_storages(value.shard_storage, value.shape, lambda like: func(like, *rest, **kwargs))
     with torch.inference_mode(value.is_inference()):
         return found and pytree.tree_map(lambda one: Sharded(one, one.like.shape), found)
 
 
-def _copied(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, form = args[0], kwargs.get("memory_format")
-    in_order = value.lies.order == tuple(range(value.ndim))
+    in_order = value.sharding.order == tuple(range(value.ndim))
     forms = (None, torch.preserve_format, *([torch.contiguous_format] if in_order else []))
     if form not in forms or kwargs.get("layout") not in (None, torch.strided):
         return None
-    return Sharded(value.held.mapped(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
+    return Sharded(value.shard_storage.map_rows(lambda x: func(x, **kwargs), COPIES[func]), value.shape)
 
 
-def _recorded(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _record_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, *rest = args
-    func(value.held.read() if value.is_whole else value.local, *rest)
+    func(value.shard_storage.read() if value.is_gathered else value.local, *rest)
     return ()
 
 
-def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Also, on the way back, of one that lies in rows and a gradient that is whole: every rank has the same."""
     a, b = args[:2]
     if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -276,22 +276,22 @@ def _summed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return None
     first, *others = [x for x in (a, b) if isinstance(x, Sharded)]
-    alike = all(x.lies.same_rows(first.lies) for x in others) if others else in_backward()
-    if not alike or (others and first.is_whole and others[0].is_whole):
+    alike = all(x.sharding.has_same_rows(first.sharding) for x in others) if others else is_in_backward()
+    if not alike or (others and first.is_gathered and others[0].is_gathered):
         return None
-    layout = first.lies
-    total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.rows(x) for x in (a, b)))
-    origin = replace(first.held.origin, words=f"a sum with {first.held.origin.words}")
-    held = HeldRows(layout, first.held.length, total, origin)
+    layout = first.sharding
+    total = aten.add.Tensor(*(x.local if isinstance(x, Sharded) else layout.local_rows(x) for x in (a, b)))
+    origin = replace(first.shard_storage.origin, text=f"a sum with {first.shard_storage.origin.text}")
+    held = ShardStorage(layout, first.shard_storage.length, total, origin)
     if func is aten.add.Tensor:
         return Sharded(held, first.shape)
-    if a is not first or a.is_whole or not isinstance(a.held, HeldRows):
+    if a is not first or a.is_gathered or not isinstance(a.shard_storage, ShardStorage):
         return None
-    a.held.local, a.held.whole = total, None
+    a.shard_storage.local, a.shard_storage.full = total, None
     return a
 
 
-def _made(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is made after the shape of a value, whatever stands in it."""
     value, *rest = args
     like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
@@ -302,29 +302,29 @@ _FACTORIES = """
 empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_empty_strided
 """.split()
 COPIES = {aten.clone.default: "a copy", aten._to_copy.default: "a cast"}
-MOVES: dict[OpOverload, Move] = {
-    aten.detach.default: _aliased,
-    aten.alias.default: _aliased,
-    aten.view.default: _aliased,
-    **dict.fromkeys(COPIES, _copied),
-    aten.record_stream.default: _recorded,
-    aten.add.Tensor: _summed,
-    aten.add_.Tensor: _summed,
-    **{getattr(aten, name).default: _made for name in _FACTORIES},
+SHARDED_MOVES: dict[OpOverload, MoveHandler] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.view.default: _alias,
+    **dict.fromkeys(COPIES, _copy),
+    aten.record_stream.default: _record_copy,
+    aten.add.Tensor: _sum_grads,
+    aten.add_.Tensor: _sum_grads,
+    **{getattr(aten, name).default: _make_like for name in _FACTORIES},
 }
 
 
 # Where values enter graphs and leave them.
 
 
-class _Full(torch.autograd.Function):
+class _FullFunction(torch.autograd.Function):
     """The whole of a value; its gradient is whole."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Sharded) -> Tensor:
-        return x.held.read().detach()
+        return x.shard_storage.read().detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Sharded], output: Tensor) -> None:
@@ -335,15 +335,17 @@ class _Full(torch.autograd.Function):
         return grad
 
 
-class _Enter(torch.autograd.Function):
+class _ToLocalFunction(torch.autograd.Function):
     """Value -> this rank's rows, whose gradient is rows of the value's."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.held.origin
-        rows = _rows_of(x, layout).detach()
-        if isinstance(x.held, HeldView) and (layout.before or layout.after):  # padded rows are rows of its value
+        ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
+        rows = _local_rows(x, layout).detach()
+        if isinstance(x.shard_storage, ViewStorage) and (
+            layout.before or layout.after
+        ):  # padded rows are rows of its value
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 
@@ -353,10 +355,10 @@ class _Enter(torch.autograd.Function):
         if grad is None:
             return None, None
         layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.words}", ctx.origin.meet)
-        return Sharded(HeldRows(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
+        return Sharded(ShardStorage(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
 
 
-class _Leave(torch.autograd.Function):
+class _FromLocalFunction(torch.autograd.Function):
     """This rank's rows -> value; back come rows of its gradient, zeros in padding.
 
     sources: the rows, or tickets for gradients. gradients: the rows' -> what each source is given. Raises SpError in a
@@ -366,7 +368,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        held: HeldRows,
+        held: ShardStorage,
         shape: Sequence[int],
         gradients: Callable[[Tensor], Iterable[Tensor]],
         *sources: Tensor,
@@ -383,7 +385,7 @@ class _Leave(torch.autograd.Function):
         refuse_transforms([grad])
         layout: Layout = ctx.layout
         frame = layout.frame(grad.shape[layout.dim])
-        rows = sp.mask.default(_rows_of(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
+        rows = sp.mask.default(_local_rows(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
         gradients = list(ctx.gradients(rows))
         for ticket in gradients if rows.requires_grad else []:
             ticket.requires_grad_()  # so that a backward through this one is refused, and not cut off
@@ -392,7 +394,7 @@ class _Leave(torch.autograd.Function):
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
     """Raise SpError inside of a transform of torch.func, or for a batch of gradients: a compiled program takes none."""
-    if in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
+    if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
         raise SpError(
             "SP323",
             "a transform of torch.func (vmap, grad, vjp, jacrev, is_grads_batched, jacobian(vectorize=True)) is not "
@@ -400,19 +402,19 @@ def refuse_transforms(grads: Sequence[Any] = ()) -> None:
         )
 
 
-def _rows_of(x: Tensor, layout: Layout) -> Tensor:
+def _local_rows(x: Tensor, layout: Layout) -> Tensor:
     """This rank's rows; of a value that lies otherwise, which is read."""
     if not isinstance(x, Sharded):
-        return layout.rows(x)
-    return layout.dense(x.local) if x.lies.same_rows(layout) else layout.rows(x.held.read())
+        return layout.local_rows(x)
+    return layout.as_dense(x.local) if x.sharding.has_same_rows(layout) else layout.local_rows(x.shard_storage.read())
 
 
-def entering(x: Sharded, layout: Layout) -> Tensor:
+def to_local(x: Sharded, layout: Layout) -> Tensor:
     """This rank's rows of a value, as a graph takes them; differentiable. One that lies otherwise is read, by all."""
-    return _Enter.apply(x, layout)
+    return _ToLocalFunction.apply(x, layout)
 
 
-def leaving(
+def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, ticket: Tensor | None = None
 ) -> Tensor:
     """What a rank's rows are rows of, S = length of them in all ranks; differentiable, and padding has no gradient.
@@ -420,30 +422,30 @@ def leaving(
     ticket: under which the gradient is left, see `tickets`; None: it goes to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
-    held = HeldRows(layout, length, local.detach(), origin or Origin())
+    held = ShardStorage(layout, length, local.detach(), origin or Origin())
     if ticket is None:
-        return _Leave.apply(held, shape, lambda rows: [rows], local)
-    return _Leave.apply(held, shape, lambda rows: [leave(rows)], ticket)
+        return _FromLocalFunction.apply(held, shape, lambda rows: [rows], local)
+    return _FromLocalFunction.apply(held, shape, lambda rows: [store_grad(rows)], ticket)
 
 
-def leaving_late(
-    late: LateRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
+def from_deferred(
+    late: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
 ) -> Tensor:
     """What a rank's rows will be rows of once somebody reads it.
 
     shape: of the whole. tickets: under which the gradients of what it is made of are left.
     """
-    held = HeldRows(layout, length, None, origin, late=late)
-    return _Leave.apply(held, shape, lambda rows: map(leave, late.gradients(rows)), *tickets)
+    held = ShardStorage(layout, length, None, origin, deferred=late)
+    return _FromLocalFunction.apply(held, shape, lambda rows: map(store_grad, late.gradients(rows)), *tickets)
 
 
-class _WriteInPlace(torch.autograd.Function):
+class _WriteFunction(torch.autograd.Function):
     """A value to which a graph has written, from here on the new one."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
         ctx.mark_dirty(x)
-        x.held.become(new, new.held if isinstance(new, Sharded) else None)
+        x.shard_storage.assign(new, new.shard_storage if isinstance(new, Sharded) else None)
         return x
 
     @staticmethod
@@ -453,27 +455,27 @@ class _WriteInPlace(torch.autograd.Function):
 
 def write(x: Sharded, new: Tensor) -> None:
     """What an in-place op of a graph does to a value that it was given: autograd sees it, and so do aliases."""
-    _WriteInPlace.apply(x, new)
+    _WriteFunction.apply(x, new)
     if not x.is_inference():
         torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
 
 
-def known_whole(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
+def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
     """A value that is whole, and says where its rows would lie: for a look at a program, which runs on none."""
-    return _Known.apply(x, layout, origin or Origin())
+    return _IdentityFunction.apply(x, layout, origin or Origin())
 
 
-class _Known(torch.autograd.Function):
+class _IdentityFunction(torch.autograd.Function):
     """The identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:
         length = x.shape[layout.dim]
-        rows = layout.outer * rows_held(layout.frame(length), layout.n) * layout.inner
+        rows = layout.outer * local_row_count(layout.frame(length), layout.n) * layout.inner
         shape = [rows if dim == layout.dim else extent for dim, extent in enumerate(x.shape)]
-        local = layout.dense(x.new_empty(shape))
-        return Sharded(HeldRows(layout, length, local, origin, whole=layout.dense(x)), x.shape)
+        local = layout.as_dense(x.new_empty(shape))
+        return Sharded(ShardStorage(layout, length, local, origin, full=layout.as_dense(x)), x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.held.read() if isinstance(grad, Sharded) else grad, None, None
+        return grad.shard_storage.read() if isinstance(grad, Sharded) else grad, None, None

@@ -19,7 +19,7 @@ from sp_compile.lowering.torch_compat import process_group
 from . import routes
 
 # What every backend moves; bool is sent as one of these.
-_EVERYWHERE = frozenset(
+_COMMON_DTYPES = frozenset(
     (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
     + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 )
@@ -80,46 +80,48 @@ class FunctionalCommunicator(Communicator):
     """Real ranks: torch's functional collectives, which trace, compile and run in eager."""
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
-        return _sent(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
+        return _run_collective(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
 
     def rank(self, group: str) -> int:
         return dist.get_rank(process_group(group))
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group), summed=True)
+        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_reduce(y, "sum", group), summed=True)
 
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
+        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
         if x.device.type == "cpu" and not plain:  # Gloo's own takes half as long again
             return self._all_to_all(x.unflatten(0, (n, x.shape[0] // n)), n, group).sum(0, dtype=x.dtype)
-        return _sent(x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group), summed=True)
+        return _run_collective(
+            x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group), summed=True
+        )
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
         rows = [x.shape[0]]
-        return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), rows, rows, routes.ensure(route))
+        return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(x)
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
         ones = [1] * n
-        routes.ensure(group)
-        return _sent(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
+        routes.ensure_route(group)
+        return _run_collective(x, lambda y: torch.ops._c10d_functional.all_to_all_single(y, ones, ones, group))
 
 
-def on_the_wire(x: Tensor, summed: bool = False) -> Tensor:
+def to_wire(x: Tensor, summed: bool = False) -> Tensor:
     """x as it is sent. What is only moved goes as bytes if its dtype is not everywhere."""
     # Bool collectives give wrong values under Inductor, and not every backend knows complex numbers.
     if x.dtype == torch.bool:
         return x.to(torch.uint8)
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
-    return x if summed or x.dtype in _EVERYWHERE else x.contiguous().unsqueeze(-1).view(torch.uint8)
+    return x if summed or x.dtype in _COMMON_DTYPES else x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def off_the_wire(x: Tensor, like: Tensor) -> Tensor:
+def from_wire(x: Tensor, like: Tensor) -> Tensor:
     """What has arrived, in the dtype of what was sent."""
     if like.dtype == torch.bool:
         return x.to(torch.bool)
@@ -128,25 +130,25 @@ def off_the_wire(x: Tensor, like: Tensor) -> Tensor:
     return x if x.dtype == like.dtype else x.view(like.dtype).squeeze(-1)
 
 
-def _sent(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
+def _run_collective(x: Tensor, collective: Callable[[Tensor], Tensor], summed: bool = False) -> Tensor:
     """Run one collective on ``x`` and wait for it."""
-    arrived = torch.ops._c10d_functional.wait_tensor(collective(on_the_wire(x, summed).contiguous()))
-    return off_the_wire(arrived, x)
+    arrived = torch.ops._c10d_functional.wait_tensor(collective(to_wire(x, summed).contiguous()))
+    return from_wire(arrived, x)
 
 
-_FUNCTIONAL = FunctionalCommunicator()
+_FUNCTIONAL_COMMUNICATOR = FunctionalCommunicator()
 _active = threading.local()
 
 
-def current() -> Communicator:
-    """The communicator of this thread: a simulated rank's inside ``use``, the functional one otherwise."""
-    return getattr(_active, "communicator", _FUNCTIONAL)
+def current_communicator() -> Communicator:
+    """The communicator of this thread: a simulated rank's inside ``use_communicator``, the functional one otherwise."""
+    return getattr(_active, "communicator", _FUNCTIONAL_COMMUNICATOR)
 
 
 @contextlib.contextmanager
-def use(communicator: Communicator) -> Iterator[None]:
+def use_communicator(communicator: Communicator) -> Iterator[None]:
     """Answer this thread's collectives with ``communicator``."""
-    previous = current()
+    previous = current_communicator()
     _active.communicator = communicator
     try:
         yield

@@ -18,9 +18,9 @@ from sp_compile.lowering.base.dtypes import accumulation_dtype
 from sp_compile.lowering.base.errors import SpError
 
 from . import routes
-from .communicator import Communicator, use
+from .communicator import Communicator, use_communicator
 
-GROUP = "sim"
+SIMULATED_GROUP = "sim"
 """A group name for programs that are only simulated. Any other name works as well."""
 
 T = TypeVar("T")
@@ -46,16 +46,16 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
 
     Raises what a rank raised, with a note that names the rank, or SimulationError when the ranks' calls differ.
     """
-    world = _World(n)
+    world = _SimulatedWorld(n)
     results: dict[int, T] = {}
-    grad_enabled, casts = torch.is_grad_enabled(), _autocast()
+    grad_enabled, casts = torch.is_grad_enabled(), _inherit_autocast()
 
     def live(rank: int) -> None:
         with (
             ExitStack() as modes,
             torch.set_grad_enabled(grad_enabled),
             torch.autograd.set_multithreading_enabled(False),
-            use(_SimulatedRank(world, rank)),
+            use_communicator(_SimulatedRank(world, rank)),
         ):
             for given in casts:
                 modes.enter_context(torch.autocast(*given))
@@ -69,18 +69,18 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
             thread.start()
         for thread in ranks:
             thread.join()
-    world.end()
+    world.raise_failures()
     return [results[rank] for rank in range(n)]
 
 
-def _autocast() -> list[tuple[str, torch.dtype, bool, bool]]:
+def _inherit_autocast() -> list[tuple[str, torch.dtype, bool, bool]]:
     """The caller's autocast: a thread begins without."""
     cached = torch.is_autocast_cache_enabled()
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind), True, cached) for kind in on]
 
 
-class _World:
+class _SimulatedWorld:
     """Whose turn it is, what each rank has handed in, and what went wrong."""
 
     def __init__(self, n: int) -> None:
@@ -91,7 +91,7 @@ class _World:
         self._answers: list[Tensor] = []
         self._error: BaseException | None = None
 
-    def end(self) -> None:
+    def raise_failures(self) -> None:
         """Raise what a rank raised. The caller's random state moves on as rank 0's did."""
         torch.set_rng_state(self._random_states[0])
         if self._error is not None:
@@ -105,7 +105,7 @@ class _World:
             self._calls[rank] = None
             if rank == self.n - 1:
                 self._check_calls()
-            self._pass_on(rank)
+            self._pass_turn(rank)
         except (_RankStopped, SimulationError) as error:
             self._stop(error)
         except BaseException as error:
@@ -119,18 +119,18 @@ class _World:
             self._check_calls()
             with torch.no_grad():
                 self._answers = combine([call[1] for call in self._calls if call is not None])
-        self._pass_on(rank)
+        self._pass_turn(rank)
         self._wait(rank)
         return self._answers[rank]
 
     def _check_calls(self) -> None:
         """The last rank has made its call or finished: the others must have done the same."""
-        made = [_describe(call) for call in self._calls]
+        made = [_describe_call(call) for call in self._calls]
         if len(set(made)) > 1:
             lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(made))
             raise SimulationError("SP571", f"the next collectives of the simulated ranks differ:\n{lines}")
 
-    def _pass_on(self, rank: int) -> None:
+    def _pass_turn(self, rank: int) -> None:
         self._random_states[rank] = torch.get_rng_state()
         self._turns[(rank + 1) % self.n].release()
 
@@ -149,7 +149,7 @@ class _World:
             turn.release()
 
 
-def _describe(call: tuple[str, Tensor] | None) -> str:
+def _describe_call(call: tuple[str, Tensor] | None) -> str:
     if call is None:
         return "finished"
     name, x = call
@@ -159,7 +159,7 @@ def _describe(call: tuple[str, Tensor] | None) -> str:
 class _SimulatedRank(Communicator):
     """One rank's end of the exchange."""
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: _SimulatedWorld, rank: int) -> None:
         self._world = world
         self._rank = rank
 
@@ -167,35 +167,35 @@ class _SimulatedRank(Communicator):
         return self._rank
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
-        return self._meet("broadcast", x, lambda xs: [xs[0].clone() for _ in xs])
+        return self._exchange("broadcast", x, lambda xs: [xs[0].clone() for _ in xs])
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
-        return self._meet("all_reduce", x, lambda xs: [_total(xs) for _ in xs])
+        return self._exchange("all_reduce", x, lambda xs: [_sum_rounded_once(xs) for _ in xs])
 
     def _all_gather(self, x: Tensor, n: int, group: str) -> Tensor:
-        return self._meet("all_gather", x, lambda xs: [torch.cat(xs) for _ in xs])
+        return self._exchange("all_gather", x, lambda xs: [torch.cat(xs) for _ in xs])
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
-        return self._meet("reduce_scatter", x, lambda xs: [part.clone() for part in _total(xs).chunk(n)])
+        return self._exchange("reduce_scatter", x, lambda xs: [part.clone() for part in _sum_rounded_once(xs).chunk(n)])
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        sources = [routes.ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
-        return self._meet("shift", x, lambda xs: [xs[source].clone() for source in sources])
+        sources = [routes.route_ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
+        return self._exchange("shift", x, lambda xs: [xs[source].clone() for source in sources])
 
     def wait(self, x: Tensor) -> Tensor:
         return x
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
-        if routes.parent(group) == group:
-            return self._meet("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
-        ends = [routes.ends(group, rank, self._world.n) for rank in range(self._world.n)]
-        return self._meet(group, x, lambda xs: _routed(xs, ends))
+        if routes.parent_group(group) == group:
+            return self._exchange("all_to_all", x, lambda xs: list(torch.stack(xs, 1).unbind(0)))
+        ends = [routes.route_ends(group, rank, self._world.n) for rank in range(self._world.n)]
+        return self._exchange(group, x, lambda xs: _route_blocks(xs, ends))
 
-    def _meet(self, name: str, x: Tensor, combine: Collective) -> Tensor:
+    def _exchange(self, name: str, x: Tensor, combine: Collective) -> Tensor:
         return self._world.exchange(self._rank, name, x.contiguous(), combine)
 
 
-def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
+def _route_blocks(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
     """Block i of a rank's tensor goes to the i-th of its ends; what comes is ordered by rank."""
     arriving: list[list[Tensor]] = [[] for _ in xs]
     for x, (to, _) in zip(xs, ends, strict=True):
@@ -204,7 +204,7 @@ def _routed(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
     return [torch.stack(blocks) for blocks in arriving]
 
 
-def _total(xs: list[Tensor]) -> Tensor:
+def _sum_rounded_once(xs: list[Tensor]) -> Tensor:
     """Rounded once, and never all of them side by side: gradients of whole keys are large."""
     dtype = xs[0].dtype
     total = xs[0].to(accumulation_dtype(dtype), copy=True)

@@ -18,12 +18,12 @@ import numpy as np
 
 from .pieces import Ints
 
-EVEN_ENOUGH = 1.05
+BALANCE_TOLERANCE = 1.05
 """The work of the busiest rank over the mean from which on nothing is cut further."""
-MOST_CHUNKS, CHUNK_ROWS, FEW_CHUNKS = 64, 128, 4
+MAX_CHUNKS, CHUNK_ROWS, MIN_CHUNKS = 64, 128, 4
 """A rank has at most MOST_CHUNKS chunks, and more than FEW_CHUNKS only if they have at least so many rows."""
 
-PARTNERS, MOST_EXCHANGES = 8, 4
+EXCHANGE_PARTNERS, MAX_EXCHANGES = 8, 4
 """How many of the ranks with least work a chunk may be exchanged with, and how often, for each rank."""
 
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
@@ -38,7 +38,7 @@ class ChunkOrder(NamedTuple):
     lengths: Ints
     imbalance: float
     """The work of the busiest rank over the mean."""
-    undealt: float
+    is_identity: float
     """The same of contiguous shards."""
 
     @property
@@ -46,9 +46,9 @@ class ChunkOrder(NamedTuple):
         """The place of each chunk's first row in the new order."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def words(self, n: int) -> Ints:
+    def to_words(self, n: int) -> Ints:
         """(2, most_chunks(n)) for n ranks: firsts and lengths, zeros behind them."""
-        out = np.zeros((2, most_chunks(n)), np.int64)
+        out = np.zeros((2, max_chunk_count(n)), np.int64)
         out[:, : len(self.firsts)] = self.firsts, self.lengths
         return out
 
@@ -59,9 +59,9 @@ class ChunkOrder(NamedTuple):
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 
 
-def most_chunks(n: int) -> int:
+def max_chunk_count(n: int) -> int:
     """As many as n ranks can hold, and one at either end that keeps its place."""
-    return n * max(MOST_CHUNKS, FEW_CHUNKS) + 2
+    return n * max(MAX_CHUNKS, MIN_CHUNKS) + 2
 
 
 class _EvenChunks(NamedTuple):
@@ -75,13 +75,13 @@ class _EvenChunks(NamedTuple):
     """Which keep their place."""
 
     @property
-    def least(self) -> float:
+    def min_rank_work(self) -> float:
         """In no order has a rank less of all work: the heaviest chunk."""
         total = self.works.sum()
         return float(self.works.max() / total) if total else 0.0
 
 
-def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
+def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
     """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
 
     The fewest chunks a rank, of the numbers that are tried, with which the busiest has at most EVEN_ENOUGH times the
@@ -97,27 +97,27 @@ def deal(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behin
         fixed = (edges[:-1] < front) | (edges[1:] > length - behind)
         return _EvenChunks(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
 
-    best = contiguous = _dealt(cut(1), length, n)
+    best = contiguous = _assign_cut(cut(1), length, n)
     coarse = []  # no order of these is even enough
-    for chunks in _numbers(min(rows, MOST_CHUNKS, max(rows // CHUNK_ROWS, FEW_CHUNKS))):
-        if best.imbalance <= EVEN_ENOUGH:
+    for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
+        if best.imbalance <= BALANCE_TOLERANCE:
             break
         made = cut(chunks)
-        if n * made.least > EVEN_ENOUGH:
+        if n * made.min_rank_work > BALANCE_TOLERANCE:
             coarse.append(made)
         else:
-            best = min(best, _dealt(made, length, n), key=_imbalance)
+            best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
     for made in reversed(coarse):
-        if EVEN_ENOUGH < best.imbalance > n * made.least:
-            best = min(best, _dealt(made, length, n), key=_imbalance)
-    return best._replace(undealt=contiguous.imbalance)
+        if BALANCE_TOLERANCE < best.imbalance > n * made.least:
+            best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
+    return best._replace(is_identity=contiguous.imbalance)
 
 
-def _imbalance(order: ChunkOrder) -> float:
+def _order_imbalance(order: ChunkOrder) -> float:
     return order.imbalance
 
 
-def _numbers(most: int) -> Iterator[int]:
+def _chunk_counts(most: int) -> Iterator[int]:
     """2, 3, 4, ... 16, 24, 32, 48, 64, ... chunks a rank."""
     yield from range(2, min(16, most + 1))
     number = 16
@@ -128,8 +128,8 @@ def _numbers(most: int) -> Iterator[int]:
         number *= 2
 
 
-def _dealt(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
-    owners = _owners(cut, n)
+def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
+    owners = _assign_owners(cut, n)
     edges = cut.edges
     order = np.lexsort((edges[:-1], owners))
     ends = np.minimum(edges[1:], length)
@@ -140,7 +140,7 @@ def _dealt(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
     return ChunkOrder(firsts[kept], lengths[kept], imbalance, imbalance)
 
 
-def _owners(cut: _EvenChunks, n: int) -> Ints:
+def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
     """Whose each chunk is: by work, each the rank's that has least and still has room for one of its size."""
     works, large, fixed = cut.works, cut.large, cut.fixed
     chunks = len(works) // n
@@ -157,18 +157,18 @@ def _owners(cut: _EvenChunks, n: int) -> Ints:
         owners[chunk] = rank
         loads[rank] += works[chunk]
         room[rank] -= 1
-    _exchange(cut, owners, loads)
+    _exchange_chunk(cut, owners, loads)
     return owners
 
 
-def _exchange(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
+def _exchange_chunk(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
     """The busiest rank exchanges a chunk for a lighter one of some rank with little work, as long as that helps."""
-    enough = EVEN_ENOUGH * loads.mean()
-    for _ in range(MOST_EXCHANGES * len(loads)):
+    enough = BALANCE_TOLERANCE * loads.mean()
+    for _ in range(MAX_EXCHANGES * len(loads)):
         busiest = loads.argmax()
         if loads[busiest] <= enough:
             return
-        lightest = np.argsort(loads, kind="stable")[:PARTNERS]
+        lightest = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
         mine = np.flatnonzero((owners == busiest) & ~cut.fixed)
         theirs = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
         if not len(mine) or not len(theirs):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import predicate as language
-from .pieces import Flags, Ints, Pieces, distinct
+from .pieces import Flags, Ints, Pieces, sorted_unique
 from .predicate import Linear
 from .spans import Rows
 
@@ -48,7 +48,7 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
     firsts, offsets, lengths = [], [], []
     for first, offset, length in rows:
         inside = [p.starts[slice(*np.searchsorted(p.starts, (first + 1, first + length)))] for p in vectors.values()]
-        starts = distinct(np.concatenate([np.array([first]), *inside]))
+        starts = sorted_unique(np.concatenate([np.array([first]), *inside]))
         firsts.append(starts)
         offsets.append(starts - first + offset)
         lengths.append(np.append(starts[1:], first + length) - starts)
@@ -57,14 +57,14 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
     return Cells(np.concatenate(offsets), np.concatenate(lengths), lines)
 
 
-def unbroken(rows: Rows) -> list[Range]:
+def valid_segments(rows: Rows) -> list[Range]:
     """The local rows between padding."""
     cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
     groups = [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
     return [(group[0].offset, group[-1].offset + group[-1].length) for group in groups]
 
 
-class _Side(NamedTuple):
+class _ConditionSide(NamedTuple):
     """One side of a linear condition, in every cell."""
 
     lows: Ints
@@ -75,14 +75,14 @@ class _Side(NamedTuple):
     known: Flags
 
 
-def _sum(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Side:
+def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
     zeros = np.zeros_like(cells.offsets)
     lows, highs, slopes = zeros, zeros, zeros
     for name, factor in terms:
         low, high, slope = (factor * x for x in cells.lines[name])
         lows, highs, slopes = lows + np.minimum(low, high), highs + np.maximum(low, high), slopes + slope
     rise = slopes * (cells.lengths - 1)
-    return _Side(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
+    return _ConditionSide(lows + np.minimum(rise, 0), highs + np.maximum(rise, 0), lows, slopes, lows == highs)
 
 
 class CellPair(NamedTuple):
@@ -97,14 +97,14 @@ class CellPair(NamedTuple):
     """Of which pairs it is made, if of several and at most MOST_PARTS."""
 
 
-MOST_PARTS, LONG_ROWS = 4, 128
+MAX_PARTS, LONG_ROWS = 4, 128
 """Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least LONG_ROWS queries on the
 average any number: a document's share of the balanced one."""
-MOST_PAIRS = 8
+MAX_CELL_PAIRS = 8
 """Where cells meet more than so many others, on the average, they are not looked at by pairs."""
 
 
-class MeetingCells:
+class CellGrid:
     """Which cells meet, by the conditions of one predicate. fixed: the bounds of its sizes."""
 
     def __init__(
@@ -116,7 +116,10 @@ class MeetingCells:
         fixed: Mapping[str, Range],
     ) -> None:
         self._conditions, self._linears, self._fixed, self._q, self._k = conditions, linears, fixed, q, k
-        self._sums = [None if one is None else (_sum(q, one.of_query), _sum(k, one.of_key)) for one in linears]
+        self._sums = [
+            None if one is None else (_sum_linear_terms(q, one.of_query), _sum_linear_terms(k, one.of_key))
+            for one in linears
+        ]
 
     def tiles(self) -> list[CellPair] | None:
         """All attendable pairs, each in one tile, by queries. None where cells meet too many others.
@@ -124,7 +127,7 @@ class MeetingCells:
         Queries that meet one cell of keys are a tile with it. Neighbours that meet several are one tile together, with
         all keys between the first and the last of these, in which every condition is left.
         """
-        met = self._met()
+        met = self._meeting_pairs()
         if met is None:
             return None
         rows, keys = met
@@ -134,12 +137,12 @@ class MeetingCells:
             possible &= some
             unsure.append(~every)
         rows, keys, left = rows[possible], keys[possible], np.stack(unsure)[:, possible]
-        return self._joined(rows, keys, left)
+        return self._join_pairs(rows, keys, left)
 
-    def _met(self) -> tuple[Ints, Ints] | None:
+    def _meeting_pairs(self) -> tuple[Ints, Ints] | None:
         """Pairs of cells (queries, keys), by queries, with all that meet among them: by an equation if there is one."""
         n, m = len(self._q.offsets), len(self._k.offsets)
-        most, best = MOST_PAIRS * (n + m), None
+        most, best = MAX_CELL_PAIRS * (n + m), None
         if n * m <= most:
             return np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
         for one, sums in zip(self._linears, self._sums):
@@ -163,7 +166,9 @@ class MeetingCells:
         one, sums = self._linears[c], self._sums[c]
         if one is None or sums is None:
             text, q, k = self._conditions[c], self._q, self._k
-            found = [language.over(text, {**self._fixed, **q.bounds(i), **k.bounds(j)}) for i, j in zip(rows, keys)]
+            found = [
+                language.evaluate_over(text, {**self._fixed, **q.bounds(i), **k.bounds(j)}) for i, j in zip(rows, keys)
+            ]
             flags = (np.array([x is wanted for x in found], np.bool_) for wanted in (True, False))
             return next(flags), ~next(flags)
         low = sums[0].lows[rows] + sums[1].lows[keys] + one.constant
@@ -173,7 +178,7 @@ class MeetingCells:
         zero, never = (low == 0) & (high == 0), (low > 0) | (high < 0)
         return (zero, ~never) if one.relation == "==" else (never, ~zero)
 
-    def _joined(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
+    def _join_pairs(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
         bands, unsure = self._bands(rows, keys, left), left.T.tolist()
         lows = self._k.offsets[keys]
         stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
@@ -188,7 +193,7 @@ class MeetingCells:
                 for i in range(begin, end)
             ]
             if met[1:]:
-                met = list(_merged(met))
+                met = list(_merge_cells(met))
             if len(met) == 1:
                 tiles.append(met[0])
                 several = False
@@ -199,7 +204,7 @@ class MeetingCells:
                 q, met = (before.q[0], q[1]), [before, *met]
                 parts = (*before.parts, *parts) if before.parts else ()
             k = min(pair.k[0] for pair in met), max(pair.k[1] for pair in met)
-            tiles.append(CellPair(q, k, tuple(self._conditions), None, _few(parts)))
+            tiles.append(CellPair(q, k, tuple(self._conditions), None, _has_few_parts(parts)))
             several = True
         return tiles
 
@@ -236,7 +241,7 @@ def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPa
                 yield CellPair(tile.q, k, tile.left, None, parts)
 
 
-def _merged(met: list[CellPair]) -> Iterator[CellPair]:
+def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
     """The cells of keys that some queries meet; neighbours that these see in full are one."""
     before = met[0]
     for pair in met[1:]:
@@ -248,6 +253,6 @@ def _merged(met: list[CellPair]) -> Iterator[CellPair]:
     yield before
 
 
-def _few(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
+def _has_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
-    return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MOST_PARTS else ()
+    return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

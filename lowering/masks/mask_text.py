@@ -11,19 +11,19 @@ from typing import Any
 SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 
 
-def power(base: Any, exponent: Any) -> Any:
+def bounded_power(base: Any, exponent: Any) -> Any:
     """Of numbers a small one: a few characters could ask for one that fills the memory. Raises ValueError."""
     if base.is_Rational and exponent.is_Rational and (abs(exponent) > 64 or max(abs(base.p), base.q) >= 1 << 64):
         raise ValueError("no such power")
     return base**exponent
 
 
-ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
+ARITHMETIC_NODES: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.Pow: power,
+    ast.Pow: bounded_power,
     ast.USub: operator.neg,
 }
 
@@ -44,23 +44,23 @@ class Language:
 def read_text(text: str, language: Language) -> Any:
     """The sympy expression of the text. Raises ValueError for what is not in the language."""
     try:
-        return _read(ast.parse(text.strip(), mode="eval").body, language)
+        return _read_node(ast.parse(text.strip(), mode="eval").body, language)
     except (SyntaxError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from error
 
 
-def _read(node: ast.AST, language: Language) -> Any:
+def _read_node(node: ast.AST, language: Language) -> Any:
     match node:
         case ast.Constant(value=value):
             return language.number(value)
         case ast.Name(id=name):
             return language.symbol(name)
         case ast.UnaryOp(op=op, operand=one) if type(op) in language.operations:
-            return language.operations[type(op)](_read(one, language))
+            return language.operations[type(op)](_read_node(one, language))
         case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
             type(op) in language.operations
         ):
-            return language.operations[type(op)](_read(left, language), _read(right, language))
+            return language.operations[type(op)](_read_node(left, language), _read_node(right, language))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in language.functions:
-            return language.functions[name](*[_read(one, language) for one in args])
+            return language.functions[name](*[_read_node(one, language) for one in args])
     raise ValueError(f"no {type(node).__name__} is in the language")

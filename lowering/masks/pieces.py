@@ -31,11 +31,11 @@ from sp_compile.lowering.base.library import opaque
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-CELL, MOST_PIECES = 256, 32
+CELL, MAX_PIECES = 256, 32
 """Where more than MOST_PIECES start in a cell of CELL positions, one piece that bounds their values stands for them."""
 FAR_VALUE = 1 << 58
 """Values from here on tell nothing, so that sums of a few of them are still int64."""
-_CHUNK = 1 << 15  # positions that are compared at a time, in a cache
+_SCAN_CHUNK = 1 << 15  # positions that are compared at a time, in a cache
 _HEADER = 5  # pieces, batch, length, and 16 bytes that tell tables apart
 
 
@@ -77,36 +77,39 @@ class Pieces:
 
     def line(self, first: int, last: int) -> tuple[int, int] | None:
         """(the value at `first`, slope) of a stretch that is one known line; None of any other."""
-        i = bisect_right(self._places, first) - 1
-        if (i + 1 < len(self._places) and self._places[i + 1] <= last) or self.lows[i] != self.highs[i]:
+        i = bisect_right(self._starts_array, first) - 1
+        if (i + 1 < len(self._starts_array) and self._starts_array[i + 1] <= last) or self.lows[i] != self.highs[i]:
             return None
         slope = int(self.slopes[i])
-        return int(self.lows[i]) + slope * (first - self._places[i]), slope
+        return int(self.lows[i]) + slope * (first - self._starts_array[i]), slope
 
-    def over(self, first: int, last: int) -> tuple[int, int]:
+    def bounds_over(self, first: int, last: int) -> tuple[int, int]:
         """The inclusive bounds of the values at the positions [first, last], in the time of a binary search."""
-        i, j = bisect_right(self._places, first) - 1, bisect_right(self._places, last) - 1
+        i, j = bisect_right(self._starts_array, first) - 1, bisect_right(self._starts_array, last) - 1
         if i == j:
-            return self._within(i, first, last)
-        parts = [self._within(i, first, self._places[i + 1] - 1), self._within(j, self._places[j], last)]
+            return self._bounds_within(i, first, last)
+        parts = [
+            self._bounds_within(i, first, self._starts_array[i + 1] - 1),
+            self._bounds_within(j, self._starts_array[j], last),
+        ]
         if i + 1 < j:
             power = (j - i - 1).bit_length() - 1
-            parts += [self._levels[power][at] for at in (i + 1, j - (1 << power))]
+            parts += [self._bound_levels[power][at] for at in (i + 1, j - (1 << power))]
         return min(low for low, _ in parts), max(high for _, high in parts)
 
-    def change_near(self, wanted: int) -> list[int]:
+    def nearest_starts(self, wanted: int) -> list[int]:
         """The starts next to ``wanted`` on either side."""
-        at = bisect_left(self._places, wanted)
-        return self._places[max(at - 1, 0) : at + 1]
+        at = bisect_left(self._starts_array, wanted)
+        return self._starts_array[max(at - 1, 0) : at + 1]
 
     @cached_property
-    def _places(self) -> list[int]:
+    def _starts_array(self) -> list[int]:
         return self.starts.tolist()
 
     @cached_property
-    def _levels(self) -> list[list[tuple[int, int]]]:
+    def _bound_levels(self) -> list[list[tuple[int, int]]]:
         """Level p holds the bounds of every 2 ** p neighbouring pieces."""
-        lows, highs = _extremes(self.table, self.length)
+        lows, highs = _piece_extremes(self.table, self.length)
         levels = []
         while True:
             levels.append(list(zip(lows.tolist(), highs.tolist())))
@@ -115,15 +118,15 @@ class Pieces:
                 return levels
             lows, highs = np.minimum(lows[:-step], lows[step:]), np.maximum(highs[:-step], highs[step:])
 
-    def _within(self, piece: int, first: int, last: int) -> tuple[int, int]:
-        slope, start = int(self.slopes[piece]), self._places[piece]
+    def _bounds_within(self, piece: int, first: int, last: int) -> tuple[int, int]:
+        slope, start = int(self.slopes[piece]), self._starts_array[piece]
         rises = slope * (first - start), slope * (last - start)
         return int(self.lows[piece]) + min(rises), int(self.highs[piece]) + max(rises)
 
 
 def table_size(length: Any) -> Any:
     """The int64 words of a table for so many positions: 0.14 a position, and 41."""
-    return _HEADER + 4 * (MOST_PIECES + 1) * (length // CELL + 1)
+    return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
 
 def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -137,10 +140,10 @@ def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
     Shapes: int or bool (B, S) each, on any device -> int64 (table_size(S),) each, as long as S alone tells; the rest
     of it is zeros. Bytes between ranks: none.
     """
-    return [_table(x.to(torch.int64).numpy()) for x in _on_host(vectors)]
+    return [_html_table(x.to(torch.int64).numpy()) for x in _copy_to_host(vectors)]
 
 
-def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
+def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
     """All copies are on their way before the one wait."""
     copies = [x.detach().to("cpu", non_blocking=True) for x in vectors]
     for device in {x.device for x in vectors if x.device.type != "cpu"}:
@@ -148,21 +151,21 @@ def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def without_waiting(host: Tensor, device: torch.device) -> Tensor:
+def copy_async(host: Tensor, device: torch.device) -> Tensor:
     """What the host has, on a device; the host goes on before it has arrived."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-def _table(values: Ints) -> Tensor:
+def _html_table(values: Ints) -> Tensor:
     batch, length = values.shape
-    return table_of(_affine(values) if values.size else np.empty((4, 0), np.int64), batch, length)
+    return pad_table(_fit_pieces(values) if values.size else np.empty((4, 0), np.int64), batch, length)
 
 
-def table_of(found: Ints, batch: int, length: int) -> Tensor:
+def pad_table(found: Ints, batch: int, length: int) -> Tensor:
     """A table of ``sp::pieces`` from (4, pieces): starts, lows, highs, slopes."""
     words = np.zeros(table_size(length), np.int64)  # the system hands out zeros page by page, when they are touched
     if found.size:
-        found = _coarse(found, length)
+        found = _coarsen(found, length)
         end = _HEADER + found.size
         words[_HEADER:end] = found.ravel()
         words[:3] = found.shape[1], batch, length
@@ -171,11 +174,11 @@ def table_of(found: Ints, batch: int, length: int) -> Tensor:
     return torch.from_numpy(words)
 
 
-def _affine(values: Ints) -> Ints:
+def _fit_pieces(values: Ints) -> Ints:
     """(4, pieces): starts, lows, highs, slopes. Greedy, so that no table of lines is shorter."""
     length = values.shape[1]
     # Stretches of one step: the i-th has the positions starts[i] to ends[i], and each shares one with the next.
-    starts = np.concatenate([[0], _bends(values)])
+    starts = np.concatenate([[0], _slope_changes(values)])
     ends = np.append(starts[1:], length - 1)
     number, long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(long, number, -1))
@@ -185,14 +188,14 @@ def _affine(values: Ints) -> Ints:
     if not taken[-1]:
         starts = np.append(starts, length - 1)
     ends = np.append(starts[1:], length) - 1
-    starts[1:] -= _given(values, starts, ends)
+    starts[1:] -= _continues_line(values, starts, ends)
     ends = np.append(starts[1:], length) - 1
     first, last = values[:, starts], values[:, ends]
     slopes = np.where(ends > starts, values[:, np.minimum(starts + 1, length - 1)] - first, 0)
-    return np.stack([starts, *_hulls(first, last, slopes, ends - starts)])
+    return np.stack([starts, *_batch_bounds(first, last, slopes, ends - starts)])
 
 
-def _given(values: Ints, starts: Ints, ends: Ints) -> Flags:
+def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
     """Of each piece but the last: is its last position on the line of the next one, and that one with it the longer?
 
     The number of a document of one token is on a line with that of the next document's first, which is not what it is.
@@ -204,30 +207,30 @@ def _given(values: Ints, starts: Ints, ends: Ints) -> Flags:
     return (spans[1:] >= spans[:-1]) & (spans[:-1] > 0) & ~bent.any(0)
 
 
-def _bends(values: Ints) -> Ints:
+def _slope_changes(values: Ints) -> Ints:
     """The positions p > 0 from which the step to the next value is not that which leads to p, in any batch entry."""
     found = []
     for row in values:
-        steps, differ = np.empty(_CHUNK + 1, np.int64), np.empty(_CHUNK, np.bool_)
-        for low in range(0, len(row) - 2, _CHUNK):
-            part = row[low : low + _CHUNK + 2]
+        steps, differ = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
+        for low in range(0, len(row) - 2, _SCAN_CHUNK):
+            part = row[low : low + _SCAN_CHUNK + 2]
             here, bent = steps[: len(part) - 1], differ[: len(part) - 2]
             np.subtract(part[1:], part[:-1], out=here)
             np.not_equal(here[1:], here[:-1], out=bent)
             if bent.any():
                 found.append(np.flatnonzero(bent) + (low + 1))
     if len(values) > 1 and found:
-        return distinct(np.concatenate(found))
+        return sorted_unique(np.concatenate(found))
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-def distinct(x: Ints) -> Ints:
+def sorted_unique(x: Ints) -> Ints:
     """The values of x in order, each once; np.unique hashes, which takes 20 times as long."""
     ordered = np.sort(x)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
-def _hulls(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
+def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
     """(lows, highs, slopes) over the batch: lines of one slope, or bounds where slopes differ or ints may wrap."""
     alike = (slopes == slopes[:1]).all(0)
     lows = np.where(alike, first.min(0), np.minimum(first, last).min(0))
@@ -238,23 +241,23 @@ def _hulls(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, In
     return np.where(wild, -FAR_VALUE, lows), np.where(wild, FAR_VALUE, highs), known
 
 
-def _extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
+def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
     """The least and the greatest value of each piece."""
     starts, lows, highs, slopes = table
     rise = slopes * (np.append(starts[1:], length) - 1 - starts)
     return lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
 
 
-def _coarse(table: Ints, length: int) -> Ints:
+def _coarsen(table: Ints, length: int) -> Ints:
     """One piece, which only bounds, for each cell of too many; those that say the same as their neighbour go."""
-    busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MOST_PIECES
+    busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not busy.any():
         return table
     edges = np.flatnonzero(busy[1:] | busy[:-1]) + 1
     edges = np.append(edges, 0) * CELL
-    table = cut(table, edges[edges < length])
+    table = cut_pieces(table, edges[edges < length])
     starts, lows, highs, slopes = table
-    least, greatest = _extremes(table, length)
+    least, greatest = _piece_extremes(table, length)
     own = ~busy[starts // CELL]
     group = np.flatnonzero(own | (starts % CELL == 0))
     bounded = ~own[group]
@@ -266,10 +269,10 @@ def _coarse(table: Ints, length: int) -> Ints:
     return np.stack([starts, *line])[:, np.append(True, ~same)]
 
 
-def cut(table: Ints, at: Ints) -> Ints:
+def cut_pieces(table: Ints, at: Ints) -> Ints:
     """The pieces, (4, pieces), cut at these positions too."""
     starts, lows, highs, slopes = table
-    places = distinct(np.concatenate([starts, at]))
+    places = sorted_unique(np.concatenate([starts, at]))
     piece = np.searchsorted(starts, places, "right") - 1
     rise = slopes[piece] * (places - starts[piece])
     return np.stack([places, lows[piece] + rise, highs[piece] + rise, slopes[piece]])

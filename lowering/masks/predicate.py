@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.errors import SpError
 
-from .mask_text import ARITHMETIC, SHOWN_CHARACTERS, Language, power, read_text
+from .mask_text import ARITHMETIC_NODES, SHOWN_CHARACTERS, Language, bounded_power, read_text
 
 Bounds = tuple[Any, Any]
 """The least and the greatest value, both inclusive."""
@@ -49,23 +49,25 @@ class Algebra(NamedTuple):
     negated: Callable[[Any], Any]
 
 
-def condition(expr: Any, algebra: Algebra) -> Meaning:
+def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
     """The meaning of a sympy Boolean. SpError for what the algebra does not know."""
     if expr in (sympy.true, sympy.false):
         constant = bool(expr)
         return lambda values: constant
     if isinstance(expr, sympy.And | sympy.Or):
         join = algebra.both if isinstance(expr, sympy.And) else algebra.either
-        return _folded(join, [condition(arg, algebra) for arg in expr.args])
+        return _fold_operands(join, [evaluate_condition(arg, algebra) for arg in expr.args])
     if isinstance(expr, sympy.Not):
-        inner = condition(expr.args[0], algebra)
+        inner = evaluate_condition(expr.args[0], algebra)
         return lambda values: algebra.negated(inner(values))
     if not isinstance(expr, Relational):
-        raise _unknown(expr)
-    return _folded(algebra.relations[type(expr)], [_number(side, algebra) for side in _sides(expr)])
+        raise _unknown_node_error(expr)
+    return _fold_operands(
+        algebra.relations[type(expr)], [_evaluate_number(side, algebra) for side in _split_relation(expr)]
+    )
 
 
-def _sides(expr: Any) -> tuple[Any, Any]:
+def _split_relation(expr: Any) -> tuple[Any, Any]:
     """The terms of the query on the left, all others on the right, without fractions.
 
     So every symbol of a linear condition stands once, which makes intervals exact, and the only tensor
@@ -73,17 +75,17 @@ def _sides(expr: Any) -> tuple[Any, Any]:
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
-    of_query = [term for term in terms if any(is_of_query(str(s)) for s in term.free_symbols)]
+    of_query = [term for term in terms if any(is_query_symbol(str(s)) for s in term.free_symbols)]
     others = [-term for term in terms if term not in of_query]
     return tuple(sympy.expand(denominator * sympy.Add(*side)) for side in (of_query, others))
 
 
-def is_of_query(name: str) -> bool:
+def is_query_symbol(name: str) -> bool:
     """Whether a symbol has a value for each query."""
     return name == "q" or name.startswith("row")
 
 
-def _number(expr: Any, algebra: Algebra) -> Meaning:
+def _evaluate_number(expr: Any, algebra: Algebra) -> Meaning:
     """The meaning of an integer expression."""
     if expr.is_Symbol:
         return operator.itemgetter(str(expr))
@@ -92,12 +94,12 @@ def _number(expr: Any, algebra: Algebra) -> Meaning:
         return lambda values: constant
     kind = next((kind for kind in algebra.functions if isinstance(expr, kind)), None)
     if kind is None:
-        raise _unknown(expr)
+        raise _unknown_node_error(expr)
     args = sympy.together(expr.args[0]).as_numer_denom() if kind is sympy.floor else expr.args
-    return _folded(algebra.functions[kind], [_number(arg, algebra) for arg in args])
+    return _fold_operands(algebra.functions[kind], [_evaluate_number(arg, algebra) for arg in args])
 
 
-def _folded(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
+def _fold_operands(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
     first, *others = parts
     if not others:
         return lambda values: join(first(values), None)
@@ -107,46 +109,46 @@ def _folded(join: Callable[[Any, Any], Any], parts: list[Meaning]) -> Meaning:
     return lambda values: reduce(join, [part(values) for part in parts])
 
 
-def _unknown(expr: Any) -> SpError:
+def _unknown_node_error(expr: Any) -> SpError:
     return SpError("SP442", f"mask predicate: {type(expr).__name__} is not supported: {expr}.")
 
 
 # Intervals.
 
-_FAR = 1 << 62
+_FAR_BOUND = 1 << 62
 """Beyond every index, size and value."""
 
 
-def _extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
+def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
     """Of an operation that is monotone in each operand."""
     ends = [operation(x, y) for x in a for y in b]
     return min(ends), max(ends)
 
 
-def _quotient(a: Bounds, b: Bounds) -> Bounds:
+def _interval_quotient(a: Bounds, b: Bounds) -> Bounds:
     if b[0] <= 0 <= b[1]:
-        return -_FAR, _FAR
-    return _extremes(operator.floordiv, a, b)
+        return -_FAR_BOUND, _FAR_BOUND
+    return _interval_extremes(operator.floordiv, a, b)
 
 
-def _remainder(a: Bounds, b: Bounds) -> Bounds:
+def _interval_remainder(a: Bounds, b: Bounds) -> Bounds:
     if b[0] != b[1] or b[0] <= 0:
         most = max(abs(b[0]), abs(b[1]))
         return -most, most
     return (a[0] % b[0], a[1] % b[0]) if a[0] // b[0] == a[1] // b[0] else (0, b[0] - 1)
 
 
-def _less(a: Bounds, b: Bounds) -> Verdict:
+def _interval_less(a: Bounds, b: Bounds) -> Verdict:
     return True if a[1] < b[0] else False if a[0] >= b[1] else None
 
 
-def _equal(a: Bounds, b: Bounds) -> Verdict:
+def _interval_equal(a: Bounds, b: Bounds) -> Verdict:
     if a[1] < b[0] or b[1] < a[0]:
         return False
     return True if a[0] == a[1] == b[0] == b[1] else None
 
 
-def _not(verdict: Verdict) -> Verdict:
+def _interval_not(verdict: Verdict) -> Verdict:
     return None if verdict is None else not verdict
 
 
@@ -154,35 +156,35 @@ INTERVALS = Algebra(
     number=lambda value: (value, value),
     functions={
         sympy.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
-        sympy.Mul: partial(_extremes, operator.mul),
+        sympy.Mul: partial(_interval_extremes, operator.mul),
         sympy.Min: lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
         sympy.Max: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-        sympy.Mod: _remainder,
+        sympy.Mod: _interval_remainder,
         sympy.Abs: lambda a, _: (max(a[0], -a[1], 0), max(-a[0], a[1])),
-        sympy.floor: _quotient,
+        sympy.floor: _interval_quotient,
     },
     relations={
-        sympy.StrictLessThan: _less,
-        sympy.LessThan: lambda a, b: _not(_less(b, a)),
-        sympy.StrictGreaterThan: lambda a, b: _less(b, a),
-        sympy.GreaterThan: lambda a, b: _not(_less(a, b)),
-        sympy.Eq: _equal,
-        sympy.Ne: lambda a, b: _not(_equal(a, b)),
+        sympy.StrictLessThan: _interval_less,
+        sympy.LessThan: lambda a, b: _interval_not(_interval_less(b, a)),
+        sympy.StrictGreaterThan: lambda a, b: _interval_less(b, a),
+        sympy.GreaterThan: lambda a, b: _interval_not(_interval_less(a, b)),
+        sympy.Eq: _interval_equal,
+        sympy.Ne: lambda a, b: _interval_not(_interval_equal(a, b)),
     },
     both=lambda a, b: False if a is False or b is False else a and b,
     either=lambda a, b: True if a or b else None if a is None or b is None else False,
-    negated=_not,
+    negated=_interval_not,
 )
 
 
 # Tensors, and ints for sizes.
 
 
-def _negated(mask: Any) -> Any:
+def _negate_mask(mask: Any) -> Any:
     return not mask if isinstance(mask, bool) else ~mask
 
 
-def _choice(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _choose_tensor(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     def chosen(a: Any, b: Any) -> Tensor:
         if isinstance(a, Tensor) != isinstance(b, Tensor):  # where a kernel is traced, the number is on its device
             a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
@@ -196,8 +198,8 @@ TENSORS = Algebra(
     functions={
         sympy.Add: operator.add,
         sympy.Mul: operator.mul,
-        sympy.Min: _choice(torch.minimum),
-        sympy.Max: _choice(torch.maximum),
+        sympy.Min: _choose_tensor(torch.minimum),
+        sympy.Max: _choose_tensor(torch.maximum),
         sympy.Mod: operator.mod,
         sympy.Abs: lambda a, _: abs(a),
         sympy.floor: operator.floordiv,
@@ -212,30 +214,30 @@ TENSORS = Algebra(
     },
     both=operator.and_,
     either=operator.or_,
-    negated=_negated,
+    negated=_negate_mask,
 )
 
 
-_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
+_PREDICATE_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
 _LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
-_FACTORS, _CONSTANT = 16, 1 << 58  # of what is added up in int64
+_FACTOR_NODES, _CONSTANT_NODE = 16, 1 << 58  # of what is added up in int64
 
 
 def _power(base: Any, exponent: Any) -> Any:
     if not exponent.is_Integer or not 0 <= exponent <= 8:
         raise ValueError("powers are from 0 to 8")
-    return power(base, exponent)
+    return bounded_power(base, exponent)
 
 
 def _symbol(name: str) -> sympy.Symbol:
-    if not _SYMBOL.fullmatch(name):
+    if not _PREDICATE_SYMBOL.fullmatch(name):
         raise ValueError(f"unknown symbol {name}; known are q, k, row<i>, col<i> and n<i>")
     return sympy.Symbol(name, integer=True)
 
 
-def _constant(value: Any) -> Any:
+def _predicate_constant(value: Any) -> Any:
     if isinstance(value, bool):
         return sympy.true if value else sympy.false
     if not isinstance(value, int):
@@ -244,7 +246,7 @@ def _constant(value: Any) -> Any:
 
 
 _OPERATIONS = {
-    **ARITHMETIC,
+    **ARITHMETIC_NODES,
     ast.Pow: _power,
     ast.FloorDiv: lambda a, b: sympy.floor(a / b),
     ast.Mod: sympy.Mod,
@@ -258,22 +260,22 @@ _OPERATIONS = {
     ast.Eq: sympy.Eq,
     ast.NotEq: sympy.Ne,
 }
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_PREDICATE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{one.__name__: one for one in (sympy.Mod, sympy.Min, sympy.Max, sympy.Abs, sympy.floor)},
     **{name: getattr(sympy, name) for name in ("And", "Or", "Not", "Eq", "Ne", "Lt", "Le", "Gt", "Ge")},
     "PythonMod": sympy.Mod,
     "FloorDiv": _OPERATIONS[ast.FloorDiv],
 }
-_LANGUAGE = Language(_symbol, _constant, _OPERATIONS, _FUNCTIONS)
+_PREDICATE_LANGUAGE = Language(_symbol, _predicate_constant, _OPERATIONS, _PREDICATE_FUNCTIONS)
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Any:
+def parse_predicate(text: str) -> Any:
     """The sympy Boolean of ``text``. SpError when it is not a predicate or names an unknown symbol."""
     if not text:
         return sympy.true
     try:
-        expr = read_text(text, _LANGUAGE)
+        expr = read_text(text, _PREDICATE_LANGUAGE)
     except ValueError as error:
         raise _malformed(text, error) from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
@@ -292,40 +294,42 @@ def _is_condition(expr: Any) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def conjuncts(text: str) -> tuple[str, ...]:
+def split_conjuncts(text: str) -> tuple[str, ...]:
     """The conditions that must all hold, as predicates."""
-    expr = parse(text)
+    expr = parse_predicate(text)
     parts = expr.args if isinstance(expr, sympy.And) else (expr,)
     return tuple(sorted(str(part) for part in parts if part != sympy.true))
 
 
 @lru_cache(maxsize=1024)
-def symbols(text: str) -> frozenset[str]:
+def predicate_symbols(text: str) -> frozenset[str]:
     """The names of the symbols that the predicate reads."""
-    return frozenset(str(symbol) for symbol in parse(text).free_symbols)
+    return frozenset(str(symbol) for symbol in parse_predicate(text).free_symbols)
 
 
 @lru_cache(maxsize=1024)
-def of_positions(text: str) -> str:
+def position_conditions(text: str) -> str:
     """Its conditions that read no vector: what is known of a mask where vectors have no values."""
-    known = [c for c in conjuncts(text) if not any(name.startswith(("row", "col")) for name in symbols(c))]
+    known = [
+        c for c in split_conjuncts(text) if not any(name.startswith(("row", "col")) for name in predicate_symbols(c))
+    ]
     return " & ".join(f"({c})" for c in known)
 
 
 @lru_cache(maxsize=1024)
-def within_documents(text: str) -> bool:
+def is_within_documents(text: str) -> bool:
     """Has what is looked up by a query to be what is looked up by its key, as the number of a document?"""
-    return any(_of_both_sides(part) for part in conjuncts(text) if isinstance(parse(part), sympy.Eq))
+    return any(_compares_lookups(part) for part in split_conjuncts(text) if isinstance(parse_predicate(part), sympy.Eq))
 
 
-def _of_both_sides(text: str) -> bool:
-    looked_up = [name for name in symbols(text) if name.startswith(("row", "col"))]
+def _compares_lookups(text: str) -> bool:
+    looked_up = [name for name in predicate_symbols(text) if name.startswith(("row", "col"))]
     return len({name[:3] for name in looked_up}) == 2
 
 
 def check_known(text: str, known: Collection[str]) -> None:
     """SpError when the predicate reads a symbol that has no value."""
-    if missing := sorted(symbols(text) - set(known)):
+    if missing := sorted(predicate_symbols(text) - set(known)):
         raise SpError("SP443", f"mask predicate: {text!r} reads {', '.join(missing)}, which has no value.")
 
 
@@ -340,13 +344,13 @@ class Linear(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
+def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     """The predicate as one linear condition on the symbols of a query and of a key; None for every other one.
 
     >>> linear("(k - q)/2 < n0", (3,))
     Linear(relation='<=', of_query=(('q', -1),), of_key=(('k', 1),), constant=-5)
     """
-    expr = parse(text)
+    expr = parse_predicate(text)
     relation = next((name for kinds, name in _LINEAR.items() if isinstance(expr, kinds)), None)
     if relation is None:
         return None
@@ -356,16 +360,18 @@ def linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
     scale = sympy.ilcm(1, *(factor.q for factor in terms.values()))
     constant = int(terms.pop(sympy.S.One, 0) * scale) + isinstance(expr, _STRICT)
     factors = {str(term): int(factor * scale) for term, factor in terms.items() if term.is_Symbol}
-    if len(factors) < len(terms) or sum(map(abs, factors.values())) > _FACTORS or abs(constant) > _CONSTANT:
+    if len(factors) < len(terms) or sum(map(abs, factors.values())) > _FACTOR_NODES or abs(constant) > _CONSTANT_NODE:
         return None
-    terms_of = [[(s, c) for s, c in sorted(factors.items()) if is_of_query(s) == wanted] for wanted in (True, False)]
+    terms_of = [
+        [(s, c) for s, c in sorted(factors.items()) if is_query_symbol(s) == wanted] for wanted in (True, False)
+    ]
     return Linear(relation, tuple(terms_of[0]), tuple(terms_of[1]), constant)
 
 
 @lru_cache(maxsize=1024)
-def is_of_distance(text: str, sizes: tuple[int, ...]) -> bool:
+def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
     """Do all its conditions ask how far a key is from its query, and not where both are?"""
-    found = [linear(c, sizes) for c in conjuncts(text)]
+    found = [as_linear(c, sizes) for c in split_conjuncts(text)]
     return all(
         one is not None
         and [*dict(one.of_query), *dict(one.of_key)] == ["q", "k"]
@@ -374,20 +380,20 @@ def is_of_distance(text: str, sizes: tuple[int, ...]) -> bool:
     )
 
 
-def over(text: str, box: Mapping[str, Bounds]) -> Verdict:
+def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
     """Three-valued: True when all pairs of the box may attend, False when none may, None when unsure.
 
     ``box`` gives every symbol of the predicate its inclusive bounds. Exact for a condition in which every symbol
     stands once, as linear ones, and for a conjunction of bounds on q - k; elsewhere None may stand for either.
     """
-    return _meaning(text, tensors=False)(box)
+    return _evaluate_text(text, tensors=False)(box)
 
 
-def evaluate(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
+def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
     """The mask of one block: bool, of the shape to which the values broadcast; a bool if it reads no tensor."""
-    return _meaning(text, tensors=True)(values)
+    return _evaluate_text(text, tensors=True)(values)
 
 
 @lru_cache(maxsize=1024)
-def _meaning(text: str, tensors: bool) -> Meaning:
-    return condition(parse(text), TENSORS if tensors else INTERVALS)
+def _evaluate_text(text: str, tensors: bool) -> Meaning:
+    return evaluate_condition(parse_predicate(text), TENSORS if tensors else INTERVALS)

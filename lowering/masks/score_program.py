@@ -23,25 +23,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.dtypes import LEAST_FILL
-from sp_compile.lowering.torch_compat import OpOverload, differentiating, schema_of
+from sp_compile.lowering.base.dtypes import MIN_FILL
+from sp_compile.lowering.torch_compat import OpOverload, enable_autograd, schema_of
 
 from .mask_text import SHOWN_CHARACTERS
 
 aten = torch.ops.aten
-Lookup = Callable[[Tensor, list[Tensor]], Tensor]
-_NAME = re.compile(r"s|b|q|k|(head|row|col|table|t)\d+")
-_MADE = re.compile(r"t\d+")
-_FLOATS = {"inf": float("inf"), "nan": float("nan")}
-_KINDS = ("Tensor", "Scalar")
-_OTHERS = {
+TableLookup = Callable[[Tensor, list[Tensor]], Tensor]
+_NAME_PATTERN = re.compile(r"s|b|q|k|(head|row|col|table|t)\d+")
+_FACTORY_OPS = re.compile(r"t\d+")
+_FLOAT_TYPES = {"inf": float("inf"), "nan": float("nan")}
+_PROGRAM_OPS = ("Tensor", "Scalar")
+_OTHER_OPS = {
     aten.index.Tensor, aten.full_like.default, aten.to.dtype, aten._to_copy.default, aten.clone.default,
     aten.detach.default, aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor,
     *(getattr(aten.where, kind) for kind in ("self", "Scalar", "ScalarSelf", "ScalarOther")),
-    *(getattr(op, kind) for op in (aten.__and__, aten.__or__, aten.__xor__) for kind in _KINDS),
+    *(getattr(op, kind) for op in (aten.__and__, aten.__or__, aten.__xor__) for kind in _PROGRAM_OPS),
 }  # fmt: skip
-_FILLS = "fills; "
-_COMPARED = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_FILL_OPS = "fills; "
+_COMPARISON_OPS = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 class ProgramLine(NamedTuple):
@@ -62,19 +62,19 @@ def is_program(text: str) -> bool:
     return "aten." in text
 
 
-def is_known(op: Any) -> bool:
+def is_known_op(op: Any) -> bool:
     """May a program call it?"""
     if not isinstance(op, OpOverload):
         return False
     draws = torch.Tag.nondeterministic_seeded in op.tags
-    return op in _OTHERS or (torch.Tag.pointwise in op.tags and not draws and not schema_of(op).is_mutable)
+    return op in _OTHER_OPS or (torch.Tag.pointwise in op.tags and not draws and not schema_of(op).is_mutable)
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> tuple[ProgramLine, ...]:
+def parse_program(text: str) -> tuple[ProgramLine, ...]:
     """The lines of a program. Raises ValueError when it is none; nothing of it is ever executed."""
     try:
-        body = ast.parse(text.removeprefix(_FILLS).replace("; ", "\n")).body
+        body = ast.parse(text.removeprefix(_FILL_OPS).replace("; ", "\n")).body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:SHOWN_CHARACTERS]!r}: {error}") from error
     lines: list[ProgramLine] = []
@@ -82,11 +82,11 @@ def parse(text: str) -> tuple[ProgramLine, ...]:
     for i, statement in enumerate(body):
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if (
-                i < len(body) - 1 and _MADE.fullmatch(name) and name not in known
+                i < len(body) - 1 and _FACTORY_OPS.fullmatch(name) and name not in known
             ):
-                lines.append(_line(name, call, known))
+                lines.append(_parse_line(name, call, known))
             case ast.Expr(value=ast.Call() as call) if i == len(body) - 1:
-                lines.append(_line("result", call, known))
+                lines.append(_parse_line("result", call, known))
             case _:
                 raise ValueError(f"{ast.unparse(statement)[:SHOWN_CHARACTERS]!r} is no line of a program")
         known.add(lines[-1].name)
@@ -95,61 +95,63 @@ def parse(text: str) -> tuple[ProgramLine, ...]:
     return tuple(lines)
 
 
-def _line(name: str, call: ast.Call, known: set[str]) -> ProgramLine:
-    path, args = ast.unparse(call.func).split("."), [_argument(x, known) for x in call.args]
-    kwargs = {str(x.arg): _argument(x.value, known) for x in call.keywords}
+def _parse_line(name: str, call: ast.Call, known: set[str]) -> ProgramLine:
+    path, args = ast.unparse(call.func).split("."), [_parse_argument(x, known) for x in call.args]
+    kwargs = {str(x.arg): _parse_argument(x.value, known) for x in call.keywords}
     if path == ["constant"] and len(args) == 2 and isinstance(args[1], torch.dtype):
         return ProgramLine(name, None, args, {})
     packet = getattr(aten, path[1], None) if len(path) == 3 and path[0] == "aten" else None
     op = getattr(packet, path[2], None) if packet is not None and path[2] in packet.overloads() else None
-    if not is_known(op):
+    if not is_known_op(op):
         raise ValueError(f"no program calls {'.'.join(path)}")
     return ProgramLine(name, op, args, kwargs)
 
 
-def _argument(node: ast.AST, known: set[str]) -> Any:
+def _parse_argument(node: ast.AST, known: set[str]) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=one):
-            value = _argument(one, known)
+            value = _parse_argument(one, known)
             if isinstance(value, int | float):
                 return -value
-        case ast.Name(id=name) if name in _FLOATS:
-            return _FLOATS[name]
-        case ast.Name(id=name) if _NAME.fullmatch(name) and (name in known or not _MADE.fullmatch(name)):
+        case ast.Name(id=name) if name in _FLOAT_TYPES:
+            return _FLOAT_TYPES[name]
+        case ast.Name(id=name) if _NAME_PATTERN.fullmatch(name) and (name in known or not _FACTORY_OPS.fullmatch(name)):
             return Name(name)
         case ast.Attribute(value=ast.Name(id="torch"), attr=name) if isinstance(getattr(torch, name, 0), torch.dtype):
             return getattr(torch, name)
         case ast.List(elts=elements):
-            return [_argument(x, known) for x in elements]
+            return [_parse_argument(x, known) for x in elements]
     raise ValueError(f"{ast.unparse(node)[:SHOWN_CHARACTERS]!r} is no argument in a program")
 
 
 def call_text(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
     """A call as a line has it; names are `Name`s."""
-    return f"{op}({', '.join([*map(_word, args), *(f'{k}={_word(v)}' for k, v in kwargs.items())])})"
+    return (
+        f"{op}({', '.join([*map(_format_argument, args), *(f'{k}={_format_argument(v)}' for k, v in kwargs.items())])})"
+    )
 
 
-def constant(value: float, dtype: torch.dtype) -> str:
+def typed_constant(value: float, dtype: torch.dtype) -> str:
     """A number that takes part in promotion as a tensor of this dtype does."""
-    return f"constant({_word(value)}, {dtype})"
+    return f"constant({_format_argument(value)}, {dtype})"
 
 
-def _word(x: Any) -> str:
+def _format_argument(x: Any) -> str:
     if isinstance(x, Name):
         return str(x)
-    return f"[{', '.join(map(_word, x))}]" if isinstance(x, list | tuple) else str(x) if x != x else repr(x)
+    return f"[{', '.join(map(_format_argument, x))}]" if isinstance(x, list | tuple) else str(x) if x != x else repr(x)
 
 
 @lru_cache(maxsize=1024)
-def names_in(text: str) -> frozenset[str]:
+def program_names(text: str) -> frozenset[str]:
     """What it reads, but for the score itself."""
-    lines = parse(text)
-    return frozenset(str(x) for line in lines for x in _names(line)) - {line.name for line in lines} - {"s"}
+    lines = parse_program(text)
+    return frozenset(str(x) for line in lines for x in _line_names(line)) - {line.name for line in lines} - {"s"}
 
 
-def _names(line: ProgramLine) -> list[Name]:
+def _line_names(line: ProgramLine) -> list[Name]:
     args = [*line.args, *line.kwargs.values()]
     flat = [y for x in args for y in (x if isinstance(x, list) else [x])]
     return [x for x in flat if isinstance(x, Name)]
@@ -164,28 +166,28 @@ def rename_program(text: str, names: Mapping[str, str]) -> str:
         return Name(names.get(x, x)) if isinstance(x, Name) else x
 
     lines = []
-    for name, op, args, kwargs in parse(text):
-        line = constant(*args) if op is None else call_text(op, new(args), {k: new(v) for k, v in kwargs.items()})
+    for name, op, args, kwargs in parse_program(text):
+        line = typed_constant(*args) if op is None else call_text(op, new(args), {k: new(v) for k, v in kwargs.items()})
         lines.append(line if name == "result" else f"{name} = {line}")
     renamed = "; ".join(lines)
-    return with_fills(renamed) if has_fills(text) else renamed
+    return mark_fills(renamed) if may_have_fills(text) else renamed
 
 
-def has_fills(text: str) -> bool:
+def may_have_fills(text: str) -> bool:
     """Is it said that numbers of its result may be fills, large ones that are finite?"""
-    return text.startswith(_FILLS)
+    return text.startswith(_FILL_OPS)
 
 
-def with_fills(text: str) -> str:
+def mark_fills(text: str) -> str:
     """The program, of which that is said."""
-    return text if has_fills(text) else _FILLS + text
+    return text if may_have_fills(text) else _FILL_OPS + text
 
 
 def adds_fills(text: str) -> bool:
     """May its constants be fills? Not those that only tell where something is looked up, or whether."""
     wanted = {"result"}
-    for name, op, args, kwargs in reversed(parse(text)):
-        if name not in wanted or getattr(op, "overloadpacket", None) in _COMPARED:
+    for name, op, args, kwargs in reversed(parse_program(text)):
+        if name not in wanted or getattr(op, "overloadpacket", None) in _COMPARISON_OPS:
             continue
         packet = getattr(op, "overloadpacket", None)
         given = args[:1] if packet is aten.index else args[1:] if packet is aten.where else [*args, *kwargs.values()]
@@ -196,10 +198,12 @@ def adds_fills(text: str) -> bool:
 
 
 def _is_fill(x: Any) -> bool:
-    return isinstance(x, int | float) and LEAST_FILL <= abs(x) < float("inf")
+    return isinstance(x, int | float) and MIN_FILL <= abs(x) < float("inf")
 
 
-def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: Lookup = aten.index.Tensor) -> Tensor:
+def run_program(
+    text: str, score: Tensor, values: Mapping[str, Tensor], lookup: TableLookup = aten.index.Tensor
+) -> Tensor:
     """The scores that the softmax reads, of the scaled ones and in their dtype; ``values`` broadcast to them.
 
     lookup: table, indices -> elements of it, in the place of torch's.
@@ -213,7 +217,7 @@ def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: 
             return [given(y) for y in x]
         return known[x] if isinstance(x, Name) else x
 
-    for name, op, args, kwargs in parse(text):
+    for name, op, args, kwargs in parse_program(text):
         operands = [given(x) for x in args]
         if op is None:
             known[name] = torch.full(ones, operands[0], dtype=operands[1], device=score.device)
@@ -227,12 +231,12 @@ def run_program(text: str, score: Tensor, values: Mapping[str, Tensor], lookup: 
     return known["result"].to(score.dtype).expand(score.shape)
 
 
-def pull_back_program(
+def program_vjp(
     text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
     """The gradient of the scaled scores, of that of what the softmax reads. Those of tables are added to totals."""
     looked_up: list[tuple[str, list[Tensor], Tensor]] = []
-    with differentiating():
+    with enable_autograd():
         leaves = {name: values[name].detach().requires_grad_() for name in totals}
         of = {id(x): name for name, x in leaves.items()}
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, folds_of
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.base.frames import FrameArg, frame_folds
+from sp_compile.lowering.comm.communicator import current_communicator
 
 
 class Segment(NamedTuple):
@@ -36,45 +36,45 @@ chunks of several zigzag shards, where it may lie in the middle."""
 Span = list[int]
 
 
-def whole(length: int) -> Span:
+def full_span(length: int) -> Span:
     """The span of a sequence that is not cut."""
     return [1, 1, 1, 0, 0, length]
 
 
-def stretches(frame: FrameArg, n: int) -> list[Span]:
+def shard_spans(frame: FrameArg, n: int) -> list[Span]:
     """Of the shards of n ranks one behind the other; of a zigzag frame, of their first chunks and of their second."""
     ends = [frame[2], frame[3]]
-    return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: folds_of(frame)]]
+    return [[1, folds, 1, 0, *ends] for folds in (1, -n)[: frame_folds(frame)]]
 
 
-def span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
+def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span:
     """The span of a frame's shard over n ranks, or over the n // stride neighbourhoods of a hybrid."""
-    return [n // stride, folds_of(frame), stride, shift, frame[2], frame[3]]
+    return [n // stride, frame_folds(frame), stride, shift, frame[2], frame[3]]
 
 
-def valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
+def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
     """The rows that this rank of ``group`` holds; it is asked for its rank only if the sequence is cut."""
     n, _, stride, *_ = (int(x) for x in span)
-    return rows_of(span, local_length, current().rank(group) // stride if n > 1 else 0)
+    return span_rows(span, local_length, current_communicator().rank(group) // stride if n > 1 else 0)
 
 
-def rows_of(span: Sequence[int], local_length: int, place: int) -> Rows:
+def span_rows(span: Sequence[int], local_length: int, place: int) -> Rows:
     """The rows that a rank holds. place: its number, or that of its neighbourhood."""
     n, folds, _, shift, start, length = (int(x) for x in span)
     r = (place - shift) % n
     chunk = local_length // abs(folds)
     places = (r, 2 * n - 1 - r)[:folds] if folds > 0 else range(-2 * folds - 1, -folds - 1, -1)
     firsts = [place * chunk for place in places]
-    cut = [_cut(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]
-    return _joined([segment for segment in cut if segment.length > 0])
+    cut = [_cut_segment(first - start, fold * chunk, chunk, length) for fold, first in enumerate(firsts)]
+    return _join_segments([segment for segment in cut if segment.length > 0])
 
 
-def _cut(index: int, offset: int, rows: int, length: int) -> Segment:
+def _cut_segment(index: int, offset: int, rows: int, length: int) -> Segment:
     low, high = max(index, 0), min(index + rows, length)
     return Segment(low, offset + low - index, high - low)
 
 
-def _joined(segments: Iterable[Segment]) -> Rows:
+def _join_segments(segments: Iterable[Segment]) -> Rows:
     """One segment where the next follows on one in index and offset."""
     found: list[Segment] = []
     for one in segments:
@@ -85,19 +85,19 @@ def _joined(segments: Iterable[Segment]) -> Rows:
     return tuple(found)
 
 
-def by_index(rows: Rows) -> Rows:
+def sort_by_index(rows: Rows) -> Rows:
     """As many rows of the same indices, in the order of these and without padding: in as few segments as can be."""
     ordered = sorted(rows)
     offsets = accumulate((one.length for one in ordered), initial=0)
-    return _joined(one._replace(offset=offset) for one, offset in zip(ordered, offsets))
+    return _join_segments(one._replace(offset=offset) for one, offset in zip(ordered, offsets))
 
 
-def extent(rows: Rows) -> tuple[int, int]:
+def valid_extent(rows: Rows) -> tuple[int, int]:
     """The local offsets [low, high) from the first valid row to the last."""
     return (rows[0].offset, rows[-1].offset + rows[-1].length) if rows else (0, 0)
 
 
-def intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
+def index_intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
     """The indices of the local rows [low, high) as intervals [first, last], in local order."""
     found = []
     for index, offset, length in rows:
@@ -107,18 +107,18 @@ def intervals(rows: Rows, low: int, high: int) -> list[tuple[int, int]]:
     return found
 
 
-def indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
+def row_indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor:
     """The indices of the local rows [low, high): int64 (high - low)."""
-    parts = [torch.arange(a, b + 1, device=device) for a, b in intervals(rows, low, high)]
+    parts = [torch.arange(a, b + 1, device=device) for a, b in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def take(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
+def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
     """The entries of a whole x that belong to the local rows [low, high); a view if they neighbour."""
-    parts = [x.narrow(dim, a, b + 1 - a) for a, b in intervals(rows, low, high)]
+    parts = [x.narrow(dim, a, b + 1 - a) for a, b in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def boundaries(rows: Rows) -> list[int]:
+def index_boundaries(rows: Rows) -> list[int]:
     """The local offsets at which the index jumps."""
     return [second.offset for _, second in pairwise(rows)]

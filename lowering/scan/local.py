@@ -15,7 +15,7 @@ from torch import Tensor
 from sp_compile.lowering.base.library import opaque
 
 from .monoids import Pair
-from .scan_table import Problem, kernel
+from .scan_table import ScanProblem, solve
 
 
 @opaque(
@@ -45,10 +45,10 @@ def local_scan(
     Source: the lowering table.
     """
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
-    rows, starts = _three_dims(x, dim), _rows_of_starts(starts, x, dim)
+    rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     options = {"op": op, "segmented": starts is not None, "exclusive": exclusive, "reverse": reverse, "total": total}
-    problem = Problem.of("scan", rows, dtype, accumulate, **options)
-    out, last = kernel(problem)(problem, rows, starts)
+    problem = ScanProblem.of("scan", rows, dtype, accumulate, **options)
+    out, last = solve(problem)(problem, rows, starts)
     return out.view(x.shape), last.clone().view(_total_shape(x, dim)) if total else last.new_empty(0)
 
 
@@ -62,10 +62,10 @@ def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse:
     Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
     NaN wins over all others, as in torch.cummax. Source: the lowering table.
     """
-    rows, starts = _three_dims(x, dim), _rows_of_starts(starts, x, dim)
+    rows, starts = _to_three_dims(x, dim), _compact_starts(starts, x, dim)
     segmented = starts is not None
-    problem = Problem.of("extremes", rows, x.dtype, x.dtype, op=op, segmented=segmented, reverse=reverse)
-    values, indices = kernel(problem)(problem, rows, starts)
+    problem = ScanProblem.of("extremes", rows, x.dtype, x.dtype, op=op, segmented=segmented, reverse=reverse)
+    values, indices = solve(problem)(problem, rows, starts)
     return values.view(x.shape), indices.view(x.shape)
 
 
@@ -89,11 +89,11 @@ def local_linear_scan(
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
     """
-    a_rows, b_rows = _three_dims(a, dim), _three_dims(b, dim)
-    problem = Problem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
+    a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
+    problem = ScanProblem.of("linear", b_rows, dtype, accumulate, reverse=reverse, lagged=lagged)
     if initial is not None:
         initial = initial.reshape(problem.outer, problem.inner).contiguous()
-    h: Tensor = kernel(problem)(problem, a_rows, b_rows, initial)
+    h: Tensor = solve(problem)(problem, a_rows, b_rows, initial)
     return h.view(b.shape)
 
 
@@ -111,14 +111,14 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
     Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. The map gives the last
     h, or if lagged the last s. Source: the lowering table.
     """
-    a_rows, b_rows = _three_dims(a, dim), _three_dims(b, dim)
-    problem = Problem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
-    factor, state = kernel(problem)(problem, a_rows, b_rows)
+    a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
+    problem = ScanProblem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
+    factor, state = solve(problem)(problem, a_rows, b_rows)
     shape = _total_shape(b, dim)
     return factor.view(shape), state.view(shape)
 
 
-def _three_dims(x: Tensor, dim: int) -> Tensor:
+def _to_three_dims(x: Tensor, dim: int) -> Tensor:
     """x as (outer, length, inner), contiguous."""
     if x.ndim == 0:
         return x.reshape(1, 1, 1)
@@ -127,7 +127,7 @@ def _three_dims(x: Tensor, dim: int) -> Tensor:
     return x.reshape(outer, x.shape[dim], inner).contiguous()
 
 
-def _rows_of_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
+def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
     """(outer|1, length, inner|1): not repeated where it is the same for all outer or all inner."""
     if starts is None:
         return None
@@ -135,11 +135,11 @@ def _rows_of_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None
     if starts.ndim <= 1:
         return starts.expand(x.shape[dim] if x.ndim else 1).reshape(1, -1, 1).contiguous()
     sizes = [1] * (x.ndim - starts.ndim) + list(starts.shape)
-    outer, inner = _common(sizes[:dim], x.shape[:dim]), _common(sizes[dim + 1 :], x.shape[dim + 1 :])
-    return _three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
+    outer, inner = _common_sizes(sizes[:dim], x.shape[:dim]), _common_sizes(sizes[dim + 1 :], x.shape[dim + 1 :])
+    return _to_three_dims(starts.reshape(sizes).expand(*outer, x.shape[dim], *inner), dim)
 
 
-def _common(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
+def _common_sizes(sizes: Sequence[int], wanted: Sequence[int]) -> Sequence[int]:
     return sizes if math.prod(sizes) == 1 else wanted
 
 

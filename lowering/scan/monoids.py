@@ -33,7 +33,7 @@ class Monoid:
     floating: bool = False
 
     @property
-    def selects(self) -> bool:
+    def has_index(self) -> bool:
         """Is the result one of the operands, so that it has an index?"""
         return self.name in ("max", "min")
 
@@ -59,7 +59,7 @@ MONOIDS = {
 }
 
 
-def segmented(combine: Combine) -> Combine:
+def segment_combine(combine: Combine) -> Combine:
     """States (start, values): nothing is carried into a state that holds the start of a segment."""
 
     def join(left: Any, right: Any) -> Any:
@@ -71,23 +71,23 @@ def segmented(combine: Combine) -> Combine:
     return join
 
 
-def wins(op: str, later: Tensor, earlier: Tensor) -> Tensor:
+def is_later_extreme(op: str, later: Tensor, earlier: Tensor) -> Tensor:
     """Under max or min, bool: the later of equal values wins, NaN over all, as in torch.cummax."""
     won = later >= earlier if op == "max" else later <= earlier
     return won | later.isnan() if later.is_floating_point() else won
 
 
-def selecting(op: str) -> Combine:
+def select_combine(op: str) -> Combine:
     """States (value, index) under max or min."""
 
     def select(left: Pair, right: Pair) -> Pair:
-        later = wins(op, right[0], left[0])
+        later = is_later_extreme(op, right[0], left[0])
         return torch.where(later, right[0], left[0]), torch.where(later, right[1], left[1])
 
     return select
 
 
-def compose(left: Pair, right: Pair) -> Pair:
+def compose_affine(left: Pair, right: Pair) -> Pair:
     """States (a, b) are maps h -> a * h + b; left is applied first."""
     return left[0] * right[0], torch.addcmul(right[1], right[0], left[1])
 
@@ -103,7 +103,7 @@ def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) ->
     return torch.promote_types(dtype, torch.float32)
 
 
-def scannable(dtype: torch.dtype) -> bool:
+def is_scannable(dtype: torch.dtype) -> bool:
     """Are there scans of it? Bool, uint8, int8 to int64, and floating-point numbers of 16 bits or more."""
     if dtype.is_floating_point:
         return dtype.itemsize > 1

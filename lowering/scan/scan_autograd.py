@@ -25,32 +25,43 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .carries import ExchangeWay, last_of, neighbours
-from .monoids import MONOIDS, Pair, accumulate_dtype, wins
-from .rank_chunks import Recurrence, ScanJob, before, end, met, recurred, row, scanned, selected, starts
+from .carries import CarryExchange, last_end, previous_ends
+from .monoids import MONOIDS, Pair, accumulate_dtype, is_later_extreme
+from .rank_chunks import (
+    RecurrenceSpec,
+    ScanSpec,
+    chunk_rows,
+    extremum_chunks,
+    join_boundaries,
+    last_rows,
+    recurrence_chunks,
+    scan_chunks,
+    segment_starts,
+    shift_rows,
+)
 
 
-def scan(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanJob) -> Tensor:
+def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanSpec) -> Tensor:
     """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
     return _ScanFunction.apply(x, cuts, first, last, job)[0]
 
 
-def extremes(x: Tensor, op: str, way: ExchangeWay) -> Pair:
+def extremes_with_grad(x: Tensor, op: str, way: CarryExchange) -> Pair:
     """The running extreme, differentiable, and its position, int64."""
     best, index, _ = _ExtremesFunction.apply(x, op, way)
     return best, index
 
 
-def recurrence(
-    a: Tensor, b: Tensor, initial: Tensor | None, job: Recurrence
+def recurrence_with_grad(
+    a: Tensor, b: Tensor, initial: Tensor | None, job: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """h, and as in `recurred` what is carried in and what comes out, of which h alone is differentiable."""
+    """h, and as in `recurrence_chunks` what is carried in and what comes out, of which h alone is differentiable."""
     return _RecurrenceFunction.apply(a, b, initial, job)
 
 
 class _ScanFunction(Function):
     generate_vmap_rule = True
-    forward = staticmethod(scanned)
+    forward = staticmethod(scan_chunks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -68,24 +79,26 @@ class _ScanFunction(Function):
             return None, None, None, None, None
         (cuts, cut, x, y, carry), job = ctx.saved_tensors, ctx.job
         if cut is not None:
-            cuts = met(cuts, cut, job.way)
+            cuts = join_boundaries(cuts, cut, job.way)
         if job.op == "sum":
-            dx = scan(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(ctx.x_dtype)
+            dx = scan_with_grad(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(
+                ctx.x_dtype
+            )
         else:
-            dx = _pulled_back(grad, x, y, carry, cuts, job)
+            dx = _scan_vjp(grad, x, y, carry, cuts, job)
         return dx, None, None, None, None
 
 
 class _ExtremesFunction(Function):
     generate_vmap_rule = True
-    forward = staticmethod(selected)
+    forward = staticmethod(extremum_chunks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         (x, op, way), (y, index, carry) = inputs, output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(kept for kept in (index, carry) if kept is not None))
-        ctx.job = ScanJob(op, False, way, x.dtype, x.dtype)
+        ctx.job = ScanSpec(op, False, way, x.dtype, x.dtype)
         ctx.save_for_backward(x, y, carry)
 
     @staticmethod
@@ -94,12 +107,12 @@ class _ExtremesFunction(Function):
         if grad is None:
             return None, None, None
         x, y, carry = ctx.saved_tensors
-        return _pulled_back(grad, x, y, carry, None, ctx.job), None, None
+        return _scan_vjp(grad, x, y, carry, None, ctx.job), None, None
 
 
 class _RecurrenceFunction(Function):
     generate_vmap_rule = True
-    forward = staticmethod(recurred)
+    forward = staticmethod(recurrence_chunks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -119,39 +132,41 @@ class _RecurrenceFunction(Function):
         # Exchanged in steps, one rank alone would know what comes out, which is the gradient of what goes in.
         back = job.way.back._replace(exchange="gather") if wants_initial else job.way.back
         dtype = torch.promote_types(grad.dtype, torch.float32)
-        w, carried, final = recurrence(a, grad, None, Recurrence(not job.lagged, back, dtype, job.accumulate))
+        w, carried, final = recurrence_with_grad(
+            a, grad, None, RecurrenceSpec(not job.lagged, back, dtype, job.accumulate)
+        )
         da = dinitial = None
         if wants_a and job.lagged:
-            da = h * before(w, _carried(w, carried, None, back), back)
+            da = h * shift_rows(w, _carried_states(w, carried, None, back), back)
         elif wants_a:
-            da = w * before(h, _carried(h, carry, initial, job.way), job.way)
+            da = w * shift_rows(h, _carried_states(h, carry, initial, job.way), job.way)
         if wants_initial:
-            dinitial = _comes_out(a, w, final, not job.lagged, back).to(job.dtype)
+            dinitial = _final_state(a, w, final, not job.lagged, back).to(job.dtype)
         return None if da is None else da.to(a.dtype), w.to(ctx.b_dtype), dinitial, None
 
 
-def _pulled_back(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanJob) -> Tensor:
+def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanSpec) -> Tensor:
     """The cotangent of x, from that of y."""
     way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
-    begins = None if cuts is None else starts(cuts, way)
+    begins = None if cuts is None else segment_starts(cuts, way)
     prior = y
     if not job.exclusive:
-        first = y.new_full(end(y, way).shape[1:], neutral)
-        prior = before(y, _carried(y, carry, first, way), way)
+        first = y.new_full(last_rows(y, way).shape[1:], neutral)
+        prior = shift_rows(y, _carried_states(y, carry, first, way), way)
         prior = prior if begins is None else prior.masked_fill(begins, neutral)
-    a, c = _linearised(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
+    a, c = _linearize_scan(job.op, x.to(y.dtype), prior, None if job.exclusive else y)
     if begins is not None:
         a = a.masked_fill(begins, 0)
         grad = grad.masked_fill(begins, 0) if job.exclusive else grad
     wide = accumulate_dtype("sum", torch.promote_types(y.dtype, job.accumulate), y.device)
     dtype = torch.promote_types(y.dtype, torch.float32)
-    w, carried, _ = recurrence(a, grad, None, Recurrence(not job.exclusive, way.back, dtype, wide))
+    w, carried, _ = recurrence_with_grad(a, grad, None, RecurrenceSpec(not job.exclusive, way.backward, dtype, wide))
     if job.exclusive:
-        w = before(w, _carried(w, carried, None, way.back), way.back)
+        w = shift_rows(w, _carried_states(w, carried, None, way.backward), way.backward)
     return (w.masked_fill(~c, 0) if c.dtype is torch.bool else c * w).to(x.dtype)
 
 
-def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: ExchangeWay) -> Tensor:
+def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, way: CarryExchange) -> Tensor:
     """What stands before each chunk's first row, (..., chunks, 1, ...): the end of the chunk before.
 
     first (...): before the first of all, zeros if None. carry: the same as it came in the forward, in which it was not
@@ -159,25 +174,25 @@ def _carried(y: Tensor, carry: Tensor | None, first: Tensor | None, way: Exchang
     """
     if carry is not None and not (torch.is_grad_enabled() and y.requires_grad):
         return carry.to(y.dtype)
-    ends = end(y, way)
+    ends = last_rows(y, way)
     first = y.new_zeros(ends.shape[1:]) if first is None else first.to(y.dtype)
-    return row(first[None] if way.alone else neighbours(ends, first, way), way)
+    return chunk_rows(first[None] if way.is_single else previous_ends(ends, first, way), way)
 
 
-def _comes_out(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: ExchangeWay) -> Tensor:
+def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: CarryExchange) -> Tensor:
     """What comes out of the last chunk of all."""
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
         return final
-    ends = end(w, way) * end(a, way) if lagged else end(w, way)
-    return ends[0] if way.alone else last_of(ends, way)
+    ends = last_rows(w, way) * last_rows(a, way) if lagged else last_rows(w, way)
+    return ends[0] if way.is_single else last_end(ends, way)
 
 
-def _linearised(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
+def _linearize_scan(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
     """a and c of the table above; prior: P."""
     if op == "prod":
         return x, prior
     if op in ("max", "min"):
-        won = wins(op, x, prior)
+        won = is_later_extreme(op, x, prior)
         return (~won).to(x.dtype), won
     y = torch.logaddexp(prior, x) if y is None else y
     same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and what came before is all there is

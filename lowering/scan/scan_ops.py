@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, column_along, folds_of, is_padded, known
+from sp_compile.lowering.base.frames import FrameArg, column_along, frame_folds, is_known, is_padded
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.torch_compat import is_functorch_tensor
 
 from . import scan_autograd as autograd
-from .carries import ExchangeWay
+from .carries import CarryExchange
 from .monoids import MONOIDS, Pair, accumulate_dtype, result_dtype
-from .rank_chunks import Recurrence, ScanJob
+from .rank_chunks import RecurrenceSpec, ScanSpec
 
 sp = torch.ops.sp
 _SHARD_ARGUMENTS = 'SymInt[]? frame=None, str exchange="gather", int n=1, str group=""'
@@ -36,17 +36,17 @@ class ScanShards(NamedTuple):
     n: int = 1
     group: str = ""
 
-    def way(self, x: Tensor, dim: int, reverse: bool) -> ExchangeWay:
+    def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
         """Which way a scan of x runs."""
         if self.exchange not in ("gather", "steps"):
             raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {self.exchange!r}")
         n = 1 if self.frame is None else self.n
-        folds = 1 if self.frame is None or n == 1 else folds_of(self.frame)
+        folds = 1 if self.frame is None or n == 1 else frame_folds(self.frame)
         if self.exchange == "steps" and folds > 1:
             raise ValueError("sp scan: exchange='steps' needs a contiguous frame; pass 'gather'")
-        return ExchangeWay(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
+        return CarryExchange(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
 
-    def masked(self, x: Tensor, dim: int, fill: float) -> Tensor:
+    def fill_padding(self, x: Tensor, dim: int, fill: float) -> Tensor:
         """``fill`` in padding."""
         return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
 
@@ -83,19 +83,19 @@ def scan(
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
     shards = ScanShards(*across)
-    way = shards.way(x, dim, reverse)
+    way = shards.carry_exchange(x, dim, reverse)
     dtype = result_dtype(op, x.dtype) if dtype is None else dtype
-    if known(x.shape[way.dim] == 0):
+    if is_known(x.shape[way.dim] == 0):
         return x.to(dtype, copy=True)
-    if accumulate is None or MONOIDS[op].selects:
+    if accumulate is None or MONOIDS[op].has_index:
         accumulate = accumulate_dtype(op, dtype, x.device)
     if shards.frame is None and segments is None and not _may_need_gradient(x):
         # What follows would do the same, with a share of the time that short scans notice.
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
-    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
-    job = ScanJob(op, exclusive, way, _kept(x, op, dtype, accumulate), accumulate)
-    out = autograd.scan(_chunked(x, way), *_cuts(segments, x, way), job)
+    x = shards.fill_padding(x, way.dim, MONOIDS[op].identity(x.dtype))
+    job = ScanSpec(op, exclusive, way, _saved_dtype(x, op, dtype, accumulate), accumulate)
+    out = autograd.scan_with_grad(_to_chunks(x, way), *_segment_cuts(segments, x, way), job)
     return shards.window(out.flatten(way.dim, way.rows).to(dtype), way.dim)
 
 
@@ -113,12 +113,12 @@ def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) 
         best, index = sp.extremes(x[None], 0, op, reverse)
         return best[0], index[0]
     shards = ScanShards(*across)
-    way = shards.way(x, dim, reverse)
-    if known(x.shape[way.dim] == 0):
+    way = shards.carry_exchange(x, dim, reverse)
+    if is_known(x.shape[way.dim] == 0):
         return x.clone(), torch.empty_like(x, dtype=torch.int64)
-    x = shards.masked(x, way.dim, MONOIDS[op].identity(x.dtype))
-    best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes(_chunked(x, way), op, way))
-    if shards.frame is not None and not known(shards.frame[2] == 0):
+    x = shards.fill_padding(x, way.dim, MONOIDS[op].identity(x.dtype))
+    best, index = (y.flatten(way.dim, way.rows) for y in autograd.extremes_with_grad(_to_chunks(x, way), op, way))
+    if shards.frame is not None and not is_known(shards.frame[2] == 0):
         index = index - shards.frame[2]
     return shards.window(best, way.dim), shards.window(index, way.dim)
 
@@ -149,25 +149,25 @@ def linear_scan(
         first = None if initial is None else initial.reshape(())
         return sp.linear_scan(a[None], b[None], first, 0, reverse, accumulate)[0]
     shards = ScanShards(*across)
-    way = shards.way(a, dim, reverse)
+    way = shards.carry_exchange(a, dim, reverse)
     if initial is not None:
         initial = initial.to(dtype).expand([size for d, size in enumerate(a.shape) if d != way.dim])
     accumulate = accumulate_dtype("sum", dtype, a.device) if accumulate is None else accumulate
     a, b = a.to(dtype), b.to(dtype)
-    if known(a.shape[way.dim] == 0):
+    if is_known(a.shape[way.dim] == 0):
         return a * b
-    a, b = shards.masked(a, way.dim, 1), shards.masked(b, way.dim, 0)
-    job = Recurrence(False, way, dtype, accumulate)
-    h = autograd.recurrence(_chunked(a, way), _chunked(b, way), initial, job)[0]
+    a, b = shards.fill_padding(a, way.dim, 1), shards.fill_padding(b, way.dim, 0)
+    job = RecurrenceSpec(False, way, dtype, accumulate)
+    h = autograd.recurrence_with_grad(_to_chunks(a, way), _to_chunks(b, way), initial, job)[0]
     return shards.window(h.flatten(way.dim, way.rows), way.dim)
 
 
-def _chunked(x: Tensor, way: ExchangeWay) -> Tensor:
+def _to_chunks(x: Tensor, way: CarryExchange) -> Tensor:
     """(..., S, ...) -> (..., chunks, rows, ...), a view."""
     return x.unflatten(way.dim, (way.folds, x.shape[way.dim] // way.folds))
 
 
-def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
+def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     """The ids with as many dims as x; of sizes that broadcast, and S in dim."""
     if segments.ndim == 1:
         segments = column_along(segments, dim, x.ndim)
@@ -175,17 +175,17 @@ def _aligned(segments: Tensor, x: Tensor, dim: int) -> Tensor:
     return segments.expand([x.shape[d] if d == dim else segments.shape[d] for d in range(x.ndim)])
 
 
-def _cuts(segments: Tensor | None, x: Tensor, way: ExchangeWay) -> Cuts:
+def _segment_cuts(segments: Tensor | None, x: Tensor, way: CarryExchange) -> Cuts:
     """cuts, and the two ends of the ids; see ``rank_chunks.py``."""
     if segments is None:
         return None, None, None
-    ids = _chunked(_aligned(segments, x, way.dim), way)
+    ids = _to_chunks(_expand_segments(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
     ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
     # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], way.rows)
     cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
-    return (cuts, None, None) if way.alone else (cuts, *ends)
+    return (cuts, None, None) if way.is_single else (cuts, *ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:
@@ -193,7 +193,7 @@ def _may_need_gradient(x: Tensor) -> bool:
     return is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
 
 
-def _kept(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
+def _saved_dtype(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
     """The dtype that a scan's backward gets its result in: errors of exp(x - y) add up along its recurrence."""
     if op in ("prod", "logsumexp") and _may_need_gradient(x):
         return torch.promote_types(dtype, accumulate)

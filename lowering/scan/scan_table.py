@@ -2,7 +2,8 @@
 
 A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a module
 (or an object) with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and
-its tensors, as `kernels.generic.Kernels` describes them; it needs only those for which it fits. The ways here are the
+its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for which it fits. The ways here
+are the
 modules of `kernels`, which imports them. They have rank 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch)
 and 40 (in blocks of torch operations, which always fits). One that only calls torch's own operator says
 OF_TORCH = True.
@@ -19,7 +20,7 @@ from torch import Tensor
 from sp_compile.lowering.base.registry import Table
 
 
-class Problem(NamedTuple):
+class ScanProblem(NamedTuple):
     """What a row of the table decides by. kind: "scan", "extremes", "linear" or "linear_total".
 
     x is (outer, length, inner) of dtype, the result of result's. total: is a scan asked for its total?
@@ -41,7 +42,7 @@ class Problem(NamedTuple):
     total: bool = True
 
     @classmethod
-    def of(cls, kind: str, x: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: Any) -> Problem:
+    def of(cls, kind: str, x: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: Any) -> ScanProblem:
         """The problem of x, (outer, length, inner)."""
         outer, length, inner = x.shape
         return cls(kind, x.device.type, outer, length, inner, x.dtype, result, accumulate, **options)
@@ -51,20 +52,20 @@ SMALL_SCAN = 1 << 17  # elements; to call what Python launches takes longer than
 
 
 LOWERINGS: Table[Any] = Table("scan: the lowering table")
-register, choose, using = LOWERINGS.register, LOWERINGS.choose, LOWERINGS.using
+register_lowering, choose_lowering, using_lowering = LOWERINGS.register, LOWERINGS.choose, LOWERINGS.use_row
 
 
-def kernel(problem: Problem) -> Callable[..., Any]:
+def solve(problem: ScanProblem) -> Callable[..., Any]:
     """The function that solves a problem."""
-    return getattr(LOWERINGS[choose(problem)], problem.kind)
+    return getattr(LOWERINGS[choose_lowering(problem)], problem.kind)
 
 
-def is_of_torch(problem: Problem) -> bool:
+def is_torch_lowering(problem: ScanProblem) -> bool:
     """Is torch's own operator the first way that fits?"""
-    return getattr(LOWERINGS[choose(problem)], "OF_TORCH", False)
+    return getattr(LOWERINGS[choose_lowering(problem)], "OF_TORCH", False)
 
 
-def strides_of(starts: Tensor | None) -> tuple[int, int, int]:
+def start_strides(starts: Tensor | None) -> tuple[int, int, int]:
     """From one outer, row and inner of (outer|1, length, inner|1) to the next: 0 where all share them."""
     if starts is None:
         return 0, 0, 0

@@ -15,9 +15,9 @@ from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
 
 from . import tile_ops as ops  # noqa: F401  (registers the operators)
 from .tile_program import PROGRAMS, TilePart
-from .tile_sums import ADDING, Adding
+from .tile_sums import TILE_SUMS, TileSum
 
-GROUPED_PRODUCTS = {
+GROUPED_PRODUCT_OPS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
@@ -30,7 +30,7 @@ def tiles_forward_flops(
     rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
     """Of the program. Shapes: those of ``sp::tiles_forward``."""
-    return _flops(rows, program, "forward")
+    return _tiled_flops(rows, program, "forward")
 
 
 @register_flop_formula(torch.ops.sp.tiles_at_once, get_raw=True)
@@ -38,7 +38,7 @@ def tiles_at_once_flops(
     rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
     """Of the program and its gradients."""
-    return _flops(rows, program, "gradients")
+    return _tiled_flops(rows, program, "gradients")
 
 
 @register_flop_formula(torch.ops.sp.tiles_backward, get_raw=True)
@@ -53,19 +53,19 @@ def tiles_backward_flops(
     **_meta: Any,
 ) -> int:
     """Of the gradients, and of what is computed again for them."""
-    return _flops(rows, program, "gradients")
+    return _tiled_flops(rows, program, "gradients")
 
 
-def _flops(rows: list[Tensor], program: str, part: str) -> int:
+def _tiled_flops(rows: list[Tensor], program: str, part: str) -> int:
     found = PROGRAMS[program]
     _, body = max(found.bodies.items())
     one: TilePart = getattr(body, part)
     length = size_hint(one.inputs[0].shape[found.rows[0]])
-    sums = [ADDING[value.adds] for value in found.gradients] if part == "gradients" else []
-    return (_flops_of(one) + _added_up(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
+    sums = [TILE_SUMS[value.adds] for value in found.gradients] if part == "gradients" else []
+    return (_graph_flops(one) + _accumulated_flops(one, sums)) * size_hint(rows[0].shape[found.rows[0]]) // length
 
 
-def _added_up(part: TilePart, sums: list[Adding]) -> int:
+def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
     """Of the products that a loop adds to its sums, which a tile gives as matrices."""
     results = part.graph.graph.output_node().args[0]
     behind = iter(results[len(results) - sum(way.parts for way in sums) :])
@@ -73,15 +73,15 @@ def _added_up(part: TilePart, sums: list[Adding]) -> int:
 
 
 @cache
-def _flops_of(part: TilePart) -> int:
+def _graph_flops(part: TilePart) -> int:
     """Of the matrix products of a tile's graph."""
-    return sum(map(flops_of, part.graph.graph.nodes))
+    return sum(map(node_flops, part.graph.graph.nodes))
 
 
-def flops_of(node: Node) -> int:
+def node_flops(node: Node) -> int:
     """Of a matrix product or an attention, as torch counts them, and of a grouped product; 0 of all else."""
     if is_grouped_product(node):
-        return GROUPED_PRODUCTS[schema_of(node.target).name] * _of_groups(*node.args[:2])
+        return GROUPED_PRODUCT_OPS[schema_of(node.target).name] * _grouped_flops(*node.args[:2])
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
@@ -90,10 +90,10 @@ def flops_of(node: Node) -> int:
 
 def is_grouped_product(node: Node) -> bool:
     """Does it multiply each group of rows with a matrix of its own, or make one matrix of each?"""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCTS
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 
-def _of_groups(a: Node, b: Node) -> int:
+def _grouped_flops(a: Node, b: Node) -> int:
     """(R, I), (E, I, O) or (I, R), (R, O): each row is in one group, so as of one product; of E, where both have E."""
     x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])

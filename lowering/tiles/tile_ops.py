@@ -1,4 +1,5 @@
-"""``sp::tiled``: rows go through a program tile by tile, and so do their gradients; nothing of a tile's inside is kept.
+"""``sp::run_tiled``: rows go through a program tile by tile, and so do their gradients; nothing of a tile's inside
+is kept.
 
 Operands are `rows`, cut along the dim that the program names, and `whole`, which every tile reads. A program is
 called once a tile by one loop, so what is compiled does not grow with the number of tiles, and what all tiles add to
@@ -20,7 +21,7 @@ from sp_compile.lowering.base.library import composite, opaque
 from .tile_program import ANY_LENGTH, PROGRAMS, TileBody, TilePart, TileProgram, TileValue
 
 sp = torch.ops.sp
-Given = list[Tensor]
+TileOperands = list[Tensor]
 TILE_ARGUMENTS = "Tensor[] rows, Tensor[] whole, int tiles, str program, Tensor? seed"
 
 
@@ -29,7 +30,7 @@ def tile_length(rows: int, tiles: int) -> int:
     return -(-rows // tiles)
 
 
-def _tiles(program: TileProgram, rows: Given, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
+def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
     """(what runs it, its first row, how many rows) of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would be other programs: sizes of 1 broadcast
@@ -43,14 +44,14 @@ def _tiles(program: TileProgram, rows: Given, tiles: int) -> Iterator[tuple[Tile
         first += length
 
 
-def _cut(values: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> Given:
+def _cut_tile(values: Sequence[Tensor], dims: Sequence[int | None], first: int, length: int) -> TileOperands:
     return [
         x if dim is None else x.narrow(dim, first, length).contiguous() for x, dim in zip(values, dims, strict=True)
     ]
 
 
 @contextmanager
-def _drawing(seed: Tensor | None, device: torch.device) -> Iterator[None]:
+def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
     """The generators are the caller's again behind it."""
     if seed is None:
         yield
@@ -59,42 +60,42 @@ def _drawing(seed: Tensor | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _loop(
+def _run_tiles(
     program: TileProgram,
-    rows: Given,
-    whole: Given,
+    rows: TileOperands,
+    whole: TileOperands,
     tiles: int,
     seed: Tensor | None,
     made: Sequence[TileValue],
-    cotangents: Given,
-) -> Given:
+    cotangents: TileOperands,
+) -> TileOperands:
     """Call the part that makes these values for each tile, with the cotangents' rows if there are any.
 
     seed: of what tiles draw, each from a state of its own, which a backward that draws it again comes back to.
     """
     given = [*rows, *whole, *cotangents]
-    dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable(program)[: len(cotangents)])]
+    dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
     sizes = program.sizes([*rows, *whole])
     totals = [value.begin(sizes, rows[0]) for value in made]
     begin = None if seed is None else int(seed.item())
-    with torch.autocast(rows[0].device.type, enabled=False), _drawing(seed, rows[0].device):
-        for body, first, length in _tiles(program, rows, tiles):
+    with torch.autocast(rows[0].device.type, enabled=False), _tile_rng(seed, rows[0].device):
+        for body, first, length in _iterate_tiles(program, rows, tiles):
             if begin is not None:
                 torch.manual_seed(begin + first)
             part: TilePart | None = body.forward if made is program.results else body.gradients
             assert part is not None
-            parts = iter(part(_cut(given, dims, first, length)))
+            parts = iter(part(_cut_tile(given, dims, first, length)))
             for value, total in zip(made, totals):
                 value.put(total, parts, first, length)
             del parts  # or they would stay while the next tile's are made
     return [total.to(value.dtype) for value, total in zip(made, totals)]
 
 
-def _differentiable(program: TileProgram) -> list[TileValue]:
+def _differentiable_results(program: TileProgram) -> list[TileValue]:
     return [program.results[i] for i in program.differentiable]
 
 
-def _fake(rows: Given, whole: Given, name: str, *kinds: str) -> Given:
+def _fake_results(rows: TileOperands, whole: TileOperands, name: str, *kinds: str) -> TileOperands:
     program = PROGRAMS[name]
     sizes = program.sizes([*rows, *whole])
     return [value.empty(sizes, rows[0]) for kind in kinds for value in getattr(program, kind)]
@@ -102,49 +103,53 @@ def _fake(rows: Given, whole: Given, name: str, *kinds: str) -> Given:
 
 @opaque(
     f"tiles_forward({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake(rows, whole, program, "results"),
+    lambda rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "results"),
     replays=False,  # what a tile draws begins at a seed of the call
 )
-def tiles_forward(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
+def tiles_forward(
+    rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+) -> TileOperands:
     """The results of all tiles: rows where the program gives rows, sums over the tiles where it gives sums.
 
     Shapes: rows (.., R, ..), whole any -> as the program says. Peak: a tile's inside beside operands and results.
     """
     found = PROGRAMS[program]
-    return _loop(found, rows, whole, tiles, seed, found.results, [])
+    return _run_tiles(found, rows, whole, tiles, seed, found.results, [])
 
 
 @opaque(
     f"tiles_at_once({TILE_ARGUMENTS}) -> Tensor[]",
-    lambda rows, whole, tiles, program, seed: _fake(rows, whole, program, "results", "gradients"),
+    lambda rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "results", "gradients"),
     replays=False,
 )
-def tiles_at_once(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
+def tiles_at_once(
+    rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+) -> TileOperands:
     """The results of all tiles, and behind them the gradients of what wants one, for a cotangent of 1 of the result.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _loop(found, rows, whole, tiles, seed, (*found.results, *found.gradients), [])
+    return _run_tiles(found, rows, whole, tiles, seed, (*found.results, *found.gradients), [])
 
 
 @opaque(
     f"tiles_backward(Tensor[] cotangents, {TILE_ARGUMENTS}) -> Tensor[]",
-    lambda cotangents, rows, whole, tiles, program, seed: _fake(rows, whole, program, "gradients"),
+    lambda cotangents, rows, whole, tiles, program, seed: _fake_results(rows, whole, program, "gradients"),
     replays=False,
 )
 def tiles_backward(
-    cotangents: Given, rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None
-) -> Given:
+    cotangents: TileOperands, rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
+) -> TileOperands:
     """The gradients of what wants one; the inside of a tile is computed again.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
     found = PROGRAMS[program]
-    return _loop(found, rows, whole, tiles, seed, found.gradients, cotangents)
+    return _run_tiles(found, rows, whole, tiles, seed, found.gradients, cotangents)
 
 
-class _Again(torch.autograd.Function):
+class _RecomputeFunction(torch.autograd.Function):
     """Keeps the operands; the backward computes a tile's inside again."""
 
     @staticmethod
@@ -155,7 +160,7 @@ class _Again(torch.autograd.Function):
         results = sp.tiles_forward.default(rows, whole, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
         ctx.many, ctx.tiles, ctx.program = many, tiles, program
-        ctx.mark_non_differentiable(*_not_differentiable(PROGRAMS[program], results))
+        ctx.mark_non_differentiable(*_mark_non_differentiable(PROGRAMS[program], results))
         return tuple(results)
 
     @staticmethod
@@ -165,10 +170,10 @@ class _Again(torch.autograd.Function):
         rows, whole = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
         made = sp.tiles_backward.default(cotangents, rows, whole, ctx.tiles, ctx.program, seed)
-        return None, None, None, None, *_in_place_of(operands, found, made)
+        return None, None, None, None, *_grads_for_operands(operands, found, made)
 
 
-class _AtOnce(torch.autograd.Function):
+class _AtOnceFunction(torch.autograd.Function):
     """Keeps gradients for a cotangent of 1; the backward multiplies them by what it is given."""
 
     @staticmethod
@@ -181,7 +186,7 @@ class _AtOnce(torch.autograd.Function):
         ctx.save_for_backward(*gradients)
         ctx.program, ctx.count = program, len(operands)
         ctx.dtypes = [operands[i].dtype for i in found.wanted]
-        ctx.mark_non_differentiable(*_not_differentiable(found, results))
+        ctx.mark_non_differentiable(*_mark_non_differentiable(found, results))
         return tuple(results)
 
     @staticmethod
@@ -192,20 +197,20 @@ class _AtOnce(torch.autograd.Function):
         # What has no gradient has none of a mean over no tokens either, though that sends back an infinity.
         scaled = ((x * given).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
         made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return None, None, None, None, *_in_place_of([None] * ctx.count, found, made)
+        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, made)
 
 
-def _not_differentiable(program: TileProgram, results: Given) -> Given:
+def _mark_non_differentiable(program: TileProgram, results: TileOperands) -> TileOperands:
     return [x for i, x in enumerate(results) if i not in program.differentiable]
 
 
-def _in_place_of(operands: Sequence[Any], program: TileProgram, made: Given) -> list[Tensor | None]:
+def _grads_for_operands(operands: Sequence[Any], program: TileProgram, made: TileOperands) -> list[Tensor | None]:
     found = dict(zip(program.wanted, made, strict=True))
     return [found.get(i) for i in range(len(operands))]
 
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
-def tiled(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | None) -> Given:
+def run_tiled(rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
     """The program on all rows, tile by tile, differentiable once.
 
     seed: () int64 on the CPU, of what a program draws; None of one that draws nothing.
@@ -219,5 +224,5 @@ def tiled(rows: Given, whole: Given, tiles: int, program: str, seed: Tensor | No
     if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
         with torch.no_grad():  # what a region reads under no_grad may want a gradient, which the operator has none of
             return list(sp.tiles_forward.default(rows, whole, tiles, program, seed))
-    step = _AtOnce if found.at_once else _Again
+    step = _AtOnceFunction if found.at_once else _RecomputeFunction
     return list(step.apply(len(rows), tiles, program, seed, *operands))

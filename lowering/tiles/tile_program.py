@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
-from sp_compile.lowering.torch_compat import evaluated, guards_hold, is_symbolic
+from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_symbolic
 
-from .tile_sums import ADDING
+from .tile_sums import TILE_SUMS
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
 """In the shape of a value: how many rows there are."""
@@ -27,10 +27,10 @@ Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
 
-def resolved(shape: Sequence[Any], of: Extents) -> list[Any]:
+def resolve_shape(shape: Sequence[Any], of: Extents) -> list[Any]:
     """The shape where the symbols are these."""
     found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
-    return [evaluated(x, of) if isinstance(x, sympy.Expr) else x for x in found]
+    return [evaluate_expr(x, of) if isinstance(x, sympy.Expr) else x for x in found]
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class TilePart:
     graph: GraphModule
     inputs: list[Tensor]
     run: Callable[..., Any] = field(init=False)
-    compiled_by: Any = None
+    compiler_key: Any = None
     strides: list[tuple[int, ...] | None] = field(init=False)
     fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class TilePart:
 
     def __call__(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """given: of the shapes that the graph was traced with; strides are made those, too."""
-        given = [_laid_out(x, strides) for x, strides in zip(given, self.strides, strict=True)]
+        given = [_with_strides(x, strides) for x, strides in zip(given, self.strides, strict=True)]
         return self.run(*given) if self._fits(given) else self.graph(*given)
 
     def _fits(self, given: Sequence[Tensor]) -> bool:
@@ -62,19 +62,19 @@ class TilePart:
             return True
         extents = tuple(n for x, strides in zip(given, self.strides) if strides is None for n in x.shape)
         if extents not in self.fits:
-            self.fits[extents] = guards_hold(self.inputs, given)
+            self.fits[extents] = check_guards(self.inputs, given)
         return self.fits[extents]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
         """Let a compiler make it, once for each key."""
-        if self.compiled_by != key:
+        if self.compiler_key != key:
             with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
                 self.run = compiler(self.graph, self.inputs)
-            self.compiled_by = key
+            self.compiler_key = key
             self.fits.clear()
 
 
-def _laid_out(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     if strides is None:
         return x.contiguous()
     if x.stride() == strides:
@@ -89,7 +89,8 @@ class TileValue:
     """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
 
     shape: of ints, and of what `TileProgram.sizes` knows. adds: how a tile gives its part of the sum, a name of
-    `sums.ADDING`. dtype: that it is returned in; a sum over the tiles is added up in at least float32. order: its dims
+    `sums.TILE_SUMS`. dtype: that it is returned in; a sum over the tiles is added up in at least float32. order: its
+    dims
     from the slowest to the fastest, where that is not theirs.
     """
 
@@ -101,7 +102,7 @@ class TileValue:
 
     def sizes(self, of: Extents) -> list[Any]:
         """The shape in a call."""
-        return resolved(self.shape, of)
+        return resolve_shape(self.shape, of)
 
     def empty(self, of: Extents, like: Tensor) -> Tensor:
         """Where it goes when it is whole, on the device of `like`."""
@@ -120,7 +121,7 @@ class TileValue:
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(parts))
         else:
-            way = ADDING[self.adds]
+            way = TILE_SUMS[self.adds]
             way.add(total, *(next(parts) for _ in range(way.parts)))
 
 
@@ -159,13 +160,13 @@ class TileProgram:
     wanted: tuple[int, ...]
     gradients: tuple[TileValue, ...]
     at_once: bool
-    places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
+    symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
         """What the symbols are for these operands, rows and then whole ones."""
         return {
             ROWS: operands[0].shape[self.rows[0]],
-            **{symbol: operands[i].shape[d] for symbol, (i, d) in self.places},
+            **{symbol: operands[i].shape[d] for symbol, (i, d) in self.symbol_places},
         }
 
     def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:

@@ -19,7 +19,7 @@ from sp_compile.lowering.torch_compat import size_hint
 
 
 @dataclass(frozen=True)
-class Adding:
+class TileSum:
     """parts: tensors that a tile gives. add: (sum, *parts), in place. flops: of that, by the parts' shapes."""
 
     parts: int
@@ -53,9 +53,9 @@ def _group_flops(*shapes: Any) -> int:
     return 2 * math.prod(map(size_hint, (rows, m, n)))
 
 
-ADDING = {
-    "": Adding(1, Tensor.add_),
-    "product": Adding(2, _add_product, _product_flops),
-    "groups": Adding(3, _add_groups, _group_flops),
-    "rows": Adding(2, lambda total, x, at: total.index_put_((at,), x, accumulate=True)),
+TILE_SUMS = {
+    "": TileSum(1, Tensor.add_),
+    "product": TileSum(2, _add_product, _product_flops),
+    "groups": TileSum(3, _add_groups, _group_flops),
+    "rows": TileSum(2, lambda total, x, at: total.index_put_((at,), x, accumulate=True)),
 }

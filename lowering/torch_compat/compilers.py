@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 JointTransform = Callable[[torch.fx.GraphModule], None]
 
 
-class HalvesTransform(Protocol):
+class PartitionTransform(Protocol):
     """Changes a forward and its backward in place; so many of the forward's results are its caller's.
 
     alone: the same for a forward without one. key: the same for what does the same.
@@ -32,9 +32,9 @@ class HalvesTransform(Protocol):
     @property
     def key(self) -> str: ...
 
-    def both(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
+    def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
 
-    def alone(self, forward: torch.fx.GraphModule) -> None: ...
+    def run_inference(self, forward: torch.fx.GraphModule) -> None: ...
 
 
 JOINT_COMPILERS = ("inductor", "aot_eager")
@@ -51,16 +51,16 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
     return functorch_config.patch(is_non_builtin_to_include=True, **ours)
 
 
-def compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """A torch.compile backend as a function of (graph, example inputs). patches: of Inductor's settings."""
     if name == "inductor":
-        return partial(inductor, patches=patches)
+        return partial(compile_with_inductor, patches=patches)
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
 
 
-def nested(compiler: Callable[..., Any]) -> Callable[..., Any]:
+def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
     """The compiler for a graph of its own inside a compilation, which is to learn nothing of it.
 
     Of fake tensors; without gradients.
@@ -75,7 +75,7 @@ def nested(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def inductor(
+def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[..., Any]:
     """Inductor, without its padding of strides on GPUs. patches: of its settings, while it compiles.
@@ -92,14 +92,14 @@ def inductor(
     return run
 
 
-def mode_options() -> dict[str, dict[str, Any]]:
+def inductor_mode_options() -> dict[str, dict[str, Any]]:
     """Inductor's settings for each `mode=` of torch.compile, by name."""
     from torch._inductor import list_mode_options
 
     return list_mode_options()
 
 
-def compiled_half() -> str:
+def current_partition() -> str:
     """What AOTAutograd is compiling just now, in any thread: "joint", "forward", "backward", "inference", or ""."""
     from torch._functorch._aot_autograd import logging_utils
 
@@ -107,10 +107,10 @@ def compiled_half() -> str:
     return str(found[0]).partition("_")[2] if found else ""
 
 
-SOURCES = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
+SOURCES_MARK = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 
 
-KERNEL = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
+KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
 
 
 class CodeLine(NamedTuple):
@@ -124,7 +124,7 @@ class CodeLine(NamedTuple):
     kernel: str = ""
 
 
-def lines_in_code(error: BaseException) -> Iterator[CodeLine]:
+def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
     """The line of each frame of compiled code that the error has come through, outermost first.
 
     Of code of Inductor's the comment above a line has its sources, of a graph that runs as it is the line's node.
@@ -134,16 +134,16 @@ def lines_in_code(error: BaseException) -> Iterator[CodeLine]:
         frame, number = step.tb_frame, step.tb_lineno
         file, owner = frame.f_code.co_filename, frame.f_locals.get("self")
         if isinstance(owner, torch.fx.GraphModule) and frame.f_code.co_name == "forward":
-            yield _of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
-        elif found := SOURCES.match(linecache.getline(file, number - 1)):
+            yield _line_of_node(owner, linecache.getline(file, number).strip().partition(" = ")[0])
+        elif found := SOURCES_MARK.match(linecache.getline(file, number - 1)):
             yield CodeLine(found[1].split(", "))
-        elif kernel := KERNEL.match(linecache.getline(file, number)):
-            after = (SOURCES.match(line) for line in linecache.getlines(file)[number:])
+        elif kernel := KERNEL_PATTERN.match(linecache.getline(file, number)):
+            after = (SOURCES_MARK.match(line) for line in linecache.getlines(file)[number:])
             yield CodeLine(next((one[1].split(", ") for one in after if one), []), kernel=kernel[1])
         step = step.tb_next
 
 
-def _of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
+def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
     """A line that computes a node."""
     nodes = [node for node in gm.graph.nodes if node.name == name]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
@@ -151,33 +151,33 @@ def _of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
     return CodeLine([name, *sources], "".join(traces))
 
 
-_late: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
-_entered = contextlib.ExitStack()
+_late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+_entered_backwards = contextlib.ExitStack()
 
 
-def around_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
+def wrap_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
     """Have the backward of the graph that is compiled now compiled inside `around()`, if torch leaves it for later."""
     from torch._dynamo.callback import callback_handler
     from torch._guards import CompileContext
 
-    _late[str(CompileContext.current_compile_id())] = around
-    if _begin_late not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
-        callback_handler.register_start_callback(_begin_late)
-        callback_handler.register_end_callback(_end_late)
+    _late_backwards[str(CompileContext.current_compile_id())] = around
+    if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
+        callback_handler.register_start_callback(_start_late_backward)
+        callback_handler.register_end_callback(_finish_late_backward)
 
 
 @torch.compiler.disable  # torch holds a lock here, and eager code that goes backward is looked at by Dynamo
-def _begin_late(told: Any) -> None:
-    if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late:
-        _entered.enter_context(_late.pop(told.compile_id)())
+def _start_late_backward(told: Any) -> None:
+    if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late_backwards:
+        _entered_backwards.enter_context(_late_backwards.pop(told.compile_id)())
 
 
 @torch.compiler.disable
-def _end_late(told: Any) -> None:
-    _entered.close()
+def _finish_late_backward(told: Any) -> None:
+    _entered_backwards.close()
 
 
-def cache_hits() -> int:
+def count_cache_hits() -> int:
     """How many graphs this process has found in Inductor's and AOTAutograd's caches so far."""
     from torch._dynamo.utils import counters
 
@@ -190,12 +190,12 @@ def on_recompile_limit(tell: Callable[[str], object]) -> None:
     Dynamo has no hook for that, but it warns.
     """
 
-    def noticed(record: logging.LogRecord) -> bool:
+    def notice_partition(record: logging.LogRecord) -> bool:
         if "hit config." in str(record.msg):
             tell(record.getMessage().partition("To log all")[0].strip())
         return True
 
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(noticed)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(notice_partition)
 
 
 def has_cpp_compiler() -> bool:
@@ -224,9 +224,10 @@ def joint_compiler(
     transform: JointTransform,
     key: str | None,
     patches: Mapping[str, Any] | None = None,
-    halves: HalvesTransform | None = None,
+    halves: PartitionTransform | None = None,
 ) -> Callable[..., Any]:
-    """As `compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is partitioned.
+    """As `get_compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is
+    partitioned.
 
     Forward and backward in one graph; of an inference, the forward. halves: what is done to the two when they are cut
     apart; they are run in the order that it leaves. key: what both will do, for caches of compiled code; None if they
@@ -245,13 +246,13 @@ def joint_compiler(
         transform(gm)
         found = min_cut_rematerialization_partition(gm, inputs, **options)
         if halves is not None:
-            halves.both(found[0], found[1], options["num_fwd_outputs"])
+            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
         return found
 
     def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         transform(gm)
         if halves is not None:
-            halves.alone(gm)
+            halves.run_inference(gm)
         return boxed_nop(gm, inputs)
 
     return aot_autograd(
@@ -264,7 +265,7 @@ def joint_compiler(
 
 
 def _joint_inductor(
-    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: HalvesTransform | None
+    transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: PartitionTransform | None
 ) -> Callable[..., Any]:
     """Inductor with one more pass on the joint graph, after those of the user's own, and one on its halves.
 
@@ -284,8 +285,8 @@ def _joint_inductor(
             for one in self.earlier:
                 one(graph)
             transform(graph.owning_module)
-            if halves is not None and compiled_half() == "inference":
-                halves.alone(graph.owning_module)
+            if halves is not None and current_partition() == "inference":
+                halves.run_inference(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:
             """None if one of them has none, so that no cache keeps what they did."""
@@ -295,14 +296,14 @@ def _joint_inductor(
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         theirs = config.joint_custom_pre_pass
         earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
-        cut = {} if halves is None else {"custom_partitioner_fn": _partitioner(halves)}
+        cut = {} if halves is None else {"custom_partitioner_fn": _make_partitioner(halves)}
         with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
-            return inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
+            return compile_with_inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
 
     return run
 
 
-def _partitioner(halves: HalvesTransform) -> Any:
+def _make_partitioner(halves: PartitionTransform) -> Any:
     """For Inductor: torch's, or the user's own, and then `halves`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -313,7 +314,7 @@ def _partitioner(halves: HalvesTransform) -> Any:
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
             found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)
-            halves.both(found[0], found[1], options["num_fwd_outputs"])
+            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
             return found
 
         def uuid(self) -> tuple[Any, ...] | None:
@@ -326,12 +327,12 @@ def _partitioner(halves: HalvesTransform) -> Any:
     return Partitioner()
 
 
-def partitioned(
+def partition_joint_graph(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     transform: JointTransform | None,
     for_inductor: bool,
-    halves: HalvesTransform | None = None,
+    halves: PartitionTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
     """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
 
@@ -349,19 +350,19 @@ def partitioned(
         if transform is not None:
             transform(joint)
         if for_inductor:
-            joint = _changed_by_inductor(joint, values)
+            joint = _apply_inductor_passes(joint, values)
         found[:] = min_cut_rematerialization_partition(joint, values, **options)
         if halves is not None:
-            halves.both(found[0], found[1], options["num_fwd_outputs"])
+            halves.run_training(found[0], found[1], options["num_fwd_outputs"])
         return tuple(found)
 
     def infer(forward: torch.fx.GraphModule, values: Any) -> Any:
         if transform is not None:
             transform(forward)
         if halves is not None:
-            halves.alone(forward)
+            halves.run_inference(forward)
         if for_inductor:
-            forward = _changed_by_inductor(forward, values)
+            forward = _apply_inductor_passes(forward, values)
         found[:] = forward, None
         return boxed_nop(forward, values)
 
@@ -376,7 +377,7 @@ def partitioned(
     return found[0], found[1]
 
 
-def _changed_by_inductor(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
     """A joint graph, or an inference, behind Inductor's passes over it; 2.12 and older give nothing back.
 
     Of values on the meta device, which stand for those on another one, it would take all for constants.
@@ -399,7 +400,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def compiled_backwards(
+def find_backward_nodes(
     outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
 ) -> list[tuple[Any, frozenset[int]]]:
     """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
@@ -410,18 +411,18 @@ def compiled_backwards(
     """
     found: dict[int, tuple[Any, set[int]]] = {}
     for i, x in enumerate(outputs):
-        for node, number in _compiled_result(x) if isinstance(x, torch.Tensor) else ():
+        for node, number in _backward_of_result(x) if isinstance(x, torch.Tensor) else ():
             _, numbers = found.setdefault(id(node), (node, set()))
             numbers |= {number} if i in some else set()
     for node, _ in found.values():
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:
             run = forward.backward
-            forward.backward = staticmethod(_Around(run.run if isinstance(run, _Around) else run, around))
+            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, around))
     return [(node, frozenset(numbers)) for node, numbers in found.values()]
 
 
-def _compiled_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
+def _backward_of_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
     """The autograd node of AOTAutograd of which this is a result, and the number of that.
 
     Of several views of one value that is the value, from which the views are made when the program has run.
@@ -436,7 +437,7 @@ def _compiled_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
         ((node, number),), views = node.next_functions, views + 1
 
 
-class _Around:
+class _InContext:
     """A function, run inside a context."""
 
     def __init__(self, run: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:

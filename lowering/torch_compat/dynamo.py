@@ -62,7 +62,7 @@ def is_argument(node: Node) -> bool:
     return local and not is_module_state(node)
 
 
-def falls_back(error: BaseException) -> bool:
+def is_fallback_error(error: BaseException) -> bool:
     """Is it one on which Dynamo leaves a graph to eager code, where a backend raises it?"""
     return isinstance(error, exceptions_allowed_to_be_fallback)
 
@@ -126,7 +126,7 @@ def _called_by_user_code() -> bool:
     return False
 
 
-def trace_again_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
+def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
     """Have Dynamo trace the frame anew with symbols for these dims of inputs; raises what makes it do so.
 
     Returns where it was asked before, and has found a reason for a constant. It is the one restart that Dynamo lets out
@@ -165,14 +165,14 @@ def on_eager(
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
         ours = _backend_of(self) is backend
-        what = _entered(frame.f_code, sys._getframe(1)) if ours else None
+        what = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
         if ours and what is None and result.guarded_code is not None:
             whole = _compiled_module(sys._getframe(1))
             if whole is not None:
                 tell_of_piece(whole)
         elif what is not None and result.guarded_code is None:
             said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-            reason = _in_brief(said[-1]) if said else getattr(result, "skip_reason", None) or ""
+            reason = _shorten_reason(said[-1]) if said else getattr(result, "skip_reason", None) or ""
             tell(what, frame.f_code, reason)
         return result
 
@@ -186,7 +186,7 @@ def _backend_of(callback: Any) -> Any:
     return getattr(callback, "compiler_fn", callback)
 
 
-def _called(fn: Any) -> tuple[Any, CodeType | None]:
+def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
     """The module, or the name of the function, that a call of `fn` runs, and its code."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.nn.Module):
@@ -198,14 +198,14 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """The module that was given to torch.compile and whose call has come to this frame; None: a function."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    what, _ = _called(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    what, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
     return what if isinstance(what, torch.nn.Module) else None
 
 
 _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
-def _entered(code: CodeType, caller: FrameType | None) -> Any:
+def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
     """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
 
     caller: the innermost frame around the one that runs the code.
@@ -217,13 +217,13 @@ def _entered(code: CodeType, caller: FrameType | None) -> Any:
         return None
     if module is None:
         torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
-        _, given = _called(caller.f_locals.get("fn"))
+        _, given = _describe_callee(caller.f_locals.get("fn"))
         collected = given not in (code, None)  # a callback of the garbage collection, which may come at any time
         return None if torchs or collected else code.co_qualname
     return module if getattr(module.forward, "__code__", None) is code else None
 
 
-def _in_brief(words: str) -> str:
+def _shorten_reason(words: str) -> str:
     """The headings of what Dynamo says of code that it cannot trace."""
     parts = words.split("*** While handling this graph break, another graph break occurred: ***")
     return ", and then: ".join(part.strip().partition("\n")[0] for part in parts)
@@ -249,16 +249,16 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
 
 def is_under_ddp() -> bool:
     """Is the forward of a DistributedDataParallel running?"""
-    return _ddp() is not None
+    return _running_ddp() is not None
 
 
 def is_under_no_sync() -> bool:
     """Is it running, and will its backward leave gradients as they are?"""
-    ddp = _ddp()
+    ddp = _running_ddp()
     return ddp is not None and not ddp.require_backward_grad_sync
 
 
-def _ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+def _running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from .compilers import inductor_decompositions
 
 LN2 = math.log(2)
-_ALWAYS = {
+_NO_MASK = {
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BLOCKS_ARE_CONTIGUOUS": False,
@@ -34,7 +34,7 @@ _ALWAYS = {
 }
 """What the public function sets, of which templates make code."""
 
-Mod = Callable[..., Tensor]
+ModFunction = Callable[..., Tensor]
 
 
 @contextmanager
@@ -54,8 +54,8 @@ def flex_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    score_mod: Mod,
-    mask_mod: Mod,
+    score_mod: ModFunction,
+    mask_mod: ModFunction,
     tables: Sequence[Tensor],
     tile: int,
     scale: float,
@@ -66,9 +66,9 @@ def flex_forward(
 
     tables: as BlockMask orders them. reads: what both functions take behind their indices.
     """
-    mask = _mask(q, k, tables, tile, mask_mod)
+    mask = _make_block_mask(q, k, tables, tile, mask_mod)
     out, lse, *_ = torch.ops.higher_order.flex_attention(
-        q, k, v, score_mod, mask, scale, _options(options), tuple(reads), tuple(reads)
+        q, k, v, score_mod, mask, scale, _kernel_options(options), tuple(reads), tuple(reads)
     )
     return out, lse * LN2
 
@@ -80,8 +80,8 @@ def flex_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    score_mod: Mod,
-    mask_mod: Mod,
+    score_mod: ModFunction,
+    mask_mod: ModFunction,
     tables: Sequence[Tensor],
     tile: int,
     scale: float,
@@ -93,13 +93,26 @@ def flex_backward(
 
     learned: which of what is read needs a gradient, too; these come behind, in order.
     """
-    mask = _mask(q, k, tables, tile, mask_mod)
+    mask = _make_block_mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
         places = [q.new_zeros((), dtype=torch.int32) for _ in range(4)]
         leaves = [x.detach().requires_grad_() if i in learned else x for i, x in enumerate(reads)]
         forward, joint = create_fw_bw_graph(score_mod, (q.new_zeros((), requires_grad=True), *places), tuple(leaves))
     dq, dk, dv, captured = torch.ops.higher_order.flex_attention_backward(
-        q, k, v, out, lse / LN2, grad, None, forward, joint, mask, scale, _options(options), tuple(reads), tuple(reads)
+        q,
+        k,
+        v,
+        out,
+        lse / LN2,
+        grad,
+        None,
+        forward,
+        joint,
+        mask,
+        scale,
+        _kernel_options(options),
+        tuple(reads),
+        tuple(reads),
     )
     return dq, dk, dv, *(captured[i] for i in sorted(learned))
 
@@ -109,15 +122,17 @@ def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
     return mod_index(table, indices)
 
 
-def _mask(q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: Mod) -> tuple[Any, ...]:
+def _make_block_mask(
+    q: Tensor, k: Tensor, tables: Sequence[Tensor], tile: int, mask_mod: ModFunction
+) -> tuple[Any, ...]:
     return BlockMask((q.shape[2], k.shape[2]), *tables, (tile, tile), mask_mod).as_tuple()
 
 
-def _options(options: Mapping[str, int]) -> dict[str, Any]:
+def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
     """Never its kernel for a few queries, which has no log-sum-exps of blocks. Torch 2.11 to 2.15 have either name."""
     known = getattr(public, "FlexKernelOptions", None)
     named = "BACKEND" in getattr(known, "__annotations__", {})
-    return _ALWAYS | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | dict(options)
+    return _NO_MASK | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | dict(options)
 
 
 class FlexProgram:
@@ -134,12 +149,12 @@ class FlexProgram:
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         self._env, self._dynamic = env, any(dynamic)
         with torch.inference_mode(False), torch.autocast(xs[0].device.type, enabled=False):
-            self._fakes = [_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
+            self._fakes = [_make_fake(mode, x.detach(), dims) for x, dims in zip(xs, dynamic)]
             with tracing(TracingContext(mode)), torch.no_grad():
                 table = None if compile_graph else inductor_decompositions()
                 with mode:
                     graph = make_fx(fn, decomposition_table=table)(*self._fakes)
-                self._run = (compile_graph or _inductor)(graph, self._fakes)
+                self._run = (compile_graph or _compile_fx)(graph, self._fakes)
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
         """Whether these may be given: what was found out about lengths holds for them."""
@@ -150,7 +165,7 @@ class FlexProgram:
         return found
 
 
-def _inductor(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def _compile_fx(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -159,6 +174,6 @@ def _inductor(graph: torch.fx.GraphModule, fakes: Sequence[Tensor]) -> Callable[
     return run
 
 
-def _fake(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:
+def _make_fake(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(x.ndim)]
     return mode.from_tensor(x, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))

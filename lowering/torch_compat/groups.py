@@ -46,13 +46,13 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def every_group() -> list[dist.ProcessGroup]:
+def all_groups() -> list[dist.ProcessGroup]:
     """Every group that this process is in, oldest first."""
     world = dist.distributed_c10d._world
     return [group for group in world.pg_group_ranks if group in world.pg_names]
 
 
-def end_waits(group: dist.ProcessGroup) -> None:
+def abort_waits(group: dist.ProcessGroup) -> None:
     """Let every collective of the group raise that waits in this process, from any thread; it is of no use afterwards.
 
     Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive that gives up ends all that waits for the
@@ -64,16 +64,16 @@ def end_waits(group: dist.ProcessGroup) -> None:
             backend.abort()
             continue
         for peer in range(backend.size()):
-            if peer != backend.rank() and _gives_up(backend, peer):
+            if peer != backend.rank() and _abort_peer(backend, peer):
                 break
 
 
-def _gives_up(backend: Any, peer: int) -> bool:
+def _abort_peer(backend: Any, peer: int) -> bool:
     """Give up to receive from a rank; False if the connection to that one, and perhaps no other, is closed already."""
     never = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([never], peer, NEVER_SENT)
-        keep_for_good((work, never))
+        leak((work, never))
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -90,7 +90,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
 
 
-def carrier(group: dist.ProcessGroup, device: torch.device) -> str:
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that moves the group's tensors of a device, as in "nccl"; "" where it has none for them."""
     try:
         return str(group._get_backend(device).name())
@@ -111,12 +111,12 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> A
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def keep_for_good(it: object) -> None:
+def leak(it: object) -> None:
     """Never destroy it, at the end of the process either."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
 
 
-def let_gloo_finish(seconds: float = 1.0) -> None:
+def drain_gloo_threads(seconds: float = 1.0) -> None:
     """Give Gloo's threads, those of the user's groups too, so many seconds to drop what they exchanged last.
 
     Whoever waits for an exchange goes on before its thread has dropped the tensors. For one that Python knows it
@@ -125,14 +125,18 @@ def let_gloo_finish(seconds: float = 1.0) -> None:
     """
     deadline, idle = time.monotonic() + seconds, 0
     while idle < 2 and time.monotonic() < deadline:
-        time.sleep(LOOK)  # without the GIL: a thread that waits for it goes on here
-        idle = 0 if sys.platform == "linux" and any(map(_gloo_at_work, Path("/proc/self/task").iterdir())) else idle + 1
+        time.sleep(POLL_SECONDS)  # without the GIL: a thread that waits for it goes on here
+        idle = (
+            0
+            if sys.platform == "linux" and any(map(_is_gloo_thread_busy, Path("/proc/self/task").iterdir()))
+            else idle + 1
+        )
 
 
-LOOK = 0.002  # seconds
+POLL_SECONDS = 0.002  # seconds
 
 
-def _gloo_at_work(thread: Path) -> bool:
+def _is_gloo_thread_busy(thread: Path) -> bool:
     """Is it one of Gloo's, and does it run, or want to? One that waits for ranks, or for work, sleeps."""
     try:
         name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
@@ -146,7 +150,7 @@ def group_names(mesh: dist.DeviceMesh) -> list[str]:
     return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
 
 
-def flat_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
+def flatten_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
     """The mesh's axes as one, called `name`; creates a group once, so every rank of the mesh must call it."""
     return mesh._flatten(name)
 
@@ -169,7 +173,7 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
     return memory, _symmetric_memory.rendezvous(memory, group)
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Has a collective waited for a rank in vain, or lost it?"""
     named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
     words = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer, Broken pipe,

@@ -16,7 +16,7 @@ from torch._dynamo.source import NumpyTensorSource, TensorPropertySource
 from torch._dynamo.variables import TensorVariable
 from torch.fx import GraphModule, Node
 
-_ATTRIBUTE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_ATTRIBUTE_PATTERN = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
 def argument_name(node: Node) -> str:
@@ -35,13 +35,13 @@ def argument_name(node: Node) -> str:
         return node.name
     local = str(base.local_name)
     whole = source.name() if callable(source.name) else source.name
-    rest = _ATTRIBUTE.sub(r".\1", whole.removeprefix(f"L['{local}']").replace('"', "'"))
+    rest = _ATTRIBUTE_PATTERN.sub(r".\1", whole.removeprefix(f"L['{local}']").replace('"', "'"))
     if not parts:
         return local
     if getattr(base, "is_varkw", local == "kwargs"):
         return re.sub(r"^\['(\w+)'\]", r"\1", rest)
     if getattr(base, "is_varargs", local == "args"):
-        return re.sub(r"^\[(\d+)\]", lambda found: _positional(int(found[1])) or f"{local}[{found[1]}]", rest)
+        return re.sub(r"^\[(\d+)\]", lambda found: _positional_name(int(found[1])) or f"{local}[{found[1]}]", rest)
     of_model = source.guard_source.is_unspecialized_nn_module()
     return rest.removeprefix(".") if of_model else local + rest
 
@@ -54,7 +54,7 @@ def is_python_number(node: Node) -> bool:
     return bool(given.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
-def _positional(index: int) -> str:
+def _positional_name(index: int) -> str:
     """What the model that is compiled now calls its argument of this index; "" if it has no name for it."""
     locals_ = _compiled_locals()
     model = locals_.get("self", next(iter(locals_.get("args") or [None]), None))
@@ -78,7 +78,7 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     if reason is None or reason.graph_break or len(returned) != 1:
         return {}
     try:
-        fields = dict(_fields(returned[0].realize(), locals_["self"].side_effects.store_attr_mutations))
+        fields = dict(_tracked_fields(returned[0].realize(), locals_["self"].side_effects.store_attr_mutations))
         tensors = {name: value.realize() for name, value in fields.items()}
         named = {name: value.as_proxy().node.name for name, value in tensors.items() if type(value) is TensorVariable}
     except (AttributeError, KeyError, NotImplementedError):
@@ -86,22 +86,22 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     return {node: name for name, node in reversed(named.items())}
 
 
-UNTOLD = {"step_unsupported": "something there that it does not trace; TORCH_LOGS=graph_breaks says what"}
+UNKNOWN_BREAK = {"step_unsupported": "something there that it does not trace; TORCH_LOGS=graph_breaks says what"}
 """What Dynamo calls a break whose reason it keeps to itself, and what is said in its place."""
 
 
-def graph_break(gm: GraphModule) -> tuple[str, str] | None:
+def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
     """Where and why Dynamo ends this graph and goes on in Python: a stack trace, and its reason without advice."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
     words, *parts = (line.strip() for line in reason.reason.splitlines())
-    words = UNTOLD.get(words, words)
+    words = UNKNOWN_BREAK.get(words, words)
     explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
     return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([words, *explained]).rstrip(".")
 
 
-def _fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
+def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a value that Dynamo tracks, by name. attributes: that it has set of objects that it has made."""
     yield from attributes.get(value, {}).items()
     items = getattr(getattr(value, "_base_vt", value), "items", None)

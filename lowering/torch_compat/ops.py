@@ -78,7 +78,7 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 
 @contextmanager
-def losses_on_meta() -> Iterator[None]:
+def enable_losses_on_meta() -> Iterator[None]:
     """Give losses of classes their gradient on the meta device, where torch has a kernel of these that has none.
 
     Tried on 2.13. Under AOTAutograd they have a gradient of zeros there otherwise, of which no backward is needed.
@@ -86,7 +86,7 @@ def losses_on_meta() -> Iterator[None]:
     key = torch._C.DispatchKey.AutogradMeta
     aten: Any = torch.ops.aten
     pairs = (aten.nll_loss.default, aten.nll_loss_forward), (aten.nll_loss2d.default, aten.nll_loss2d_forward)
-    ours = [(op, _first_of(forward)) for op, forward in pairs if key not in op.py_kernels]
+    ours = [(op, _take_first_result(forward)) for op, forward in pairs if key not in op.py_kernels]
     for op, run in ours:
         op.py_kernels[key] = run
         op._dispatch_cache.clear()
@@ -98,7 +98,7 @@ def losses_on_meta() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def _first_of(forward: Any) -> Any:
+def _take_first_result(forward: Any) -> Any:
     def run(x: Any, y: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
         return forward(x, y, weight, reduction, ignore_index)[0]
 

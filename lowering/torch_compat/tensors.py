@@ -31,13 +31,13 @@ no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whos
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
     return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Read the frames of other threads: each that is looked at is allocated, and a collection that this would begin may
     run Python code, and so the other thread, which leaves the frame (CPython 3.11 ends with a segmentation fault then).
     """
@@ -52,7 +52,7 @@ def without_collection() -> Iterator[None]:
 
 def backward_threads() -> list[int]:
     """The threads that have called a backward which runs now."""
-    with without_collection():
+    with pause_gc():
         return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
 
 
@@ -62,13 +62,13 @@ def _calls_backward(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def in_transform() -> bool:
+def is_in_transform() -> bool:
     """Is one of torch.func's transforms at work?"""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
-def differentiating() -> Iterator[None]:
+def enable_autograd() -> Iterator[None]:
     """Autograd records inside, also in the body of an operator below it, and below a mode of torch_dispatch."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
@@ -85,19 +85,19 @@ def storage_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
+def tensor_versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
     """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
     try:
-        return numpy.fromiter(map(_version, xs), numpy.int64, len(xs))
+        return numpy.fromiter(map(_get_version, xs), numpy.int64, len(xs))
     except RuntimeError:
         return numpy.array([0 if x.is_inference() else x._version for x in xs], numpy.int64)
 
 
-_version = attrgetter("_version")
+_get_version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
-class _Addresses:
+class _ElementAddresses:
     """Where the elements of a strided tensor are, for numpy, which does not read them."""
 
     of: torch.Tensor
@@ -112,11 +112,11 @@ class _Addresses:
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Have two strided tensors an element in common? Also where that is too hard to find out."""
-    one, other = (numpy.asarray(_Addresses(x)) for x in (a, b))
+    one, other = (numpy.asarray(_ElementAddresses(x)) for x in (a, b))
     return bool(numpy.may_share_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
 
 
-def follows(mode: FakeTensorMode | None, fact: Any) -> bool:
+def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
     """Does the fact (a sympy relation) follow from guards that the program already has?
 
     Adds none.
@@ -131,21 +131,21 @@ def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
     return [guard.expr for guard in env.guards] if env is not None else []
 
 
-def unified(mode: FakeTensorMode, fact: Any) -> Any:
+def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
     """A fact about sizes, where symbols that were found to be equal are one."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
 
-def assume(mode: FakeTensorMode, fact: Any) -> bool:
+def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
     """Does a fact about sizes hold in this compilation? If so, it becomes a guard."""
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
 
 
-WIDE = 1 << 21
-"""`only_value` checks at most this many numbers."""
+WIDE_RANGE = 1 << 21
+"""`single_value` checks at most this many numbers."""
 
 
-def only_value(size: torch.SymInt) -> int | None:
+def single_value(size: torch.SymInt) -> int | None:
     """The number that a symbol is, where the guards of the program admit no other; None where they do. Adds no guard.
 
     A tree of every second row has a guard for each bit of its length. None of a wide range, too.
@@ -154,28 +154,30 @@ def only_value(size: torch.SymInt) -> int | None:
     if symbol.is_Integer:  # in the meantime
         return int(symbol)
     bounds = env.var_to_range.get(symbol)
-    if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE:
+    if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE_RANGE:
         return None
-    checks = _checks(size)
+    checks = _symbol_checks(size)
 
     def admitted(numbers: numpy.ndarray) -> bool:
         left = numbers[(numbers != hint) & (numbers >= int(bounds.lower)) & (numbers <= int(bounds.upper))]
         for check in checks:
-            left = left[_holds(check, str(symbol), left)]
+            left = left[_check_holds(check, str(symbol), left)]
         return left.size > 0
 
     every = numpy.array(range(int(bounds.lower), int(bounds.upper) + 1), dtype=object)
-    near = hint + numpy.array([sign * (1 << k) for k in range(WIDE.bit_length()) for sign in (1, -1)], dtype=object)
+    near = hint + numpy.array(
+        [sign * (1 << k) for k in range(WIDE_RANGE.bit_length()) for sign in (1, -1)], dtype=object
+    )
     return None if admitted(near) or admitted(every) else int(hint)
 
 
-def _checks(size: torch.SymInt) -> list[CodeType]:
+def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
     """What the program asks of a symbol alone, as expressions of Python."""
     facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
     return [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
 
 
-def depends_on(size: torch.SymInt) -> bool:
+def depends_on_size(size: torch.SymInt) -> bool:
     """Has the program asked for a size what other numbers answer otherwise? Also one that has become a number since."""
     symbol, hint = size.node.expr, size.node.hint
     if symbol.is_Integer or hint is None or not symbol.is_Symbol:
@@ -183,10 +185,10 @@ def depends_on(size: torch.SymInt) -> bool:
     others = numpy.array(
         [2, 3, *(max(n, 2) for k in range(20) for n in (hint >> k, hint << k, hint + k))], dtype=object
     )
-    return not all(_holds(check, str(symbol), others).all() for check in _checks(size))
+    return not all(_check_holds(check, str(symbol), others).all() for check in _symbol_checks(size))
 
 
-def _holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
+def _check_holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
     """Of which of Python's numbers, which never overflow, may an expression be true? All at once, if it has no `and`.
 
     Of all where it calls what has another name here.
@@ -211,13 +213,13 @@ SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 """Does a graph compiled with a symbol for a size, outside of Dynamo, take others? 2.11 writes the first down."""
 
 
-def guards_hold(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
+def check_guards(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
     """Does what was assumed of symbolic sizes, in a shape environment of their own, hold for those of real tensors?"""
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
     return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(given)))
 
 
-def symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
+def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
     """A fake mode of its own, and symbols of it, two or more, which are these in this call."""
     env = ShapeEnv()
     sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
@@ -243,13 +245,13 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
     return int(hint) if any(source.is_ephemeral() for source in sources) else size
 
 
-def evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
+def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
     """What an expression of sizes is where its symbols are these, which may be symbols of another program."""
     found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
     return found
 
 
-class _Arrived(torch.autograd.Function):
+class _WaitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
         return x.trigger_wait().detach()  # of its own, which autograd may mark
@@ -259,31 +261,31 @@ class _Arrived(torch.autograd.Function):
         return grads[0]
 
 
-def arrived(x: AsyncCollectiveTensor) -> torch.Tensor:
+def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
     """What a collective that is on its way brings, differentiable: AOTAutograd of torch 2.13 drops the gradient."""
-    found: torch.Tensor = _Arrived.apply(x)
+    found: torch.Tensor = _WaitFunction.apply(x)
     return found
 
 
-def wraps_others(x: Any) -> bool:
+def is_wrapper(x: Any) -> bool:
     """Is it a tensor without memory of its own, whose values other tensors hold: one of a wrapper subclass?"""
     return is_traceable_wrapper_subclass(x)
 
 
-def in_memory(x: torch.Tensor) -> torch.Tensor:
+def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
     """The values that a tensor holds, as one with memory: of several in a wrapper their bytes, one behind the other.
 
     A collective that is still on its way is waited for.
     """
     if isinstance(x, AsyncCollectiveTensor):
         return x.trigger_wait()
-    if not wraps_others(x):
+    if not is_wrapper(x):
         return x
     names, _ = x.__tensor_flatten__()
-    inner = (in_memory(getattr(x, name)) for name in names)
+    inner = (to_plain_tensor(getattr(x, name)) for name in names)
     return torch.cat([one.detach().contiguous().view(-1).view(torch.uint8) for one in inner])
 
 
-def wrapper_subclass(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
+def make_wrapper(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
     """A tensor without memory, of a subclass that says itself what ops do with it."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)

@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def kept_state() -> Iterator[None]:
+def preserve_thread_state() -> Iterator[None]:
     """Leave torch's thread state as it was before, also after an error.
 
     A graph of Dynamo's changes state in one node and restores it in a later one, which a failed trace does not reach:
@@ -22,7 +22,7 @@ def kept_state() -> Iterator[None]:
     grad, forward = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
     cache, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
-    depth, dual = functorch.get_dynamic_layer_stack_depth(), _in_forward_mode()
+    depth, dual = functorch.get_dynamic_layer_stack_depth(), _is_forward_mode_open()
     in_place, single = (
         functorch.get_inplace_requires_grad_allowed(),
         functorch.get_single_level_autograd_function_allowed(),
@@ -35,7 +35,7 @@ def kept_state() -> Iterator[None]:
     finally:
         if functorch.get_dynamic_layer_stack_depth() > depth:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if _in_forward_mode() and not dual:
+        if _is_forward_mode_open() and not dual:
             torch._C._exit_dual_level(level=0)
         torch._C._set_fwd_grad_enabled(forward)
         functorch.set_inplace_requires_grad_allowed(in_place)
@@ -62,7 +62,7 @@ def _autocast_nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _in_forward_mode() -> bool:
+def _is_forward_mode_open() -> bool:
     """Is a level of forward mode open? There is at most one, and only entering one shows it."""
     try:
         level = torch._C._enter_dual_level()

@@ -26,10 +26,10 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tensors import in_transform
+from .tensors import is_in_transform
 
 
-def traces() -> bool:
+def is_tracing_enabled() -> bool:
     """Does anybody collect structured traces (tlparse)? Graphs are printed for them alone."""
     return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
@@ -49,37 +49,37 @@ def active_tracer() -> Any:
     return get_proxy_mode().tracer
 
 
-def name_of(x: torch.Tensor) -> Any:
+def proxy_of(x: torch.Tensor) -> Any:
     """What stands for a tensor in the graph that is being made; None if nothing does."""
     return active_tracer().tensor_tracker.get(x)
 
 
-def give_name(x: torch.Tensor, name: Any) -> None:
-    """Have what `name_of` gave stand for the tensor, whatever does now."""
+def set_proxy(x: torch.Tensor, name: Any) -> None:
+    """Have what `proxy_of` gave stand for the tensor, whatever does now."""
     active_tracer().tensor_tracker[x] = name
 
 
 @contextmanager
-def unprinted() -> Iterator[None]:
+def skip_graph_printing() -> Iterator[None]:
     """Graphs are made and changed, and few are run: spare their code, and AOTAutograd's text of each, if nobody logs.
 
     What `graph_module` and torch itself make gets its code when it is run.
     """
     with _use_lazy_graph_module(True):
-        if traces() or log_state.artifact_names:
+        if is_tracing_enabled() or log_state.artifact_names:
             yield
             return
         with mock.patch.object(GraphModule, "print_readable", return_value=""):
             yield
 
 
-def resumed(context: TracingContext) -> AbstractContextManager[Any]:
+def resume_trace(context: TracingContext) -> AbstractContextManager[Any]:
     """Inside the compilation of which this was the context, when it is over."""
     return tracing(context)
 
 
 @contextmanager
-def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
+def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
     """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""
     with (
         _temp_remove_pre_dispatch_torch_function_mode(),
@@ -91,26 +91,26 @@ def suspended_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def real_tensors() -> Iterator[None]:
+def use_real_tensors() -> Iterator[None]:
     """Compute for real inside a compilation or one of torch.func's transforms: no tracing, no fake tensors.
 
     Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
     waits for the GIL.
     """
-    if _is_plain():  # as on every call of a compiled program
+    if _has_no_modes():  # as on every call of a compiled program
         yield
         return
-    with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspended_trace(nullcontext()):
+    with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspend_trace(nullcontext()):
         yield
 
 
-def _is_plain() -> bool:
+def _has_no_modes() -> bool:
     """Is no mode, no transform of torch.func and no Python dispatcher at work? Torch 2.11 to 2.15 have all of these."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
-        or in_transform()
+        or is_in_transform()
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
     )
 
@@ -120,24 +120,24 @@ def keep_calling_convention(new: Graph, old: Graph) -> None:
     new.set_codegen(old._codegen)
 
 
-def rename(node: Node, name: str) -> None:
+def rename_node(node: Node, name: str) -> None:
     """Give a node this name, or the next free one like it."""
     node._rename(name)
 
 
-def compiled_frame() -> tuple[int, int | None]:
+def compiled_frame_id() -> tuple[int, int | None]:
     """Numbers of the code that is compiled now, the same each time until Dynamo is reset; the second None outside."""
     from torch._dynamo.callback import callback_handler
 
-    if _not_reset not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
-        callback_handler.register_start_callback(_not_reset)
-        _resets[0] += 1
+    if _ResetSentinel not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
+        callback_handler.register_start_callback(_ResetSentinel)
+        _reset_sentinels[0] += 1
     compiled = CompileContext.current_compile_id()
-    return _resets[0], compiled.frame_id if compiled is not None else None
+    return _reset_sentinels[0], compiled.frame_id if compiled is not None else None
 
 
-def _not_reset(told: Any) -> None:
+def _ResetSentinel(told: Any) -> None:
     """Is there as long as Dynamo is not reset."""
 
 
-_resets = [0]
+_reset_sentinels = [0]

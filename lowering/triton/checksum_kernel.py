@@ -4,15 +4,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import on_device
+from .device import use_device
 
-BLOCK = 1024
+CHECKSUM_BLOCK = 1024
 STEPS = 32
 """Blocks that one program of the kernel adds up before it adds to the result."""
 
 
 @triton.jit
-def _add(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_kernel(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """out += the sum of a hash of each of the n words of `bits` and its place, modulo 2**64."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     total = tl.zeros((BLOCK,), tl.uint64)
@@ -27,7 +27,9 @@ def _add(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignor
     tl.atomic_add(out, tl.sum(total, 0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def add(bits: Tensor, out: Tensor) -> None:
+def add_checksum(bits: Tensor, out: Tensor) -> None:
     """Add a checksum of (n,) integers, contiguous, to () int64: what `checksums.total` gives, in one launch."""
-    with on_device(bits):
-        _add[(triton.cdiv(bits.numel(), BLOCK * STEPS),)](bits, out, bits.numel(), BLOCK=BLOCK, STEPS=STEPS)
+    with use_device(bits):
+        _add_kernel[(triton.cdiv(bits.numel(), CHECKSUM_BLOCK * STEPS),)](
+            bits, out, bits.numel(), BLOCK=CHECKSUM_BLOCK, STEPS=STEPS
+        )

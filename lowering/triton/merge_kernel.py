@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048
+TILE_ELEMENTS = 2048
 """What one program of the kernel merges."""
 
 
 @triton.jit
-def _merge(  # type: ignore[no-untyped-def]
+def _merge_kernel(  # type: ignore[no-untyped-def]
     out_a, lse_a, out_b, lse_b, out, lse, rows, heads, length, width,
     batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(lse + row, finite + tl.log(total), mask=here)
 
 
-def launch(
+def launch_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """(..., S, E), (..., S), (..., S, E), (..., S) -> (..., S, E), (..., S) in lse's dtype, contiguous.
@@ -51,19 +51,19 @@ def launch(
     if into is None:
         into = tuple(torch.empty(x.shape, dtype=lse_a.dtype, device=x.device) for x in (out_a, lse_a))
     out, lse = into
-    a, b = _four_dims(out_a), _four_dims(out_b)
+    a, b = _view_four_dims(out_a), _view_four_dims(out_b)
     _, heads, length, width = a.shape
     if lse.numel():
         columns = triton.next_power_of_2(max(width, 1))
-        rows = max(1, ELEMENTS // columns)
-        _merge[(triton.cdiv(lse.numel(), rows),)](
+        rows = max(1, TILE_ELEMENTS // columns)
+        _merge_kernel[(triton.cdiv(lse.numel(), rows),)](
             a, lse_a.contiguous(), b, lse_b.contiguous(), out, lse, lse.numel(), heads, length, width,
             *a.stride()[:3], *b.stride()[:3], ROWS=rows, WIDTH=columns, IN_PLACE=out is out_a,
         )  # fmt: skip
     return out, lse
 
 
-def _four_dims(x: Tensor) -> Tensor:
+def _view_four_dims(x: Tensor) -> Tensor:
     """(batch, heads, S, E) with neighbouring columns: a view of what attention kernels return."""
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -26,13 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import on_device
+from .device import use_device
 
-WIDEST = 16  # bytes that a thread moves at once
-LINE = 128  # bytes of a run that needs no neighbours
-TILE = 16384  # bytes
-ENOUGH = 4096  # bytes of a tile, where there are as many
-MOST_LOOPS = 4
+MAX_WORD_BYTES = 16  # bytes that a thread moves at once
+CACHE_LINE = 128  # bytes of a run that needs no neighbours
+MOVE_TILE = 16384  # bytes
+MIN_PROGRAMS = 4096  # bytes of a tile, where there are as many
+MAX_LOOPS = 4
 
 
 class Stride(NamedTuple):
@@ -47,7 +47,7 @@ NO_STRIDE = Stride(1, 0, 0)
 
 
 @dataclass(frozen=True)
-class Tiling:
+class TileShape:
     """unit: bytes in which distances are counted; run: its length in units; word: bytes of an element, `vector` a unit.
 
     tile: the powers of two (rows, columns, words of the run) that one program moves.
@@ -76,35 +76,39 @@ class Tiling:
 
 
 @lru_cache(maxsize=4096)
-def tiling(
-    shape: tuple[int, ...], read: tuple[int, ...], written: tuple[int, ...], itemsize: int, aligned: int = WIDEST
-) -> Tiling | None:
+def choose_tiling(
+    shape: tuple[int, ...],
+    read: tuple[int, ...],
+    written: tuple[int, ...],
+    itemsize: int,
+    aligned: int = MAX_WORD_BYTES,
+) -> TileShape | None:
     """Tiles of a copy of `shape`, of elements of `itemsize` (1, 2, 4 or 8) bytes, between arrays of these strides.
 
     aligned: bytes that divide both addresses, and every other distance that is added to them. None where too many
     dims are left to loop over.
     """
-    dims = _merged([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
+    dims = _merge_strides([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
     others = [dim for dim in dims if not dim.read == dim.written == 1]
     distances = [run, *(d for dim in others for d in (dim.read, dim.written))]
-    unit = math.gcd(WIDEST, aligned, *(d * itemsize for d in distances))
+    unit = math.gcd(MAX_WORD_BYTES, aligned, *(d * itemsize for d in distances))
     run, others = run * itemsize // unit, [Stride(size, *(d * itemsize // unit for d in far)) for size, *far in others]
     rows = min(others, key=lambda dim: dim.written, default=NO_STRIDE)
     others = [dim for dim in others if dim is not rows]
     columns = NO_STRIDE
-    if run * unit < LINE:
+    if run * unit < CACHE_LINE:
         columns = min((dim for dim in others if dim.read), key=lambda dim: dim.read, default=NO_STRIDE)
         columns = NO_STRIDE if rows.read and rows.read < columns.read else columns
-    if columns is NO_STRIDE and run * rows.size * unit < ENOUGH:
+    if columns is NO_STRIDE and run * rows.size * unit < MIN_PROGRAMS:
         columns = max(others, key=lambda dim: dim.size, default=NO_STRIDE)
     loops = tuple(dim for dim in others if dim is not columns)
-    if len(loops) > MOST_LOOPS:
+    if len(loops) > MAX_LOOPS:
         return None
-    return Tiling(unit, run, rows, columns, loops, _tile(run, rows.size, columns.size, unit))
+    return TileShape(unit, run, rows, columns, loops, _tile_shape(run, rows.size, columns.size, unit))
 
 
-def _merged(dims: list[Stride]) -> list[Stride]:
+def _merge_strides(dims: list[Stride]) -> list[Stride]:
     """From the outermost of what is written to the innermost; neighbours on both sides as one."""
     out: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
@@ -116,21 +120,21 @@ def _merged(dims: list[Stride]) -> list[Stride]:
     return out
 
 
-def _tile(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
+def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int, int]:
     word = min(unit, 8)
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
-    run = min(run, TILE // word)
-    left = TILE // word // run
+    run = min(run, MOVE_TILE // word)
+    left = MOVE_TILE // word // run
     # What rows leave, and no less than the root of all.
     columns = min(columns, max(left // rows, 1 << left.bit_length() // 2))
     return min(rows, left // columns), columns, run
 
 
-WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit
-def _move(  # type: ignore[no-untyped-def]
+def _move_kernel(  # type: ignore[no-untyped-def]
     source, target,
     loop_0, loop_1, loop_2, loop_3, read_0, read_1, read_2, read_3, written_0, written_1, written_2, written_3,
     run, rows, columns, read_row, read_column, written_row, written_column,
@@ -155,17 +159,17 @@ def _move(  # type: ignore[no-untyped-def]
     read, written = read + at * read_0, written + at * written_0
     # The last dims of a tile are neighbours in memory: columns where it is read, rows where it is written.
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
-    given, inside = _words(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
+    given, inside = _word_offsets(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
                            WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
     values = tl.permute(tl.load(given, mask=inside), (1, 0, 2))
     row, column = row_0 + tl.arange(0, ROWS)[None, :, None], column_0 + tl.arange(0, COLUMNS)[:, None, None]
-    made, inside = _words(target, written, word_0, row, column, run, rows, columns, written_row, written_column,
+    made, inside = _word_offsets(target, written, word_0, row, column, run, rows, columns, written_row, written_column,
                           WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
     tl.store(made, values, mask=inside)
 
 
 @triton.jit
-def _words(  # type: ignore[no-untyped-def]
+def _word_offsets(  # type: ignore[no-untyped-def]
     base, start, word_0, row, column, run, rows, columns, of_row, of_column,
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -178,29 +182,29 @@ def _words(  # type: ignore[no-untyped-def]
     return memory + (start + row * of_row + column * of_column) * VECTOR + word, inside
 
 
-def copy(target: Tensor, source: Tensor) -> bool:
+def copy_strided(target: Tensor, source: Tensor) -> bool:
     """target.copy_(source) of equal shape and dtype. False, and nothing done, where the kernel has no tiles for it."""
     source = source.resolve_conj().resolve_neg()
     if target.is_conj() or target.is_neg():
         return False
     if target.is_complex():
-        return copy(torch.view_as_real(target), torch.view_as_real(source))
-    aligned = math.gcd(WIDEST, target.data_ptr(), source.data_ptr())
-    plan = tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
+        return copy_strided(torch.view_as_real(target), torch.view_as_real(source))
+    aligned = math.gcd(MAX_WORD_BYTES, target.data_ptr(), source.data_ptr())
+    plan = choose_tiling(source.shape, source.stride(), target.stride(), source.element_size(), aligned)
     if plan is not None and source.numel():
-        _launch(plan, target, source.data_ptr())
+        _launch_move(plan, target, source.data_ptr())
     return plan is not None
 
 
-def _launch(plan: Tiling, target: Tensor, source: int) -> None:
-    loops = [*(NO_STRIDE for _ in range(MOST_LOOPS - len(plan.loops))), *plan.loops]
+def _launch_move(plan: TileShape, target: Tensor, source: int) -> None:
+    loops = [*(NO_STRIDE for _ in range(MAX_LOOPS - len(plan.loops))), *plan.loops]
     rows, columns, run = plan.tile
-    with on_device(target):
-        _move[(plan.programs,)](
+    with use_device(target):
+        _move_kernel[(plan.programs,)](
             source, target.data_ptr(),
             *(loop.size for loop in loops), *(loop.read for loop in loops), *(loop.written for loop in loops),
             plan.run, plan.rows.size, plan.columns.size, plan.rows.read, plan.columns.read,
             plan.rows.written, plan.columns.written,
-            WORD=WORDS[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
+            WORD=WORD_TYPES[plan.word], VECTOR=plan.vector, ALIGNED=plan.unit,
             ROWS=rows, COLUMNS=columns, RUN=run, WHOLE=plan.run * plan.vector % run == 0,
         )  # fmt: skip

@@ -3,7 +3,8 @@
     rank r holds positions [r * s, (r + 1) * s) and asks for [r * s + low, r * s + high)
 
 A causal convolution of width k asks for low = 1 - k, high = s: one shift of k - 1 rows to the next rank, and one back
-in the backward, where the rows' cotangents are added to those of their owner. Rows come by ``Part``: one shift for each
+in the backward, where the rows' cotangents are added to those of their owner. Rows come by ``HaloPart``: one shift
+for each
 rank that any are needed from. Frames have one fold: in the zigzag layout the neighbours of a chunk are elsewhere.
 """
 
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, column_along, known, rows_held
+from sp_compile.lowering.base.frames import FrameArg, column_along, is_known, local_row_count
 from sp_compile.lowering.base.library import LinearMap
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.communicator import current, off_the_wire, on_the_wire
+from sp_compile.lowering.comm.communicator import current_communicator, from_wire, to_wire
 
 
-class Part(NamedTuple):
+class HaloPart(NamedTuple):
     """Rows [first, last) of the rank that stands `hop` ranks before."""
 
     hop: int
@@ -32,12 +33,12 @@ class Part(NamedTuple):
         """How many rows it has."""
         return self.last - self.first
 
-    def comes(self, n: int, wraps: bool) -> bool:
+    def is_received(self, n: int, wraps: bool) -> bool:
         """Does another rank send it? If not it is one's own, or lies beyond the first and the last rank."""
         return self.hop % n != 0 if wraps else 0 < abs(self.hop) < n
 
 
-def parts_of(low: int, high: int, s: int) -> list[Part]:
+def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
     """The positions [low, high), counted from a rank's first, by their owners, each of whom has s; in order.
 
     s may be symbolic: how many ranks lie in between becomes a guard.
@@ -45,47 +46,49 @@ def parts_of(low: int, high: int, s: int) -> list[Part]:
     found = []
     for block in range(int(low // s), int((high - 1) // s) + 1):
         first, last = max(low - block * s, 0), min(high - block * s, s)
-        found.append(Part(-block, first, last))
+        found.append(HaloPart(-block, first, last))
     return found
 
 
-def around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
+def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """Positions [low, high) around this rank's shard, and ``fill`` for those outside the window. Differentiable.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks hold, backward too.
     """
-    s = rows_held(frame, n)
-    found = parts_of(low, high, s)
-    pieces = _collected(x, dim, found, False, fill, n, group)
+    s = local_row_count(frame, n)
+    found = split_by_owner(low, high, s)
+    pieces = _collect_parts(x, dim, found, False, fill, n, group)
     offset = low
     for i, part in enumerate(found):
-        pieces[i] = _filled(pieces[i], dim, offset, offset + part.rows, frame, fill, n, group)
+        pieces[i] = _fill_outside(pieces[i], dim, offset, offset + part.rows, frame, fill, n, group)
         offset = offset + part.rows
-    return _joined(pieces, dim)
+    return _join_pieces(pieces, dim)
 
 
-def around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
-    """As ``around``, where rank 0 follows the last rank and every row is valid."""
-    return _joined(_collected(x, dim, parts_of(low, high, s), True, 0, n, group), dim)
+def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
+    """As ``read_around``, where rank 0 follows the last rank and every row is valid."""
+    return _join_pieces(_collect_parts(x, dim, split_by_owner(low, high, s), True, 0, n, group), dim)
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _collected(x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float, n: int, group: str) -> list[Tensor]:
+def _collect_parts(
+    x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
+) -> list[Tensor]:
     """Every part's rows: one's own, the neighbours', or ``fill`` beyond the ends."""
-    coming = tuple(part for part in parts if part.comes(n, wraps))
+    coming = tuple(part for part in parts if part.is_received(n, wraps))
     arrived = iter(())
     if coming:
-        rows = LinearMap.apply(x, _fetch, _return, dim, x.shape[dim], coming, n, group)
+        rows = LinearMap.apply(x, _fetch_parts, _return_parts, dim, x.shape[dim], coming, n, group)
         arrived = iter(rows.split([part.rows for part in coming], dim))
     pieces: list[Tensor] = []
     for part in parts:
-        if part.comes(n, wraps):
+        if part.is_received(n, wraps):
             pieces.append(next(arrived))
         elif wraps or part.hop == 0:
-            whole = known(part.first == 0) and known(part.last == x.shape[dim])
+            whole = is_known(part.first == 0) and is_known(part.last == x.shape[dim])
             pieces.append(x if whole else x.narrow(dim, part.first, part.rows))
         else:
             shape = [part.rows if d == dim else extent for d, extent in enumerate(x.shape)]
@@ -93,10 +96,10 @@ def _collected(x: Tensor, dim: int, parts: list[Part], wraps: bool, fill: float,
     return pieces
 
 
-def _filled(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
+def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
     """``fill`` where the rows at [low, high) around a rank's shard lie outside the window of some rank."""
-    s, (start, length) = rows_held(frame, n), frame[2:4]
-    early, late = not known(low >= start), not known((n - 1) * s + high <= start + length)
+    s, (start, length) = local_row_count(frame, n), frame[2:4]
+    early, late = not is_known(low >= start), not is_known((n - 1) * s + high <= start + length)
     if not early and not late:
         return x
     positions = torch.arange(low, high, device=x.device)
@@ -111,17 +114,17 @@ def _filled(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: flo
 # The pair of linear maps: rows come, and their cotangents go home.
 
 
-def _fetch(x: Tensor, dim: int, s: int, parts: tuple[Part, ...], n: int, group: str) -> Tensor:
+def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
     """(.., s, ..) -> (.., rows of all parts, ..)."""
     sent = [x.narrow(dim, part.first, part.rows) for part in parts]
-    return _joined(_shifted(sent, dim, [part.hop for part in parts], n, group), dim)
+    return _join_pieces(_shift_all(sent, dim, [part.hop for part in parts], n, group), dim)
 
 
-def _return(grad: Tensor, dim: int, s: int, parts: tuple[Part, ...], n: int, group: str) -> Tensor:
+def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
     """(.., rows of all parts, ..) -> (.., s, ..), the sum over the ranks that had fetched the rows."""
     sent = list(grad.split([part.rows for part in parts], dim))
     total = None
-    for part, home in zip(parts, _shifted(sent, dim, [-part.hop for part in parts], n, group), strict=True):
+    for part, home in zip(parts, _shift_all(sent, dim, [-part.hop for part in parts], n, group), strict=True):
         widths = [0, 0] * (grad.ndim - 1 - dim) + [part.first, s - part.last]
         here = torch.constant_pad_nd(home, widths)
         total = here if total is None else total + here
@@ -129,16 +132,16 @@ def _return(grad: Tensor, dim: int, s: int, parts: tuple[Part, ...], n: int, gro
     return total
 
 
-def _shifted(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
+def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
     """Each x sent to the rank `hop` further on, all on their way before the first is waited for."""
     coming = [
-        current().start_shift(on_the_wire(x.movedim(dim, 0)), routes.shift(group, _nearer(hop, n)))
+        current_communicator().start_shift(to_wire(x.movedim(dim, 0)), routes.shift_route(group, _shorter_way(hop, n)))
         for x, hop in zip(xs, hops, strict=True)
     ]
-    return [off_the_wire(current().wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
+    return [from_wire(current_communicator().wait(y), x).movedim(0, dim) for x, y in zip(xs, coming, strict=True)]
 
 
-def _nearer(hop: int, n: int) -> int:
+def _shorter_way(hop: int, n: int) -> int:
     """The same rank of the ring, counted the short way round."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
@@ -146,5 +149,5 @@ def _nearer(hop: int, n: int) -> int:
 
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
     """(offset on the ring, rows) of every shift that a rank takes part in, forward; backward has the same negated."""
-    found = [part for part in parts_of(low, high, s) if part.comes(n, wraps)]
-    return [(_nearer(part.hop, n), part.rows) for part in found]
+    found = [part for part in split_by_owner(low, high, s) if part.is_received(n, wraps)]
+    return [(_shorter_way(part.hop, n), part.rows) for part in found]

@@ -18,23 +18,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import FrameArg, column_along, folds_of, is_padded, known, own_positions, rows_held
+from sp_compile.lowering.base.frames import (
+    FrameArg,
+    column_along,
+    frame_folds,
+    is_known,
+    is_padded,
+    local_row_count,
+    own_positions,
+)
 from sp_compile.lowering.base.library import composite
 from sp_compile.lowering.collectives.pad_rows import window
 
-from .halo_exchange import around, around_ring, ring_shifts
+from .halo_exchange import read_around, read_around_ring, ring_shifts
 
-SHARD_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
+WINDOW_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
-def _reach(before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int) -> tuple[int, int, int]:
+def _window_reach(
+    before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
+) -> tuple[int, int, int]:
     """The rows [low, high) that the results of one rank read, counted from its first; and s, the rows of a rank.
 
     Raises ValueError for the zigzag layout.
     """
-    if folds_of(frame) != 1 or folds_of(result) != 1:
+    if frame_folds(frame) != 1 or frame_folds(result) != 1:
         raise ValueError("a window needs neighbours, which the zigzag layout parts")
-    s, low = rows_held(frame, n), frame[2] - before - stride * result[2]
+    s, low = local_row_count(frame, n), frame[2] - before - stride * result[2]
     return low, low + s + width - stride, s
 
 
@@ -42,11 +52,11 @@ def window_shifts(
     before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
 ) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a window on shards."""
-    return ring_shifts(*_reach(before, width, stride, frame, result, n), n)
+    return ring_shifts(*_window_reach(before, width, stride, frame, result, n), n)
 
 
-class Where(NamedTuple):
-    """Where the operand and the result lie (``SHARD_ARGUMENTS``), and how a window reads the one for the other."""
+class WindowPlacement(NamedTuple):
+    """Where the operand and the result lie (``WINDOW_ARGUMENTS``), and how a window reads the one for the other."""
 
     frame: FrameArg | None = None
     result: FrameArg | None = None
@@ -56,9 +66,9 @@ class Where(NamedTuple):
     def rows(self, x: Tensor, dim: int, before: int, after: int, width: int, stride: int, fill: float) -> Tensor:
         """The rows that the results here read: padded, or this rank's and its neighbours'."""
         if self.frame is None:
-            return _padded(x, dim, before, after, fill)
-        low, high, _ = _reach(before, width, stride, self.frame, self.result or self.frame, self.n)
-        return around(x, dim, low, high, self.frame, fill, self.n, self.group)
+            return _pad_rows(x, dim, before, after, fill)
+        low, high, _ = _window_reach(before, width, stride, self.frame, self.result or self.frame, self.n)
+        return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
         """Padded rows of the result hold the nearest valid row, and have exact zeros as cotangents."""
@@ -68,7 +78,7 @@ class Where(NamedTuple):
         return window(y, dim, result, self.n, self.group)
 
 
-def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
+def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor:
     if before == 0 and after == 0:
         return x
     length = x.shape[dim]
@@ -77,20 +87,20 @@ def _padded(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tensor
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
 
-@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {SHARD_ARGUMENTS}", padded="nearest")
+@composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {WINDOW_ARGUMENTS}", padded="nearest")
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
     """Row i of the result is row i - before of x, or ``fill`` where x has none.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
     """
-    dim, lies = dim % x.ndim, Where(*where)
+    dim, lies = dim % x.ndim, WindowPlacement(*where)
     return lies.finish(lies.rows(x, dim, before, after, 1, 1, fill), dim)
 
 
 @composite(
     "conv1d(Tensor x, Tensor weight, Tensor? bias, int before, int after, int stride=1, int dilation=1, "
-    f"int groups=1, {SHARD_ARGUMENTS}",
+    f"int groups=1, {WINDOW_ARGUMENTS}",
     padded="nearest",
 )
 def conv1d(
@@ -110,7 +120,7 @@ def conv1d(
     width = dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
-    lies, width = Where(*where), dilation * (weight.shape[-1] - 1) + 1
+    lies, width = WindowPlacement(*where), dilation * (weight.shape[-1] - 1) + 1
     if lies.frame is not None or before < 0 or after > before:
         rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
         return lies.finish(torch.conv1d(rows, weight, bias, stride, 0, dilation, groups), x.ndim - 1)
@@ -118,20 +128,20 @@ def conv1d(
     return y[..., : (x.shape[-1] + before + after - width) // stride + 1] if after != before else y
 
 
-@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {SHARD_ARGUMENTS}", padded="nearest")
+@composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
     """Means of ``width`` rows, zeros at the ends included.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
-    lies = Where(*where)
+    lies = WindowPlacement(*where)
     rows = lies.rows(x, x.ndim - 1, before, after, width, stride, 0)
     return lies.finish(torch.avg_pool1d(rows, [width], [stride]), x.ndim - 1)
 
 
 @composite(
     "max_pool1d(Tensor x, int before, int after, Scalar fill, int width, int stride, int dilation=1, "
-    f"{SHARD_ARGUMENTS}",
+    f"{WINDOW_ARGUMENTS}",
     padded="nearest",
 )
 def max_pool1d(
@@ -141,13 +151,13 @@ def max_pool1d(
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
-    lies, size = Where(*where), [(width - 1) // dilation + 1]
+    lies, size = WindowPlacement(*where), [(width - 1) // dilation + 1]
     rows = lies.rows(x, x.ndim - 1, before, after, width, stride, fill)
     return lies.finish(torch.max_pool1d(rows, size, [stride], [0], [dilation]), x.ndim - 1)
 
 
 @composite(
-    f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {SHARD_ARGUMENTS}",
+    f"unfold(Tensor x, int dim, int before, int after, Scalar fill, int width, int stride, {WINDOW_ARGUMENTS}",
     padded="nearest",
 )
 def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
@@ -156,11 +166,11 @@ def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
     """
-    dim, lies = dim % x.ndim, Where(*where)
+    dim, lies = dim % x.ndim, WindowPlacement(*where)
     return lies.finish(lies.rows(x, dim, before, after, width, stride, fill).unfold(dim, width, stride), dim)
 
 
-class Turn(NamedTuple):
+class WrappedRows(NamedTuple):
     """Rows that come round the end in a roll: to result positions [first, last) from `delta` positions further on.
 
     low, high: local rows [low, high) of the result hold some of them on some rank.
@@ -173,24 +183,24 @@ class Turn(NamedTuple):
     high: int
 
 
-def turn_of(shift: int, frame: FrameArg, s: int) -> Turn:
+def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
     """Of a roll by 0 < abs(shift) < length along the window, s rows a rank."""
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
     delta = length - shift if shift > 0 else -(length + shift)
     low, last = first % s, first + abs(shift)
     high = low + abs(shift)
-    return Turn(first, last, delta, low, high) if high <= s else Turn(first, last, delta, 0, s)
+    return WrappedRows(first, last, delta, low, high) if high <= s else WrappedRows(first, last, delta, 0, s)
 
 
 def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     """(ranks further on, rows) of every shift in the forward of a roll on shards."""
-    s = rows_held(frame, n)
-    if shift == 0 or known(s == 0):
+    s = local_row_count(frame, n)
+    if shift == 0 or is_known(s == 0):
         return []
     if not is_padded(frame, n):  # the first row follows the last one
         return ring_shifts(-shift, s - shift, s, n, wraps=True)
-    turn = turn_of(shift, frame, s)
+    turn = wrapped_rows(shift, frame, s)
     return ring_shifts(-shift, s - shift, s, n) + ring_shifts(turn.low + turn.delta, turn.high + turn.delta, s, n)
 
 
@@ -207,15 +217,15 @@ def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int 
     dim = dim % x.ndim
     if frame is None:
         return x.roll(shift, dim)
-    s = rows_held(frame, n)
-    if shift == 0 or known(s == 0):
+    s = local_row_count(frame, n)
+    if shift == 0 or is_known(s == 0):
         return x
     if not is_padded(frame, n):  # the first row follows the last one
-        return around_ring(x, dim, -shift, s - shift, s, n, group)
-    turn = turn_of(shift, frame, s)
-    rows = around(x, dim, -shift, s - shift, frame, 0, n, group)
-    turned = around(x, dim, turn.low + turn.delta, turn.high + turn.delta, frame, 0, n, group)
-    turned = _padded(turned, dim, turn.low, s - turn.high, 0)
+        return read_around_ring(x, dim, -shift, s - shift, s, n, group)
+    turn = wrapped_rows(shift, frame, s)
+    rows = read_around(x, dim, -shift, s - shift, frame, 0, n, group)
+    turned = read_around(x, dim, turn.low + turn.delta, turn.high + turn.delta, frame, 0, n, group)
+    turned = _pad_rows(turned, dim, turn.low, s - turn.high, 0)
     positions = own_positions(frame, n, group, x.device)
     here = (positions >= turn.first) & (positions < turn.last)
     return window(torch.where(column_along(here, dim, x.ndim), turned, rows), dim, frame, n, group)

@@ -10,29 +10,29 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.context import Job
+from sp_compile.passes.context import PassContext
 
-from .graph_boundary import Edges
-from .outputs import RESULTS
+from .graph_boundary import GraphBoundary
+from .outputs import OUTPUT_RULES
 
 
 @dataclass
-class EdgesJob(Job):
+class BoundaryContext(PassContext):
     """edges: what the program returns in shards; passes add what it returns for these beside them.
 
     learns: are gradients recorded? splits_only: the program has no exchanges of its own, whose passes know gradients
     by their place among the results.
     """
 
-    edges: Edges = field(default_factory=Edges)
-    learns: bool = True
-    splits_only: bool = True
+    edges: GraphBoundary = field(default_factory=GraphBoundary)
+    trains: bool = True
+    is_split_only: bool = True
 
-    def smooth(self, gm: GraphModule) -> list[int]:
+    def differentiable(self, gm: GraphModule) -> list[int]:
         """The results in shards that may have a gradient, by number."""
-        return [i for i in self.edges.results if gm.meta[RESULTS][i].value.dtype.is_floating_point]
+        return [i for i in self.edges.results if gm.meta[OUTPUT_RULES][i].value.dtype.is_floating_point]
 
-    def add(self, **of_results: dict[int, Any]) -> None:
+    def update_outputs(self, **of_results: dict[int, Any]) -> None:
         """Set a field of some results."""
         results = dict(self.edges.results)
         for name, values in of_results.items():
@@ -41,18 +41,18 @@ class EdgesJob(Job):
         self.edges = replace(self.edges, results=results)
 
 
-def leaves_of(gm: GraphModule) -> list[Any]:
+def output_leaves(gm: GraphModule) -> list[Any]:
     """What the program returns."""
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def give_back(gm: GraphModule, leaves: Sequence[Any]) -> None:
+def set_outputs(gm: GraphModule, leaves: Sequence[Any]) -> None:
     """Let the program return these."""
     output = gm.graph.output_node()
     output.args = (type(output.args[0])(leaves),)
 
 
-def tapped(node: Node) -> Node:
+def insert_tap(node: Node) -> Node:
     """Let the program go on with a value that has a gradient from elsewhere, too; the ticket for that."""
     graph, output = node.graph, node.graph.output_node()
     with graph.inserting_after(node):
@@ -63,7 +63,7 @@ def tapped(node: Node) -> Node:
     return ticket
 
 
-def detached(node: Node) -> Node:
+def insert_detach(node: Node) -> Node:
     """The value, without a gradient, as a result."""
     with node.graph.inserting_before(node.graph.output_node()):
         made: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))

@@ -3,7 +3,7 @@
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `scan/kernels/tree.py`, with the function inlined (`Trees`)
+    anything else                                the tree of `emit_scan/kernels/tree.py`, with the function inlined (`ExpandAssociativeScans`)
 
 What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
 order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
@@ -22,31 +22,31 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from sp_compile.lowering.scan.kernels import tree
-from sp_compile.lowering.scan.monoids import scannable
+from sp_compile.lowering.scan.monoids import is_scannable
 from sp_compile.lowering.torch_compat import associative_scan_op
-from sp_compile.passes.base import Pass, Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.edit import drop_dead
-from sp_compile.passes.graph.fakes import traced
-from sp_compile.passes.graph.node_info import mark
-from sp_compile.passes.sharding.matchers import order_of, origin, uncast
+from sp_compile.passes.base import CanonicalPass, Pass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.edit import erase_dead
+from sp_compile.passes.graph.fakes import trace_function
+from sp_compile.passes.graph.node_info import set_node_info
+from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, value_origin
 
-from .scan_calls import flips_along, scan
+from .scan_calls import emit_scan, flips_along
 from .scan_trees import nodes_before
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass(frozen=True)
-class CombineFunction:
+class CombineOp:
     """A leaf of the result: scan `op` of a leaf, or the "linear" recurrence of two, the factors first."""
 
     op: str
     leaves: tuple[int, ...]
 
 
-def combining(function: GraphModule, leaves: int) -> list[CombineFunction] | None:
+def recognize_combine(function: GraphModule, leaves: int) -> list[CombineOp] | None:
     """One entry a leaf; None if some leaf is no known scan.
 
     function: of the leaves on the left, those on the right, and what else it reads.
@@ -54,15 +54,17 @@ def combining(function: GraphModule, leaves: int) -> list[CombineFunction] | Non
     inputs = function.graph.find_nodes(op="placeholder")
     symbols = [sympy.Symbol(f"x{i}") for i in range(len(inputs))]
     try:
-        results = _results(function, dict(zip(inputs, symbols)))
-    except _Unknown:
+        results = _evaluate_results(function, dict(zip(inputs, symbols)))
+    except _UnknownFunctionError:
         return None
     left, right = symbols[:leaves], symbols[leaves : 2 * leaves]
-    found = [scan_of_leaf(e, i, left, right) or _recurrence(results, i, left, right) for i, e in enumerate(results)]
+    found = [
+        scan_of_leaf(e, i, left, right) or _match_recurrence(results, i, left, right) for i, e in enumerate(results)
+    ]
     return [one for one in found if one is not None] if all(found) else None
 
 
-class _Unknown(Exception):
+class _UnknownFunctionError(Exception):
     """No expression describes the function."""
 
 
@@ -70,7 +72,7 @@ def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
     return sympy.Function("logaddexp")(*sorted((a, b), key=str))
 
 
-_OPS: dict[Any, Callable[..., sympy.Expr]] = {
+_COMBINE_OPS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.add.Tensor: lambda a, b: a + b,
     aten.sub.Tensor: lambda a, b: a - b,
     aten.mul.Tensor: lambda a, b: a * b,
@@ -85,16 +87,16 @@ _OPS: dict[Any, Callable[..., sympy.Expr]] = {
 }
 
 
-def _results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.Expr]:
+def _evaluate_results(function: GraphModule, env: dict[Node, sympy.Expr]) -> list[sympy.Expr]:
     for node in function.graph.nodes:
         if node.op == "call_function":
-            found = env.get(origin(uncast(node) or node)) or _value(node, env)
+            found = env.get(value_origin(skip_widening_cast(node) or node)) or _evaluate_node(node, env)
             env.update({node: found} if found is not None else {})
         elif node.op not in ("placeholder", "output"):
-            raise _Unknown
+            raise _UnknownFunctionError
     results = function.graph.output_node().args[0]
     results = results if isinstance(results, (list, tuple)) else [results]
-    return [sympy.expand(_read(r, env)) for r in results]
+    return [sympy.expand(_read_argument(r, env)) for r in results]
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
@@ -102,8 +104,8 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
     env: dict[Node, sympy.Expr] = {}
     for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):
         try:
-            found = symbol(node) or env.get(origin(node)) or _value(node, env)
-        except _Unknown:
+            found = symbol(node) or env.get(value_origin(node)) or _evaluate_node(node, env)
+        except _UnknownFunctionError:
             found = None
         if found is None:
             return None
@@ -111,36 +113,36 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
     return sympy.expand(env[value])
 
 
-def _value(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
+def _evaluate_node(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
     """The op's value; of scaled sums, casts and whatever is not in the table there is none."""
-    if node.target not in _OPS or any(v not in (1, None) for v in node.kwargs.values()):
+    if node.target not in _COMBINE_OPS or any(v not in (1, None) for v in node.kwargs.values()):
         return None
-    dtypes = {o.meta["val"].dtype for o in (node, *Call(node).operands)}
+    dtypes = {o.meta["val"].dtype for o in (node, *OpCall(node).operands)}
     if len(dtypes) != 1:
         return None
-    return _OPS[node.target](*(_read(a, env) for a in node.args))
+    return _COMBINE_OPS[node.target](*(_read_argument(a, env) for a in node.args))
 
 
-def _read(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
+def _read_argument(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
     if value in env:
         return env[value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return sympy.sympify(value)
-    raise _Unknown
+    raise _UnknownFunctionError
 
 
-def scan_of_leaf(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
+def scan_of_leaf(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
     """Return the scan of leaf `i` whose combine function the expression is, None if it is another one."""
     a, b = left[i], right[i]
     known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
-    return CombineFunction(known[e], (i,)) if e in known else None
+    return CombineOp(known[e], (i,)) if e in known else None
 
 
-def _recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineFunction | None:
+def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
     """b' + a' * b, beside a leaf a * a'."""
     for j, e in enumerate(results):
         if e == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
-            return CombineFunction("linear", (j, i))
+            return CombineOp("linear", (j, i))
     return None
 
 
@@ -150,97 +152,97 @@ OTHER_DTYPE = "its combine function is known, but not of these dtypes: a sum of 
 
 
 @dataclass
-class _Operands:
+class _ScanOperands:
     """What is scanned, along which dim, in which direction; `undone`: ops that make of it what the call was given."""
 
     leaves: list[Node]
     dim: int = 0
     reverse: bool = False
-    undone: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    moved_ops: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
 
-@register
-class AssociativeScans(Spelling):
+@register_pass
+class RewriteAssociativeScans(CanonicalPass):
     """Rewrites the calls whose combine function is recognised."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "scans"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        changes, calls = 0, _calls(self.gm)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        changes, calls = 0, _associative_scan_calls(self.gm)
         if calls:
-            drop_dead(self.graph)
+            erase_dead(self.graph)
         for node in calls:
-            found = combining(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
+            found = recognize_combine(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
             if found is not None and all(self.fits(node.args[1], one) for one in found):
                 self._rewrite(node, found)
                 changes += 1
             else:
-                mark(node, no_rule=UNKNOWN_FUNCTION if found is None else OTHER_DTYPE)
+                set_node_info(node, no_rule=UNKNOWN_FUNCTION if found is None else OTHER_DTYPE)
         return changes
 
-    def fits(self, leaves: Sequence[Node], one: CombineFunction) -> bool:
+    def fits(self, leaves: Sequence[Node], one: CombineOp) -> bool:
         """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
         dtypes = [leaves[i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
-        return dtypes[0] != torch.bool and scannable(dtypes[0])
+        return dtypes[0] != torch.bool and is_scannable(dtypes[0])
 
-    def _rewrite(self, node: Node, found: list[CombineFunction]) -> None:
+    def _rewrite(self, node: Node, found: list[CombineOp]) -> None:
         given = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
             fresh = {i: self.moved_back(self.scanned(found[i], given, node), given, node) for i in read}
         self.replace(node, fresh)
 
-    def scanned(self, one: CombineFunction, given: _Operands, node: Node) -> Node:
+    def scanned(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
             args = (*rows, None, given.dim, *([True] if given.reverse else []))
             return self.emit(sp.linear_scan.default, args, value, node)
-        return scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
+        return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
 
-    def moved_back(self, x: Node, given: _Operands, node: Node) -> Node:
-        for target, args in reversed(given.undone):
+    def moved_back(self, x: Node, given: _ScanOperands, node: Node) -> Node:
+        for target, args in reversed(given.moved_ops):
             x = self.compute(target, (x, *args), node)
         return x
 
 
-def _calls(gm: GraphModule) -> list[Node]:
+def _associative_scan_calls(gm: GraphModule) -> list[Node]:
     """Every associative_scan of the graph; results are read by position only."""
     found = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is associative_scan_op]
     return [n for n in found if all(u.target is operator.getitem for u in n.users)]
 
 
-def operands_of(leaves: list[Node], dim: int = 0) -> _Operands:
+def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
     """torch moves the dim to the front, and flips it for a scan backwards; a scan of the package needs neither."""
-    out = _Operands([origin(x) for x in leaves], dim)
+    out = _ScanOperands([value_origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
         came_from = _source_dim(first, out.dim)
         if came_from is None:
             break
-        out.undone.append((first.target, tuple(first.args[1:])))
+        out.moved_ops.append((first.target, tuple(first.args[1:])))
         out.reverse ^= first.target is aten.flip.default
-        out.leaves, out.dim = [origin(x.args[0]) for x in out.leaves], came_from
+        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], came_from
     return out
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
     """Where the dim comes from, if the op permutes dims or flips just this one."""
-    order = order_of(node) if not node.kwargs else None
+    order = permutation_of(node) if not node.kwargs else None
     return dim if flips_along(node, dim) else None if order is None else order[dim]
 
 
-class Trees(Pass):
+class ExpandAssociativeScans(Pass):
     """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
 
     requires = frozenset({"local"})
     provides = frozenset({"ops"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        found = _calls(self.gm)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        found = _associative_scan_calls(self.gm)
         for node in found:
             self._inline(node, self.gm.get_submodule(node.args[0].target))
         return len(found)
@@ -248,18 +250,18 @@ class Trees(Pass):
     def _inline(self, node: Node, combine: GraphModule) -> None:
         given = [*node.args[1], *node.args[2]]
         values = torch.fx.map_arg(given, lambda n: n.meta["val"])
-        body = traced(_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
+        body = trace_function(_build_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
         with self.graph.inserting_before(node):
             self.replace(node, self.inline(body, given, node))
 
 
-def _tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
+def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
     """The tree over so many leaves, with what the function reads besides behind them."""
 
     def run(*xs: Any) -> Any:
         def both(left: Any, right: Any) -> Any:
             return list(Interpreter(combine).run(*left, *right, *xs[leaves:]))
 
-        return tree.inclusive(both, list(xs[:leaves]), 0)
+        return tree.tree_inclusive(both, list(xs[:leaves]), 0)
 
     return run

@@ -26,11 +26,11 @@ require and provide orders them, and a new file is found without being named her
 
 from __future__ import annotations
 
-from sp_compile.passes.base import Passes, Spelling, import_rooms, registered
+from sp_compile.passes.base import CanonicalPass, Passes, import_submodules, registered_passes
 
 from . import __path__ as folder
 
-import_rooms(str(__package__), folder)
+import_submodules(str(__package__), folder)
 
 
 class Canonicalize(Passes):
@@ -39,5 +39,5 @@ class Canonicalize(Passes):
     provides = frozenset({"canonical"})
 
     @classmethod
-    def parts(cls) -> list[type[Spelling]]:
-        return registered(Spelling)
+    def parts(cls) -> list[type[CanonicalPass]]:
+        return registered_passes(CanonicalPass)

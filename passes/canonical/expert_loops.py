@@ -23,41 +23,49 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor, results_read, shape_of
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, read_results
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.sizes import Size, same, size
-from sp_compile.passes.sharding.factors import flat
-from sp_compile.passes.sharding.matchers import counts_up, is_cast, is_copy, keeps_order, origin, rearranges, source_of
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size
+from sp_compile.passes.sharding.factors import flatten_dims
+from sp_compile.passes.sharding.matchers import (
+    is_arange,
+    is_cast_op,
+    is_copy,
+    is_rearrangement,
+    keeps_order,
+    move_source,
+    value_origin,
+)
+from sp_compile.passes.sharding.rule import lookup_rule
 
 aten, sp = torch.ops.aten, torch.ops.sp
-SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
-PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
+SORT_OPS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+SCATTER_OPS = (aten.index_put.default, aten._unsafe_index_put.default)
 FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
-GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+GROUPED_MM_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 """Products of rows (R, I), matrices (E, I, O) and where the rows of each end (E,)."""
 
 
-@register
-class SortedRows(Spelling):
+@register_pass
+class RewriteSortedRows(CanonicalPass):
     """Respells the rows of every sort along which nothing but whole rows moves."""
 
     requires = frozenset({"explicit"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        sorts = [node for op in SORTS for node in gm.graph.find_nodes(op="call_function", target=op)]
-        return sum([self._respell(node) for node in sorts])
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
+        return sum([self._rewrite(node) for node in sorts])
 
-    def _respell(self, node: Node) -> bool:
-        call = Call(node)
+    def _rewrite(self, node: Node) -> bool:
+        call = OpCall(node)
         if not node.users or call.ndim() != 1:  # without users it is gone, as part of another region
             return False
-        region = _region(node, call)
+        region = _sort_region(node, call)
         if region.left is not None and region.taken:
-            self.refused(region.left, "it reads rows that are sorted by a key and not put back yet")
+            self.note_refusal(region.left, "it reads rows that are sorted by a key and not put back yet")
         if region.left is not None or not region.back:
             return False
         with self.graph.inserting_before(node):
@@ -68,21 +76,23 @@ class SortedRows(Spelling):
         made = {*region.taken, *region.products, *region.counts, *region.back}
         for old in sorted(made, reverse=True):  # what is made of others reads what these are now
             with self.graph.inserting_before(old):
-                new = self._spelling(old, region, keys, order)
+                new = self._replacement(old, region, keys, order)
             old.replace_all_uses_with(new)
         if region.keys is not None:
             region.keys.replace_all_uses_with(keys)
-        for cut in filter(_takes_all, region.rows):  # by a number that only the run compares with how many there are
+        for cut in filter(
+            _is_full_slice, region.rows
+        ):  # by a number that only the run compares with how many there are
             cut.replace_all_uses_with(cut.args[0])
         self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
         return True
 
-    def _spelling(self, old: Node, region: _Uses, keys: Node, order: Node) -> Node:
+    def _replacement(self, old: Node, region: _SortUses, keys: Node, order: Node) -> Node:
         """What a use of the sorted rows is called now."""
         value = old.meta["val"]
         if old in region.taken:
             times = region.taken[old]
-            x = old.args[0] if same(times, 1) else self.repeat_each(old.args[0], 0, times, old)
+            x = old.args[0] if is_same_size(times, 1) else self.repeat_each(old.args[0], 0, times, old)
             return self.emit(sp.to_sorted.default, (x, order), value, old)
         if old in region.products:
             return self.emit(sp.grouped_mm.default, (*old.args[:2], keys, region.products[old]), value, old)
@@ -93,13 +103,13 @@ class SortedRows(Spelling):
         back = self.emit(sp.from_sorted.default, (rows, order), rows.meta["val"], old)
         if old not in region.added:
             return back
-        shape = (shape_of(old)[0], region.added[old], *shape_of(rows)[1:])
-        together = self.compute(aten.sum.dim_IntList, (self.reshaped(back, shape, old), [1]), old)
+        shape = (node_shape(old)[0], region.added[old], *node_shape(rows)[1:])
+        together = self.compute(aten.sum.dim_IntList, (self.reshape(back, shape, old), [1]), old)
         return self.compute(aten.add.Tensor, (old.args[0], together), old)
 
 
 @dataclass
-class _Uses:
+class _SortUses:
     """What is made of a sort. left: the first use of it that is none of these.
 
     rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
@@ -129,22 +139,30 @@ class _Uses:
     @property
     def length(self) -> Size:
         """How many rows are sorted."""
-        return shape_of(self.order)[0]
+        return node_shape(self.order)[0]
 
-    def knows(self, node: Any) -> bool:
+    def depends_on_order(self, node: Any) -> bool:
         """Is it in the keys' order, or made of that order?"""
         sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
         return isinstance(node, Node) and any(node in one for one in sets)
 
-    def takes(self, node: Node) -> bool:
+    def accept(self, node: Node) -> bool:
         """Is this reader of the region's values one of the ways to use them? Then it is noted."""
         if node.op != "call_function":
             return False
-        if (node.target is operator.getitem and node.args[0] in self.rows) or origin(node) in self.rows:
+        if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
             self.rows.add(node)
             return True
-        ways = (self._read, self._put, self._add, self._divided, self._spreads, self._counted, self._product)
-        return any(way(node) for way in (*ways, self._row_wise, self._seen))
+        ways = (
+            self._read,
+            self._match_put,
+            self._add,
+            self._match_division,
+            self._is_spread,
+            self._match_counts,
+            self._product,
+        )
+        return any(way(node) for way in (*ways, self._row_wise, self._match_view))
 
     def _read(self, node: Node) -> bool:
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
@@ -157,7 +175,7 @@ class _Uses:
             self.back[node] = x
             return True
         times = self.tokens.get(at)
-        if times is None or self.knows(x) or not same(shape_of(x)[0] * times, self.length):
+        if times is None or self.depends_on_order(x) or not is_same_size(node_shape(x)[0] * times, self.length):
             return False
         self.taken[node] = times
         self.rows.add(node)
@@ -170,81 +188,85 @@ class _Uses:
         into, _, at, rows = node.args[:4]
         at = self.spread.get(at) if node.target is aten.scatter_add.default else at
         times = self.tokens.get(at)
-        if times is None or self.knows(into) or rows not in self.rows or Call(node).get("alpha", 1) != 1:
+        if times is None or self.depends_on_order(into) or rows not in self.rows or OpCall(node).get("alpha", 1) != 1:
             return False
-        if not same(shape_of(into)[0] * times, self.length):
+        if not is_same_size(node_shape(into)[0] * times, self.length):
             return False
         self.back[node], self.added[node] = rows, times
         return True
 
-    def _spreads(self, node: Node) -> bool:
+    def _is_spread(self, node: Node) -> bool:
         """(R,) -> (R, 1) -> (R, columns)."""
-        source, shape = node.args[0], shape_of(node) if is_tensor(node) else ()
+        source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             at = self.spread.get(source)
-        elif len(shape) == 2 and same(shape[1], 1) and keeps_order(node):
+        elif len(shape) == 2 and is_same_size(shape[1], 1) and keeps_order(node):
             at = source if source in self.tokens else None
         else:
             return False
-        if at is None or not same(shape[0], self.length):
+        if at is None or not is_same_size(shape[0], self.length):
             return False
         self.spread[node] = at
         return True
 
-    def _put(self, node: Node) -> bool:
+    def _match_put(self, node: Node) -> bool:
         """The inverse, or rows put back: either is written everywhere, whatever was there."""
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.shapes.add(node)
             return True
-        if node.target in SORTS[2:] and node.args[0] is self.order and not Call(node)["descending"]:
+        if node.target in SORT_OPS[2:] and node.args[0] is self.order and not OpCall(node)["descending"]:
             self.inverse.add(node)
             return True
-        if node.target not in PUTS or Call(node)["accumulate"] or node.args[1] != [self.order]:
+        if node.target not in SCATTER_OPS or OpCall(node)["accumulate"] or node.args[1] != [self.order]:
             return False
         into, _, values = node.args[:3]
-        if not same(shape_of(into)[0], self.length) or (self.knows(into) and into not in self.shapes | self.rows):
+        if not is_same_size(node_shape(into)[0], self.length) or (
+            self.depends_on_order(into) and into not in self.shapes | self.rows
+        ):
             return False
-        if counts_up(values):
+        if is_arange(values):
             self.inverse.add(node)
             return True
-        if values not in self.rows or not same(shape_of(values)[0], self.length):
+        if values not in self.rows or not is_same_size(node_shape(values)[0], self.length):
             return False
         self.back[node] = values
         return into.meta["val"].dtype == values.meta["val"].dtype
 
-    def _divided(self, node: Node) -> bool:
+    def _match_division(self, node: Node) -> bool:
         by = node.args[1] if node.target is aten.floor_divide.default else None
         if node.args[0] is not self.order or not isinstance(by, int | Node) or is_tensor(by):
             return False
-        self.tokens[node] = size(by)
+        self.tokens[node] = as_size(by)
         return True
 
-    def _counted(self, node: Node) -> bool:
+    def _match_counts(self, node: Node) -> bool:
         """How many rows there are of each key, whoever asks."""
         if node.target is not aten.histc.default:
             return False
-        x = _before_casts(node.args[0])
+        x = _uncast_numbers(node.args[0])
         if x is self.keys:
             self.counts.add(node)
         return x in (self.keys, self.ids)
 
-    def _ends(self, node: Node, groups: Any) -> bool:
+    def _is_group_ends(self, node: Node, groups: Any) -> bool:
         """Is it where each of so many groups of keys ends?"""
         if node.target is not aten.cumsum.default:
             return False
-        counts = _before_casts(node.args[0])
-        if not self._counted(counts):
+        counts = _uncast_numbers(node.args[0])
+        if not self._match_counts(counts):
             return False
-        call = Call(counts)
-        return same(call["bins"], groups) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+        call = OpCall(counts)
+        return (
+            is_same_size(call["bins"], groups) and call["min"] == 0 and call["max"] in (call["bins"] - 1, call["bins"])
+        )
 
     def _product(self, node: Node) -> bool:
         name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
         ascending = not self.descending and not self.ids.meta["val"].is_floating_point()
-        if name not in GROUPED_PRODUCTS or len(node.args) != 3 or node.kwargs or not ascending:
+        if name not in GROUPED_MM_OPS or len(node.args) != 3 or node.kwargs or not ascending:
             return False
         x, w, ends = node.args
-        if x not in self.rows or self.knows(w) or not self._ends(ends, shape_of(w)[0]):
+        if x not in self.rows or self.depends_on_order(w) or not self._is_group_ends(ends, node_shape(w)[0]):
             return False
         self.products[node] = name
         self.rows.add(node)
@@ -252,15 +274,15 @@ class _Uses:
 
     def _row_wise(self, node: Node) -> bool:
         """Does the op make each row of its result of the same rows of its operands?"""
-        call, rule = lookup(node) or (None, None)
+        call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not is_pure(node):
             return False
         factors = {dims[0] for x, dims in zip(call.operands, rule.operands) if x in self.rows}
-        others = {f for x, dims in zip(call.operands, rule.operands) if x not in self.rows for f in flat(dims)}
-        if len(factors) != 1 or any(self.knows(x) and x not in self.rows for x in call.operands):
+        others = {f for x, dims in zip(call.operands, rule.operands) if x not in self.rows for f in flatten_dims(dims)}
+        if len(factors) != 1 or any(self.depends_on_order(x) and x not in self.rows for x in call.operands):
             return False
         (row,) = factors
-        inside = [f for dims in (*rule.operands, *rule.results) for f in flat(dims[1:])]
+        inside = [f for dims in (*rule.operands, *rule.results) for f in flatten_dims(dims[1:])]
         if not row or row[:1] == "(" or row in others or row in inside or rule.kind(row) != "pass":
             return False
         if any(not dims or dims[0] != row for dims in rule.results):
@@ -268,39 +290,39 @@ class _Uses:
         self.rows.add(node)
         return True
 
-    def _seen(self, node: Node) -> bool:
+    def _match_view(self, node: Node) -> bool:
         """A view of the rows, which another one may undo."""
-        if rearranges(node):
+        if is_rearrangement(node):
             self.views.add(node)
         return node in self.views
 
 
-def _region(node: Node, call: Call) -> _Uses:
+def _sort_region(node: Node, call: OpCall) -> _SortUses:
     """All that is made of the sort, as far as it is known what it is."""
-    results = results_read(node)
+    results = read_results(node)
     alone = is_tensor(node)
     order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
-    region = _Uses(call.operands[0], order, keys, call["descending"])
+    region = _SortUses(call.operands[0], order, keys, call["descending"])
     region.tokens[order] = 1
     if region.keys is not None:
         region.rows.add(region.keys)
     behind = dropwhile(lambda n: n is not node, node.graph.nodes)
     for reader in behind:
-        used = reader not in (node, *results.values()) and any(map(region.knows, reader.all_input_nodes))
-        if used and not region.takes(reader):
+        used = reader not in (node, *results.values()) and any(map(region.depends_on_order, reader.all_input_nodes))
+        if used and not region.accept(reader):
             region.left = region.left or reader
     return region
 
 
-def _takes_all(node: Node) -> bool:
+def _is_full_slice(node: Node) -> bool:
     """Is it a slice of all rows?"""
     return node.target is aten.slice.Tensor and is_copy(node)
 
 
-def _before_casts(node: Node) -> Node:
+def _uncast_numbers(node: Node) -> Node:
     """The numbers before they were cast to what holds them, too, on the same device."""
-    node = origin(node)
-    source, value = source_of(node) if is_cast(node) else None, node.meta["val"]
+    node = value_origin(node)
+    source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:
         return node
-    return _before_casts(source)
+    return _uncast_numbers(source)

@@ -12,55 +12,57 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, shape_of
-from sp_compile.passes.graph.sizes import Size, all_same, same, size
-from sp_compile.passes.sharding.matchers import before_reshapes, counts_up
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size
+from sp_compile.passes.sharding.matchers import is_arange, skip_reshapes
 
 aten = torch.ops.aten
 
 
-@register
-class PickedElements(Spelling):
+@register_pass
+class RewriteElementReads(CanonicalPass):
     """Rewrites what reads one element of each row in one graph."""
 
     requires = frozenset({"explicit"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        found = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_picked(n)]
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        found = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
         for node in found:
-            self._respell(node)
+            self._rewrite(node)
         return len(found)
 
-    def _respell(self, node: Node) -> None:
+    def _rewrite(self, node: Node) -> None:
         x, at = node.args[0], node.args[1][-1]
         with self.graph.inserting_before(node):
             options = {"device": at.meta["val"].device}
-            numbers = self.compute(aten.arange.default, (self.sizes(shape_of(x)[-1]),), node, options)
+            numbers = self.compute(aten.arange.default, (self.sizes(node_shape(x)[-1]),), node, options)
             classes = self.compute(aten.index.Tensor, (numbers, [at]), node)
             each = self.compute(aten.unsqueeze.default, (classes, -1), node)
             picked = self.compute(aten.gather.default, (x, -1, each), node)
             self.replace(node, self.compute(aten.squeeze.dim, (picked, -1), node))
 
 
-def _is_picked(node: Node) -> bool:
+def _is_element_read(node: Node) -> bool:
     """Does it read the rows of x in their order, one element of each?"""
     x, indices = node.args
-    rows = shape_of(x)[:-1]
+    rows = node_shape(x)[:-1]
     if not rows or len(indices) != len(rows) + 1 or any(index is None for index in indices):
         return False
     at = indices[-1]
     integers = at.meta["val"].dtype in (torch.int64, torch.int32)
-    alike = at.meta["val"].device == x.meta["val"].device and all_same(shape_of(at), rows)
-    return integers and alike and all(_counts(index, rows, d) for d, index in enumerate(indices[:-1]))
+    alike = at.meta["val"].device == x.meta["val"].device and is_same_shape(node_shape(at), rows)
+    return integers and alike and all(_is_arange(index, rows, d) for d, index in enumerate(indices[:-1]))
 
 
-def _counts(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
+def _is_arange(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
     """Is it 0, 1, 2, ... along this dim of the rows, and nothing else?"""
-    numbers, shape = before_reshapes(index), shape_of(index)
-    if not counts_up(numbers):
+    numbers, shape = skip_reshapes(index), node_shape(index)
+    if not is_arange(numbers):
         return False
     ours = [extent if d == dim else 1 for d, extent in enumerate(rows)][len(rows) - len(shape) :]
-    fits = len(rows) - len(shape) <= dim and all_same(shape, tuple(ours))
-    return fits and same(size(Call(numbers)["end"]), rows[dim]) and not index.meta["val"].is_floating_point()
+    fits = len(rows) - len(shape) <= dim and is_same_shape(shape, tuple(ours))
+    return (
+        fits and is_same_size(as_size(OpCall(numbers)["end"]), rows[dim]) and not index.meta["val"].is_floating_point()
+    )

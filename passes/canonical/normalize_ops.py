@@ -29,19 +29,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import schema_of
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, shape_of
-from sp_compile.passes.graph.sizes import size
-from sp_compile.passes.sharding.matchers import uncast
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.sharding.matchers import skip_widening_cast
 
 aten = torch.ops.aten
-NO_CALL = object()
+SKIP_CALL = object()
 CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
-@register
-class Explicit(Spelling):
+@register_pass
+class NormalizeOps(CanonicalPass):
     """Rewrites every node that has a plainer spelling.
 
     Refuses none: what is not in the table is as plain as it can be.
@@ -49,11 +49,11 @@ class Explicit(Spelling):
 
     provides = frozenset({"canonical", "explicit"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        changes = _by_one_name(gm)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
-            spelling = _SPELLINGS[node.target](node) if node.target in _SPELLINGS else None
-            if spelling is NO_CALL:
+            spelling = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
+            if spelling is SKIP_CALL:
                 gm.graph.erase_node(node)
             elif spelling is not None:
                 before = node.all_input_nodes
@@ -63,73 +63,73 @@ class Explicit(Spelling):
         return changes
 
 
-def _by_one_name(gm: GraphModule) -> int:
+def _unify_overloads(gm: GraphModule) -> int:
     """Call the ops of a graph, and of the bodies of its regions, by the one name that they have here; how many."""
-    found = [node for node in gm.graph.nodes if node.target in _ONE_NAME]
+    found = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
     for node in found:
-        node.target = _ONE_NAME[node.target]
+        node.target = _CANONICAL_OVERLOADS[node.target]
     if found:
         gm.recompile()
     bodies = [body for _, body in gm.named_children() if isinstance(body, GraphModule)]
-    return len(found) + sum(map(_by_one_name, bodies))
+    return len(found) + sum(map(_unify_overloads, bodies))
 
 
-def _made_like(target: Any, fill: bool = False) -> Any:
+def _normalize_like(target: Any, fill: bool = False) -> Any:
     def spell(node: Node) -> CallForm:
-        value, call = node.meta["val"], Call(node)
+        value, call = node.meta["val"], OpCall(node)
         args = (call["size"], call["fill_value"]) if fill else (call["size"],)
         return target, args, {"dtype": value.dtype, "device": value.device}
 
     return spell
 
 
-def _cast(node: Node) -> CallForm | None:
-    value, source = node.meta["val"], Call(node).operands[0]
+def _normalize_cast(node: Node) -> CallForm | None:
+    value, source = node.meta["val"], OpCall(node).operands[0]
     if value.device != source.meta["val"].device:
         return None
     return aten.to.dtype, (source, value.dtype), {}
 
 
-def _squeeze(node: Node) -> CallForm:
-    source = Call(node).operands[0]
-    ones = [d for d, s in enumerate(shape_of(source)) if s == 1]
+def _normalize_squeeze(node: Node) -> CallForm:
+    source = OpCall(node).operands[0]
+    ones = [d for d, s in enumerate(node_shape(source)) if s == 1]
     return aten.squeeze.dims, (source, ones), {}
 
 
-def _cat(node: Node) -> CallForm | None:
-    parts = [p for p in Call(node).operands if shape_of(p) != (0,)]
+def _normalize_cat(node: Node) -> CallForm | None:
+    parts = [p for p in OpCall(node).operands if node_shape(p) != (0,)]
     alone = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
     return (aten.clone.default, (parts[0],), {}) if alone else None
 
 
-def _join(dim: int) -> Any:
+def _normalize_join(dim: int) -> Any:
     """Operands that have the dim already, one behind the other along it; vectors along their only one, by hstack."""
 
     def spell(node: Node) -> CallForm | None:
         ndim = node.meta["val"].ndim
-        if any(x.meta["val"].ndim != ndim for x in Call(node).operands):
+        if any(x.meta["val"].ndim != ndim for x in OpCall(node).operands):
             return None
         return aten.cat.default, (node.args[0], min(dim, ndim - 1)), {}
 
     return spell
 
 
-def _flip(dim: int) -> Any:
+def _normalize_flip(dim: int) -> Any:
     return lambda node: (aten.flip.default, (node.args[0], [dim]), {})
 
 
-def _tile(node: Node) -> CallForm:
-    call = Call(node)
+def _normalize_tile(node: Node) -> CallForm:
+    call = OpCall(node)
     ones = [1] * (call.ndim() - len(call["dims"]))
     return aten.repeat.default, (call.operands[0], [*ones, *call["dims"]]), {}
 
 
-def _log_softmax(node: Node) -> CallForm:
-    call = Call(node)
+def _normalize_log_softmax(node: Node) -> CallForm:
+    call = OpCall(node)
     return aten.log_softmax.int, (call.operands[0], call["dim"], call["dtype"]), {}
 
 
-_ALIASES = {
+_OP_ALIASES = {
     "absolute": aten.abs,
     "arctan2": aten.atan2,
     "clip": aten.clamp,
@@ -158,63 +158,63 @@ _ALIASES = {
 """Names of one op."""
 
 
-def _taken(op: Any) -> list[tuple[str, bool]]:
+def _op_arguments(op: Any) -> list[tuple[str, bool]]:
     return [(str(argument.type), argument.kwarg_only) for argument in schema_of(op).arguments]
 
 
-def _overloads(packet: Any) -> list[Any]:
+def _packet_overloads(packet: Any) -> list[Any]:
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
-def _aliases() -> Iterator[tuple[Any, Any]]:
+def _find_aliases() -> Iterator[tuple[Any, Any]]:
     """Each overload, and the one of the other name that takes the same."""
-    for name, packet in _ALIASES.items():
-        for alias in _overloads(getattr(aten, name)):
-            same = [other for other in _overloads(packet) if _taken(other) == _taken(alias)]
+    for name, packet in _OP_ALIASES.items():
+        for alias in _packet_overloads(getattr(aten, name)):
+            same = [other for other in _packet_overloads(packet) if _op_arguments(other) == _op_arguments(alias)]
             if same and not schema_of(alias).is_mutable:
                 yield alias, same[0]
 
 
-_ONE_NAME = dict(_aliases())
+_CANONICAL_OVERLOADS = dict(_find_aliases())
 
-_SPELLINGS = {
-    aten._assert_tensor_metadata.default: lambda node: NO_CALL,
-    aten.cat.default: _cat,
-    aten.dstack.default: _join(2),
-    aten.fliplr.default: _flip(1),
-    aten.flipud.default: _flip(0),
-    aten.hstack.default: _join(1),
-    aten.new_empty.default: _made_like(aten.empty.memory_format),
-    aten.new_full.default: _made_like(aten.full.default, fill=True),
-    aten.new_ones.default: _made_like(aten.ones.default),
-    aten.new_zeros.default: _made_like(aten.zeros.default),
-    aten.row_stack.default: _join(0),
-    aten.special_log_softmax.default: _log_softmax,
-    aten.squeeze.default: _squeeze,
-    aten.tile.default: _tile,
-    aten.to.dtype: lambda node: (aten.clone.default, (x,), {}) if (x := uncast(node)) is not None else None,
-    aten.to.other: _cast,
-    aten.type_as.default: _cast,
-    aten.vstack.default: _join(0),
+_NORMALIZERS = {
+    aten._assert_tensor_metadata.default: lambda node: SKIP_CALL,
+    aten.cat.default: _normalize_cat,
+    aten.dstack.default: _normalize_join(2),
+    aten.fliplr.default: _normalize_flip(1),
+    aten.flipud.default: _normalize_flip(0),
+    aten.hstack.default: _normalize_join(1),
+    aten.new_empty.default: _normalize_like(aten.empty.memory_format),
+    aten.new_full.default: _normalize_like(aten.full.default, fill=True),
+    aten.new_ones.default: _normalize_like(aten.ones.default),
+    aten.new_zeros.default: _normalize_like(aten.zeros.default),
+    aten.row_stack.default: _normalize_join(0),
+    aten.special_log_softmax.default: _normalize_log_softmax,
+    aten.squeeze.default: _normalize_squeeze,
+    aten.tile.default: _normalize_tile,
+    aten.to.dtype: lambda node: (aten.clone.default, (x,), {}) if (x := skip_widening_cast(node)) is not None else None,
+    aten.to.other: _normalize_cast,
+    aten.type_as.default: _normalize_cast,
+    aten.vstack.default: _normalize_join(0),
 }
 
 
-@register
-class Repeats(Spelling):
+@register_pass
+class NormalizeRepeats(CanonicalPass):
     """Rewrites every repeat_interleave along a dim."""
 
     requires = frozenset({"heads are grouped"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
-        found = [n for n in nodes if Call(n)["dim"] is not None and Call(n).ndim()]
+        found = [n for n in nodes if OpCall(n)["dim"] is not None and OpCall(n).ndim()]
         for node in nodes:
-            if Call(node)["dim"] is None and Call(node).ndim() > 1:
-                self.refused(
+            if OpCall(node)["dim"] is None and OpCall(node).ndim() > 1:
+                self.note_refusal(
                     node, "without a dim it repeats the flattened tensor, which is no shard of it; give the dim"
                 )
         for node in found:
-            call = Call(node)
+            call = OpCall(node)
             with self.graph.inserting_before(node):
-                self.replace(node, self.repeat_each(call.operands[0], call.dim(), size(call["repeats"]), node))
+                self.replace(node, self.repeat_each(call.operands[0], call.dim(), as_size(call["repeats"]), node))
         return len(found)

@@ -19,132 +19,144 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import OpOverload
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, shape_of
-from sp_compile.passes.graph.sizes import Size, same
-from sp_compile.passes.sharding.matchers import Pad, constant_of, join_of, origin, pad_of, readers, slice_of
-from sp_compile.passes.sharding.window_rules import SlidingRows, WindowCall, plain, slides_of
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.sizes import Size, is_same_size
+from sp_compile.passes.sharding.matchers import (
+    PadMatch,
+    constant_value,
+    match_join,
+    match_pad,
+    match_slice,
+    value_origin,
+    value_readers,
+)
+from sp_compile.passes.sharding.window_rules import SlidingRows, WindowCall, simplify_size, sliding_calls
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-@register
-class Paddings(Spelling):
+@register_pass
+class FoldPaddings(CanonicalPass):
     """Rewrites the padded windows of one graph."""
 
     requires = frozenset({"scan idioms"})  # which are written with the same words
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         changes = 0
-        for rewrite in (self._read, self._cut):  # what reads a padding may itself be cut
+        for rewrite in (self._fold_readers, self._drop_cut):  # what reads a padding may itself be cut
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
                     changes += rewrite(node)
         return changes
 
-    def _read(self, node: Node) -> bool:
+    def _fold_readers(self, node: Node) -> bool:
         """A padding becomes part of everything that reads it, or stays."""
-        pad = padding(node)
+        pad = match_padding(node)
         if pad is None:
             return False
-        length, padded = shape_of(node)[pad.dim], pad
-        while (wider := uncut(padded)) is not None:
+        length, padded = node_shape(node)[pad.dim], pad
+        while (wider := pad_of_source(padded)) is not None:
             padded = wider
-        rows = shape_of(padded.source)[padded.dim]
-        whole = _shift(padded, 0, length)
-        shifts = _fits(length, padded) and (join_of(node) is not None or padded is not pad)
-        if shifts and _spelt(whole, rows):
-            self._slide([node], padded.source, padded.dim, whole)
+        rows = node_shape(padded.source)[padded.dim]
+        whole = _shift_rows(padded, 0, length)
+        shifts = _is_within_sequence(length, padded) and (match_join(node) is not None or padded is not pad)
+        if shifts and _is_static(whole, rows):
+            self._merge_slides([node], padded.source, padded.dim, whole)
             return True
-        users = readers(node)
-        found = [_reading(user, node, padded) for user in users]
-        known = [one for one in found if one is not None and _spelt(one, rows)]
+        users = value_readers(node)
+        found = [_padding_reader(user, node, padded) for user in users]
+        known = [one for one in found if one is not None and _is_static(one, rows)]
         if len(known) < len(found):
             if any(one.op is not sp.shift.default for one in known):
                 other = next(user for user, one in zip(users, found) if one not in known)
-                self.refused(
+                self.note_refusal(
                     other, f"it reads {node.name} with its padding, which a window that pads itself could take"
                 )
             return False
         for user, one in zip(users, known):
-            self._slide([user], padded.source, padded.dim, one)
+            self._merge_slides([user], padded.source, padded.dim, one)
         return True
 
-    def _cut(self, node: Node) -> bool:
+    def _drop_cut(self, node: Node) -> bool:
         """What is longer than its sequence and cut back at once is never made."""
-        call = Call(node) if isinstance(node.target, OpOverload) else None
-        for dim, slides in slides_of(call).items() if call is not None else ():
+        call = OpCall(node) if isinstance(node.target, OpOverload) else None
+        for dim, slides in sliding_calls(call).items() if call is not None else ():
             assert call is not None
-            users, rows = readers(node), call.shape()[dim]
-            cuts = [_span(user, node, dim) for user in users]
-            if slides.first is not None or slides.sliding.fits(rows) or cuts[0] is None or len(set(cuts)) > 1:
+            users, rows = value_readers(node), call.shape()[dim]
+            cuts = [_slice_span(user, node, dim) for user in users]
+            if slides.first is not None or slides.sliding.is_within(rows) or cuts[0] is None or len(set(cuts)) > 1:
                 continue
             (start, length), sliding = cuts[0], slides.sliding
-            before = plain(sliding.before - start * sliding.stride)
+            before = simplify_size(sliding.before - start * sliding.stride)
             one = replace(slides, sliding=replace(sliding, before=before, length=length))
-            if _spelt(one, rows):
-                self._slide(users, call.operands[0], dim, one, before=node)
+            if _is_static(one, rows):
+                self._merge_slides(users, call.operands[0], dim, one, before=node)
                 return True
         return False
 
-    def _slide(self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None) -> None:
+    def _merge_slides(
+        self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None
+    ) -> None:
         """One call in the place of nodes that are all the same."""
         with self.graph.inserting_before(before or nodes[0]):
-            args = (x, *slides.args(shape_of(x)[dim]))
+            args = (x, *slides.args(node_shape(x)[dim]))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
         for node in nodes:
             self.replace(node, new)
 
 
-def _shift(padded: Pad, start: Size, length: Size) -> WindowCall:
+def _shift_rows(padded: PadMatch, start: Size, length: Size) -> WindowCall:
     """So many rows of a padded value, from `start` on."""
-    sliding = SlidingRows(length, plain(padded.before - start))
+    sliding = SlidingRows(length, simplify_size(padded.before - start))
     return WindowCall(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
 
 
-def _spelt(slides: WindowCall, rows: Size) -> bool:
+def _is_static(slides: WindowCall, rows: Size) -> bool:
     """Are all its numbers known?"""
-    return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.after(rows), int)
+    return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.num_after(rows), int)
 
 
-def uncut(pad: Pad) -> Pad | None:
+def pad_of_source(pad: PadMatch) -> PadMatch | None:
     """The same rows as a padding of what the source is a slice of; None if rows that the slice left out would show."""
-    piece = slice_of(pad.source)
+    piece = match_slice(pad.source)
     if piece is None or piece.dim != pad.dim:
         return None
-    source = origin(piece.source)
-    behind = plain(shape_of(source)[pad.dim] - piece.start - piece.length)
-    if not _hides(pad.before, piece.start) or not _hides(pad.after, behind):
+    source = value_origin(piece.source)
+    behind = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
+    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, behind):
         return None
-    return replace(pad, source=source, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
+    return replace(
+        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind)
+    )
 
 
-def _hides(pad: Size, left_out: Size) -> bool:
+def _hides_slice(pad: Size, left_out: Size) -> bool:
     """Do none of the rows show that a slice left out at an end where so many are added?"""
-    return same(left_out, 0) or (isinstance(pad, int) and pad <= 0)
+    return is_same_size(left_out, 0) or (isinstance(pad, int) and pad <= 0)
 
 
-def _fits(length: Size, padded: Pad) -> bool:
+def _is_within_sequence(length: Size, padded: PadMatch) -> bool:
     """Is a result of so many rows no longer than the sequence that the source is a slice of?"""
     source = padded.source
-    while (piece := slice_of(source)) is not None:
-        source = origin(piece.source)
-    return SlidingRows(length).fits(shape_of(source)[padded.dim])
+    while (piece := match_slice(source)) is not None:
+        source = value_origin(piece.source)
+    return SlidingRows(length).is_within(node_shape(source)[padded.dim])
 
 
-def padding(node: Node) -> Pad | None:
+def match_padding(node: Node) -> PadMatch | None:
     """A pad of one dim by a constant, or a cat of constants and one other value."""
-    along, is_new = join_of(node) or (None, True)
+    along, is_new = match_join(node) or (None, True)
     if along is not None and not is_new:
-        return _joined(node, along)
-    pad = pad_of(node)
-    return replace(pad, source=origin(pad.source)) if pad is not None else None
+        return _match_padding_cat(node, along)
+    pad = match_pad(node)
+    return replace(pad, source=value_origin(pad.source)) if pad is not None else None
 
 
-def _joined(node: Node, dim: int) -> Pad | None:
-    call, dtype = Call(node), node.meta["val"].dtype
-    fills = [_fill(x, dtype) for x in call.operands]
+def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
+    call, dtype = OpCall(node), node.meta["val"].dtype
+    fills = [_padding_constant(x, dtype) for x in call.operands]
     others = [i for i, fill in enumerate(fills) if fill is None]
     known = {fill for fill in fills if fill is not None}
     if len(others) != 1 or len(known) != 1 or call.operands[others[0]].meta["val"].dtype != dtype:
@@ -153,47 +165,47 @@ def _joined(node: Node, dim: int) -> Pad | None:
         return None  # cat takes empty ones of one dim too
     (at,) = others
     extents = [call.shape(i)[dim] for i in range(len(fills))]
-    before, after = (plain(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
-    return Pad(origin(call.operands[at]), dim, before, after, known.pop())
+    before, after = (simplify_size(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
+    return PadMatch(value_origin(call.operands[at]), dim, before, after, known.pop())
 
 
-def _fill(x: Node, dtype: torch.dtype) -> Any:
+def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
     """The constant that the operand adds to a cat of the dtype, where that holds it exactly."""
-    fill = constant_of(x)
+    fill = constant_value(x)
     return fill if x.meta["val"].dtype == dtype or fill in (0, 1) else None
 
 
-def _span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
+def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
     """(start, length) if the user is a slice of the node along the dim."""
-    piece = slice_of(user)
-    of = piece is not None and piece.dim == dim and origin(piece.source) is origin(node)
+    piece = match_slice(user)
+    of = piece is not None and piece.dim == dim and value_origin(piece.source) is value_origin(node)
     return (piece.start, piece.length) if piece is not None and of else None
 
 
-def _reading(user: Node, node: Node, padded: Pad) -> WindowCall | None:
+def _padding_reader(user: Node, node: Node, padded: PadMatch) -> WindowCall | None:
     """What reads a padding, as a window that slides over what is padded; its own constants must be the same."""
-    span = _span(user, node, padded.dim)
+    span = _slice_span(user, node, padded.dim)
     if span is not None:
-        return _shift(padded, *span)
-    if not isinstance(user.target, OpOverload) or origin(user.all_input_nodes[0]) is not origin(node):
+        return _shift_rows(padded, *span)
+    if not isinstance(user.target, OpOverload) or value_origin(user.all_input_nodes[0]) is not value_origin(node):
         return None
-    call = Call(user)
-    slides = slides_of(call).get(padded.dim)
-    reads = [origin(x) for x in call.operands].count(origin(node))
+    call = OpCall(user)
+    slides = sliding_calls(call).get(padded.dim)
+    reads = [value_origin(x) for x in call.operands].count(value_origin(node))
     if slides is None or slides.op in (sp.roll.default, sp.shift.default) or reads > 1:
         return None
     fill: Any = 0
     if slides.op in FILL_READERS:
-        if not _pads(slides.sliding, call.shape()[padded.dim]):
+        if not _padded_blocks(slides.sliding, call.shape()[padded.dim]):
             slides = replace(slides, tail=(padded.fill, *slides.tail[1:]))
         fill = slides.tail[0]
-    before = plain(slides.sliding.before + padded.before)
+    before = simplify_size(slides.sliding.before + padded.before)
     return replace(slides, sliding=replace(slides.sliding, before=before)) if fill == padded.fill else None
 
 
 FILL_READERS = (sp.max_pool1d.default, sp.unfold.default)
 
 
-def _pads(sliding: SlidingRows, rows: Size) -> bool:
-    after = sliding.after(rows)
-    return not (same(sliding.before, 0) and isinstance(after, int) and after <= 0)
+def _padded_blocks(sliding: SlidingRows, rows: Size) -> bool:
+    after = sliding.num_after(rows)
+    return not (is_same_size(sliding.before, 0) and isinstance(after, int) and after <= 0)

@@ -15,24 +15,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import autograd_function_apply, pytree, set_grad_enabled
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.sharding.matchers import origin, steps_to, uncast
+from sp_compile.passes.sharding.matchers import skip_widening_cast, steps_between, value_origin
 
 aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
-PASSED_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
+PASSTHROUGH_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detach.default)
 
 
-@register
-class ReducePairs(Spelling):
+@register_pass
+class ReplaceReducePairs(CanonicalPass):
     """Rewrites every autograd.Function that only reduces."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
-        return sum([self._respell(node) for node in found])
+        return sum([self._rewrite(node) for node in found])
 
-    def _respell(self, node: Node) -> bool:
+    def _rewrite(self, node: Node) -> bool:
         functions = [a for a in node.args[:2] if isinstance(a, Node)]
         named = [getattr(self.gm, str(a.target), None) for a in functions]
         bodies = [body for body in named if isinstance(body, GraphModule)]
@@ -44,11 +44,11 @@ class ReducePairs(Spelling):
         # Torch 2.11 returns every value of the body, the result again behind them.
         (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
         results = made if isinstance(made, tuple | list) else (made,)
-        there, back = _reductions(bodies[0], [results[index]]), _reductions(bodies[1], gradients)
+        there, back = _match_reductions(bodies[0], [results[index]]), _match_reductions(bodies[1], gradients)
         if there is None or back is None:
             way = "forward" if there is None else "backward"
-            if any(map(_reduces, bodies)):
-                self.refused(node, f"what it reads is gathered: its {way} does more than reduce one tensor")
+            if any(map(_is_reduce_pair, bodies)):
+                self.note_refusal(node, f"what it reads is gathered: its {way} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)
@@ -56,19 +56,19 @@ class ReducePairs(Spelling):
         return True
 
 
-def _reduces(body: GraphModule) -> bool:
+def _is_reduce_pair(body: GraphModule) -> bool:
     return bool(body.graph.find_nodes(op="call_function", target=c10d.all_reduce.default))
 
 
-def _reductions(body: GraphModule, results: Any) -> list[str] | None:
+def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
     """What all_reduces the one result of a body is of its one tensor input; None if it is anything else."""
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None
     value = tensors[0]
     chain: list[Node] = []
-    while (source := uncast(value) or origin(value)) is not value or value.target in PASSED_OPS:
-        chain[:0] = steps_to(value, source) or [value]
+    while (source := skip_widening_cast(value) or value_origin(value)) is not value or value.target in PASSTHROUGH_OPS:
+        chain[:0] = steps_between(value, source) or [value]
         value = source if source is not value else value.args[0]
     inputs = [n for n in body.graph.find_nodes(op="placeholder") if is_tensor(n) and n.users]
     work = [n for n in body.graph.nodes if n.op == "call_function" and n.target is not set_grad_enabled]

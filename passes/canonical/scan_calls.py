@@ -8,41 +8,41 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.scan.monoids import result_dtype, scannable
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.edit import Editor
+from sp_compile.lowering.scan.monoids import is_scannable, result_dtype
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.edit import GraphEditor
 
 aten, sp = torch.ops.aten, torch.ops.sp
-CUMULATIVE = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
-EXTREMES = {aten.cummax.default: "max", aten.cummin.default: "min"}
-TORCH_SCANS = {**CUMULATIVE, **EXTREMES}
+CUMULATIVE_OPS = {aten.cumsum.default: "sum", aten.cumprod.default: "prod", aten.logcumsumexp.default: "logsumexp"}
+EXTREME_OPS = {aten.cummax.default: "max", aten.cummin.default: "min"}
+TORCH_SCANS = {**CUMULATIVE_OPS, **EXTREME_OPS}
 SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
-def to_sp_scan(editor: Editor, node: Node) -> Node:
+def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
     """The scan as an op of the package in the node's place; ours stay as they are.
 
     A running maximum whose indices nobody reads is an sp::scan.
     """
     if node.target in SP_SCANS:
         return node
-    call, value = Call(node), node.meta["val"]
+    call, value = OpCall(node), node.meta["val"]
     x, op = call.operands[0], TORCH_SCANS[node.target]
     with editor.graph.inserting_before(node):
-        if node.target in CUMULATIVE:
-            fresh = scan(editor, x, call.dim(), op, value, node)
-        elif reads_indices(node):
+        if node.target in CUMULATIVE_OPS:
+            fresh = emit_scan(editor, x, call.dim(), op, value, node)
+        elif has_index_reader(node):
             fresh = editor.emit(sp.extremes.default, (x, call.dim(), op), value, node)
         else:
-            fresh = scan(editor, x, call.dim(), op, value[0], node)
+            fresh = emit_scan(editor, x, call.dim(), op, value[0], node)
             editor.replace(node, (fresh, fresh))
             return fresh
     editor.replace(node, fresh)
     return fresh
 
 
-def scan(
-    editor: Editor,
+def emit_scan(
+    editor: GraphEditor,
     x: Node,
     dim: int,
     op: str,
@@ -69,12 +69,12 @@ def flipped_dims(node: Node) -> list[int]:
     return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
 
 
-def has_scan(call: Call) -> bool:
+def is_scannable_call(call: OpCall) -> bool:
     """Are there scans of what is scanned, in the dtype of the result?"""
-    return all(scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
+    return all(is_scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
 
 
-def reads_indices(node: Node) -> bool:
+def has_index_reader(node: Node) -> bool:
     """Does anyone read the indices of torch's running extreme?"""
     pieces = [u for u in node.users if u.target is operator.getitem]
     return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)

@@ -20,49 +20,49 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.scan.monoids import MONOIDS
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.closure import reached
-from sp_compile.passes.graph.sizes import all_same, same, sizes
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.closure import iterate_reachable
+from sp_compile.passes.graph.sizes import as_sizes, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import (
-    Pad,
-    before_reshapes,
-    dies_with,
-    is_cast,
-    origin,
-    piece_of,
-    same_call,
-    slice_of,
-    source_of,
+    PadMatch,
+    is_cast_op,
+    is_only_read_by,
+    is_same_call,
+    match_piece,
+    match_slice,
+    move_source,
+    skip_reshapes,
+    value_origin,
 )
-from sp_compile.passes.sharding.window_rules import plain
+from sp_compile.passes.sharding.window_rules import simplify_size
 
-from .pad_inputs import padding, uncut
-from .scan_calls import CUMULATIVE, flipped_dims, flips_along, has_scan, scan
+from .pad_inputs import match_padding, pad_of_source
+from .scan_calls import CUMULATIVE_OPS, emit_scan, flipped_dims, flips_along, is_scannable_call
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
-SCAN_OPS = {*CUMULATIVE, sp.scan.default, sp.linear_scan.default}
-BY_ONE_ROW = ((1, -1), (-1, 1))
+SCAN_FORM_OPS = {*CUMULATIVE_OPS, sp.scan.default, sp.linear_scan.default}
+SHIFT_BY_ONE = ((1, -1), (-1, 1))
 
 
-def shifted(node: Node) -> Pad | None:
+def match_shift(node: Node) -> PadMatch | None:
     """The value as rows of a source that moved by one, with a constant in the row that has none; None for all else."""
-    piece = slice_of(node)
-    pad = padding(node if piece is None else origin(piece.source))
+    piece = match_slice(node)
+    pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:
-        if pad.dim != piece.dim or not dies_with(origin(piece.source), node):
+        if pad.dim != piece.dim or not is_only_read_by(value_origin(piece.source), node):
             return None
-        behind = shape_of(piece.source)[pad.dim] - piece.start - piece.length
-        pad = replace(pad, before=plain(pad.before - piece.start), after=plain(pad.after - behind))
-    while pad is not None and (pad.before, pad.after) not in BY_ONE_ROW:
-        pad = uncut(pad) if dies_with(pad.source, node) else None
+        behind = node_shape(piece.source)[pad.dim] - piece.start - piece.length
+        pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind))
+    while pad is not None and (pad.before, pad.after) not in SHIFT_BY_ONE:
+        pad = pad_of_source(pad) if is_only_read_by(pad.source, node) else None
     return pad
 
 
 @dataclass(frozen=True)
-class ScanForm:
+class ScanMatch:
     """One scan of the graph, whichever op it is."""
 
     node: Node
@@ -73,81 +73,81 @@ class ScanForm:
     reverse: bool = False
 
 
-def scan_form(node: object) -> ScanForm | None:
+def match_scan(node: object) -> ScanMatch | None:
     """The scan that the value is, if it is one without segments, shards or options of its own."""
-    node = origin(node)
+    node = value_origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    if node.target in CUMULATIVE:
-        call = Call(node)
-        known = call.ndim() > 0 and has_scan(call)
-        return ScanForm(node, call.operands[0], call.dim(), CUMULATIVE[node.target]) if known else None
+    if node.target in CUMULATIVE_OPS:
+        call = OpCall(node)
+        known = call.ndim() > 0 and is_scannable_call(call)
+        return ScanMatch(node, call.operands[0], call.dim(), CUMULATIVE_OPS[node.target]) if known else None
     if node.target is not torch.ops.sp.scan.default:
         return None
-    call = Call(node)
+    call = OpCall(node)
     if any(call[name] is not None for name in ("segments", "accumulate", "frame")) or call.ndim() == 0:
         return None
-    return ScanForm(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
+    return ScanMatch(node, call.operands[0], call.dim(), call["op"], call["exclusive"], call["reverse"])
 
 
-@register
-class ScanIdioms(Spelling):
+@register_pass
+class RewriteScanIdioms(CanonicalPass):
     """Rewrites the scans of one graph."""
 
     requires = frozenset({"scans", "masks are predicates"})  # a mask is read as it was written
     provides = frozenset({"canonical", "scan idioms"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         changes = 0
-        if not any(node.target in SCAN_OPS for node in self.graph.nodes):
+        if not any(node.target in SCAN_FORM_OPS for node in self.graph.nodes):
             return changes
         for node in list(self.graph.nodes):
             if node.op != "call_function" or not is_tensor(node):
                 continue
-            meant = _scan_of(node)
+            meant = _match_idiom(node)
             if meant is not None:
                 self._rewrite(node, meant)
-            changed = meant is not None or self._turn(node) or self._differ(node)
-            why = _why_not_backwards(node) if not changed else None
+            changed = meant is not None or self._reverse_recurrence(node) or self._subtract_operand(node)
+            why = _reverse_refusal(node) if not changed else None
             if why is not None:
-                self.refused(node, f"this is no scan backwards, and flips all rows: {why}")
+                self.note_refusal(node, f"this is no scan backwards, and flips all rows: {why}")
             changes += changed
         return changes
 
-    def _rewrite(self, node: Node, meant: ScanForm) -> None:
+    def _rewrite(self, node: Node, meant: ScanMatch) -> None:
         with self.graph.inserting_before(node):
             options = (meant.exclusive, meant.reverse)
-            fresh = scan(self, meant.x, meant.dim, meant.op, node.meta["val"], node, *options)
+            fresh = emit_scan(self, meant.x, meant.dim, meant.op, node.meta["val"], node, *options)
         self.replace(node, fresh)
 
-    def _turn(self, node: Node) -> bool:
+    def _reverse_recurrence(self, node: Node) -> bool:
         """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And a copy, no more: flip(flip(x)).
 
         A result that is written to later, or a value with a hook, must not become another one.
         """
         if node.target is not aten.flip.default:
             return False
-        inner = origin(node.args[0])
+        inner = value_origin(node.args[0])
         if inner.target is aten.flip.default and inner.args[1] == node.args[1]:
             with self.graph.inserting_before(node):
                 self.replace(node, self.compute(aten.clone.default, (inner.args[0],), node))
             return True
-        if inner.target is not sp.linear_scan.default or not dies_with(inner, node):
+        if inner.target is not sp.linear_scan.default or not is_only_read_by(inner, node):
             return False
-        call = Call(inner)
-        rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
+        call = OpCall(inner)
+        rows, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
         if call["frame"] is not None or not all(flips_along(x, dim) for x in (node, *rows)):
             return False
         operands = [x.args[0] for x in rows] + call.operands[2:]
-        args, kwargs = call.rebuild(operands, reverse=not call["reverse"])
+        args, kwargs = call.with_operands(operands, reverse=not call["reverse"])
         with self.graph.inserting_before(node):
             fresh = self.emit(inner.target, args, node.meta["val"], node, kwargs)
         self.replace(node, fresh)
         return True
 
-    def _differ(self, node: Node) -> bool:
+    def _subtract_operand(self, node: Node) -> bool:
         """An exclusive sum of integers beside the inclusive one: take x off, which needs no neighbour."""
-        inner = _excluding(node)
+        inner = _match_exclusive(node)
         if inner is None or inner.op != "sum" or node.meta["val"].is_floating_point():
             return False
         with self.graph.inserting_before(node):
@@ -157,109 +157,109 @@ class ScanIdioms(Spelling):
         return True
 
 
-def _scan_of(node: Node) -> ScanForm | None:
+def _match_idiom(node: Node) -> ScanMatch | None:
     """The scan that this value is, if it is spelt in another way."""
-    for idiom in IDIOMS:
+    for idiom in SCAN_IDIOMS:
         meant = idiom(node)
-        if meant is not None and _same_result(meant, node):
+        if meant is not None and _has_same_result(meant, node):
             return meant
     return None
 
 
-def _same_result(meant: ScanForm, node: Node) -> bool:
+def _has_same_result(meant: ScanMatch, node: Node) -> bool:
     """Has the value the shape and dtype that the scan has?"""
     mine, value = node.meta["val"], meant.node.meta["val"]
-    return mine.dtype == value.dtype and all_same(sizes(mine.shape), sizes(value.shape))
+    return mine.dtype == value.dtype and is_same_shape(as_sizes(mine.shape), as_sizes(value.shape))
 
 
-def _shifted_scan(node: Node) -> ScanForm | None:
+def _match_shifted_scan(node: Node) -> ScanMatch | None:
     """The last row left out, and the identity before the first."""
-    inner = _excluding(node)
-    return replace(inner, exclusive=True) if inner is not None and dies_with(inner.node, node) else None
+    inner = _match_exclusive(node)
+    return replace(inner, exclusive=True) if inner is not None and is_only_read_by(inner.node, node) else None
 
 
-def _excluding(node: Node) -> ScanForm | None:
+def _match_exclusive(node: Node) -> ScanMatch | None:
     """The inclusive scan whose rows, moved by one, the value is."""
-    move = shifted(node)
-    inner = scan_form(move.source) if move is not None else None
-    return inner if move is not None and inner is not None and _excludes(inner, move) else None
+    move = match_shift(node)
+    inner = match_scan(move.source) if move is not None else None
+    return inner if move is not None and inner is not None and _excludes_element(inner, move) else None
 
 
-def _scan_of_shifted(node: Node) -> ScanForm | None:
-    outer = scan_form(node)
-    move = shifted(origin(outer.x)) if outer is not None else None
-    if outer is None or move is None or not _excludes(outer, move):
+def _match_scan_of_shift(node: Node) -> ScanMatch | None:
+    outer = match_scan(node)
+    move = match_shift(value_origin(outer.x)) if outer is not None else None
+    if outer is None or move is None or not _excludes_element(outer, move):
         return None
     return replace(outer, x=move.source, exclusive=True)
 
 
-def _excludes(inner: ScanForm, move: Pad) -> bool:
+def _excludes_element(inner: ScanMatch, move: PadMatch) -> bool:
     """Does an inclusive scan that is shifted so leave out the element itself?"""
     identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
     onwards = move.before == (-1 if inner.reverse else 1)
     return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
 
 
-def _flipped(node: Node) -> ScanForm | None:
-    inner = scan_form(node.args[0]) if node.target is aten.flip.default else None
-    source = origin(inner.x) if inner is not None else None
-    if inner is None or source is None or not dies_with(inner.node, node):
+def _match_flipped(node: Node) -> ScanMatch | None:
+    inner = match_scan(node.args[0]) if node.target is aten.flip.default else None
+    source = value_origin(inner.x) if inner is not None else None
+    if inner is None or source is None or not is_only_read_by(inner.node, node):
         return None
     if not flips_along(node, inner.dim) or not flips_along(source, inner.dim):
         return None
     return replace(inner, x=source.args[0], reverse=not inner.reverse)
 
 
-def _why_not_backwards(node: Node) -> str | None:
+def _reverse_refusal(node: Node) -> str | None:
     """Of a scan between two flips along its dim that stays; None of all else."""
     if node.target is not aten.flip.default:
         return None
-    inner = origin(node.args[0])
-    form = scan_form(inner)
+    inner = value_origin(node.args[0])
+    form = match_scan(inner)
     if form is not None:
-        rows, dim = [origin(form.x)], form.dim
+        rows, dim = [value_origin(form.x)], form.dim
     elif inner.target is sp.linear_scan.default:
-        call = Call(inner)
-        rows, dim = [origin(x) for x in call.operands[:2]], call.dim(operand=1)
+        call = OpCall(inner)
+        rows, dim = [value_origin(x) for x in call.operands[:2]], call.dim(operand=1)
     else:
         return None
-    flips = [x for x in reached(rows, _of_elements) if dim in flipped_dims(x)]
+    flips = [x for x in iterate_reachable(rows, _pointwise_operands) if dim in flipped_dims(x)]
     if not flips or dim not in flipped_dims(node):
         return None
     if not all(flips_along(x, dim) for x in (node, *flips)):
         return f"other dims than {dim} are flipped with it; flip those apart"
-    if not dies_with(inner, node):
+    if not is_only_read_by(inner, node):
         return f"something else reads the scan ({inner.name}) before it is flipped back"
     return "what it scans is computed of flipped rows; go through the rows backwards, or flip what is scanned"
 
 
-def _of_elements(node: Node) -> list[Node]:
+def _pointwise_operands(node: Node) -> list[Node]:
     """The operands of an op on elements."""
     return node.all_input_nodes if torch.Tag.pointwise in getattr(node.target, "tags", ()) else []
 
 
-def _combined(node: Node) -> ScanForm | None:
+def _match_combination(node: Node) -> ScanMatch | None:
     """A sum of a scan, what it scans and its total, with signs."""
     if node.target not in SIGNS:
         return None
-    terms = _terms(node)
-    scans = [s for s in map(scan_form, terms) if s is not None and s.op == "sum"]
+    terms = _signed_terms(node)
+    scans = [s for s in map(match_scan, terms) if s is not None and s.op == "sum"]
     if len(scans) != 1 or len(terms) > 3:
         return None
     found = scans[0]
-    own, total = _part(terms, lambda t: _is_cast_of(t, found)), _part(terms, lambda t: _is_total_of(t, found))
+    own, total = _find_term(terms, lambda t: _is_cast_of(t, found)), _find_term(terms, lambda t: _is_total_of(t, found))
     parts = (terms[found.node], own[0], total[0])
     known = {found.node, *own[1], *total[1]}
-    if known != set(terms) or not dies_with(found.node, node):
+    if known != set(terms) or not is_only_read_by(found.node, node):
         return None
-    if (found.exclusive, parts) not in _SUMS:
+    if (found.exclusive, parts) not in _SUM_OPS:
         return None
-    exclusive, turned = _SUMS[found.exclusive, parts]
+    exclusive, turned = _SUM_OPS[found.exclusive, parts]
     return replace(found, exclusive=exclusive, reverse=found.reverse != turned)
 
 
 # (is the scan exclusive, signs of the scan, of what it scans, of the total): (exclusive, in the other direction)
-_SUMS = {
+_SUM_OPS = {
     (False, (1, -1, 0)): (True, False),
     (False, (-1, 0, 1)): (True, True),
     (False, (-1, 1, 1)): (False, True),
@@ -269,19 +269,19 @@ _SUMS = {
 }
 
 
-def _terms(root: Node) -> Counter[Node]:
+def _signed_terms(root: Node) -> Counter[Node]:
     """The leaves of a tree of additions and subtractions, with their signs."""
     terms: Counter[Node] = Counter()
 
     def adds(node: Node) -> bool:
         if node.target not in SIGNS or node.kwargs.get("alpha", 1) != 1:
             return False
-        return all(map(is_tensor, node.args)) and (node is root or dies_with(node, root))
+        return all(map(is_tensor, node.args)) and (node is root or is_only_read_by(node, root))
 
     def visit(node: Node, sign: int) -> None:
         if adds(node):
-            visit(origin(node.args[0]), sign)
-            visit(origin(node.args[1]), sign * SIGNS[node.target])
+            visit(value_origin(node.args[0]), sign)
+            visit(value_origin(node.args[1]), sign * SIGNS[node.target])
         else:
             terms[node] += sign
 
@@ -289,33 +289,37 @@ def _terms(root: Node) -> Counter[Node]:
     return terms
 
 
-def _part(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, list[Node]]:
+def _find_term(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[int, list[Node]]:
     found = [t for t in terms if wanted(t)]
     return sum(terms[t] for t in found), found
 
 
-def _is_cast_of(term: Node, scan: ScanForm) -> bool:
+def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
     """Is it what is scanned, or a copy of it in a wider dtype?"""
-    x, wide = origin(scan.x), term.meta["val"].dtype
+    x, wide = value_origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
-    return origin(term) is x or (exact and is_cast(term) and origin(source_of(term)) is x) or same_call(term, x)
+    return (
+        value_origin(term) is x
+        or (exact and is_cast_op(term) and value_origin(move_source(term)) is x)
+        or is_same_call(term, x)
+    )
 
 
-def _is_total_of(term: Node, scan: ScanForm) -> bool:
+def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     """Is it the sum of all that is scanned, kept as a dim of size 1?"""
-    shape, held = shape_of(scan.node), shape_of(term)
+    shape, held = node_shape(scan.node), node_shape(term)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
-    if not all_same(held, wanted):
+    if not is_same_shape(held, wanted):
         return False
-    term = before_reshapes(term)
+    term = skip_reshapes(term)
     if term.target is aten.sum.dim_IntList:
-        call = Call(term)
+        call = OpCall(term)
         dims = [int(d) % call.ndim() for d in call["dim"] or ()]
         return dims == [scan.dim] and _is_cast_of(call.operands[0], scan)
-    piece = piece_of(term)
-    if piece is None or origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
+    piece = match_piece(term)
+    if piece is None or value_origin(piece.source) is not scan.node or scan.exclusive or piece.dim != scan.dim:
         return False
-    return same(piece.length, 1) and same(piece.start, 0 if scan.reverse else shape[scan.dim] - 1)
+    return is_same_size(piece.length, 1) and is_same_size(piece.start, 0 if scan.reverse else shape[scan.dim] - 1)
 
 
-IDIOMS = (_shifted_scan, _scan_of_shifted, _flipped, _combined)
+SCAN_IDIOMS = (_match_shifted_scan, _match_scan_of_shift, _match_flipped, _match_combination)

@@ -17,14 +17,14 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.edit import drop_dead
-from sp_compile.passes.graph.sizes import sizes
-from sp_compile.passes.sharding.matchers import PADS, origin, pad_of, piece_of
+from sp_compile.passes.base import register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.edit import erase_dead
+from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, value_origin
 
-from .associative_scan import AssociativeScans, CombineFunction, expression_of, operands_of, scan_of_leaf
+from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, operands_of, scan_of_leaf
 from .scan_trees import interleaving, outermost_trees
 
 aten = torch.ops.aten
@@ -43,15 +43,15 @@ class _Level(NamedTuple):
     even: Node | None
 
 
-@register
-class UnrolledScans(AssociativeScans):
+@register_pass
+class UnrolledScans(RewriteAssociativeScans):
     """Rewrites the trees of one graph whose combine function is known."""
 
     requires = frozenset({"loops are rolled"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         if outermost_trees(gm.graph):
-            drop_dead(self.graph)
+            erase_dead(self.graph)
         self.levels = {n: found for n in gm.graph.nodes if (found := _level(n)) is not None}
         outer = [self.levels[join] for join, _ in outermost_trees(gm.graph) if join in self.levels]
         halves = {level.rows // 2 for level in outer if self._function(level) is None}  # trees inside of unknown ones
@@ -64,8 +64,8 @@ class UnrolledScans(AssociativeScans):
             return False
         op, factors = found
         leaves = [x for x in (factors, level.leaf) if x is not None]
-        one = CombineFunction(op, tuple(range(len(leaves))))
-        if len({(sizes(x.meta["val"].shape), x.meta["val"].dtype) for x in (*leaves, *results)}) > 1:
+        one = CombineOp(op, tuple(range(len(leaves))))
+        if len({(as_sizes(x.meta["val"].shape), x.meta["val"].dtype) for x in (*leaves, *results)}) > 1:
             return False
         if not self.fits(leaves, one):
             return False
@@ -82,7 +82,7 @@ class UnrolledScans(AssociativeScans):
         pairs = {(0, 2, half): "left", (1, 2, half): "right"}
         reduced = inner.leaf if inner is not None else level.odd
         found = _match(reduced, level.leaf, level, pairs)
-        if found is None or shape_of(reduced)[level.dim] != half or (inner is None) != (half == 1):
+        if found is None or node_shape(reduced)[level.dim] != half or (inner is None) != (half == 1):
             return None
         if (level.even is None) != (rest == 0):
             return None
@@ -101,33 +101,33 @@ def _level(join: Node) -> _Level | None:
     found = interleaving(join)
     if found is None:
         return None
-    leaf, dim = origin(found[1].source), found[1].dim
-    rows = shape_of(leaf)[dim]
-    even, odd = map(origin, Call(join.args[0]).operands)
-    parts = Call(even).operands if even.target is aten.cat.default and Call(even).dim() == dim else [even]
-    if not isinstance(rows, int) or len(parts) > 2 or shape_of(join)[dim] != rows + rows % 2:
+    leaf, dim = value_origin(found[1].source), found[1].dim
+    rows = node_shape(leaf)[dim]
+    even, odd = map(value_origin, OpCall(join.args[0]).operands)
+    parts = OpCall(even).operands if even.target is aten.cat.default and OpCall(even).dim() == dim else [even]
+    if not isinstance(rows, int) or len(parts) > 2 or node_shape(join)[dim] != rows + rows % 2:
         return None
     if rows % 2:
-        pad = pad_of(odd) if odd.target in PADS else None
+        pad = match_pad(odd) if odd.target in PAD_OPS else None
         if pad is None or (pad.dim, pad.before, pad.after) != (dim, 0, 1):
             return None
         if any(_rows(user, dim) != (join, (0, 1, rows)) for user in join.users):
             return None
-        odd = origin(pad.source)
+        odd = value_origin(pad.source)
     source, taken = _rows(odd, dim)
     odd = source if taken == (0, 1, rows // 2) else odd
-    return _Level(join, leaf, dim, rows, odd, origin(parts[1]) if parts[1:] else None)
+    return _Level(join, leaf, dim, rows, odd, value_origin(parts[1]) if parts[1:] else None)
 
 
 def _rows(x: Node, dim: int) -> tuple[Node, Rows | None]:
     """Return the value of which `x` holds some rows, and which."""
-    x = origin(x)
-    piece = piece_of(x)
-    if piece is None or piece.dim != dim or not piece.keeps:
-        return x, (0, 1, shape_of(x)[dim]) if is_tensor(x) and x.meta["val"].ndim > dim else None
+    x = value_origin(x)
+    piece = match_piece(x)
+    if piece is None or piece.dim != dim or not piece.keeps_dim:
+        return x, (0, 1, node_shape(x)[dim]) if is_tensor(x) and x.meta["val"].ndim > dim else None
     source, taken = _rows(piece.source, dim)
     first = taken is not None and taken[:2] == (0, 1)
-    return (source if first else origin(piece.source)), (piece.start, piece.step, piece.length)
+    return (source if first else value_origin(piece.source)), (piece.start, piece.step, piece.length)
 
 
 def _match(

@@ -9,15 +9,15 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.torch_compat import is_functorch_tensor, set_grad_enabled, storage_of
-from sp_compile.passes.graph.call import nodes_in, overloads, tensors_of
+from sp_compile.passes.graph.call import collect_nodes, node_tensors, parse_overloads
 from sp_compile.passes.graph.mutation import SILENT_WRITERS
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.sharding.matchers import LITERALS
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.sharding.matchers import LITERAL_OPS
 
 aten = torch.ops.aten
 
 # Float results through which no gradient passes.
-_STOPS_GRADIENT = overloads("""
+_STOPS_GRADIENT = parse_overloads("""
     detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
 """)
 
@@ -56,22 +56,22 @@ class Aliases:
 
     def adopt(self, node: Node) -> bool:
         """Learn what `node`, whose call is known, is a view of, and whether it has a gradient. True for a view."""
-        inputs = nodes_in(self.calls[node])
+        inputs = collect_nodes(self.calls[node])
         if node.op == "placeholder" or node.op == "get_attr":
-            flows = bool(record(node).requires_grad)
+            flows = bool(node_info(node).requires_grad)
         else:
-            floats = any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+            floats = any(t.is_floating_point() or t.is_complex() for t in node_tensors(node))
             flows = self.grad and floats and node.target not in _STOPS_GRADIENT
             flows = flows and any(map(self.differentiable, inputs))
         if flows:
             self._wants_grad.add(node)
-        storages = storages_of(node)
+        storages = node_storages(node)
         if len(storages) != 1:
             return False
-        base = next((i for i in inputs if storages_of(i) == storages), None)
+        base = next((i for i in inputs if node_storages(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
         (storage,) = storages
-        if node.target in LITERALS:  # shares its storage in the trace, but is new each time the program runs
+        if node.target in LITERAL_OPS:  # shares its storage in the trace, but is new each time the program runs
             self._owner[storage] = node
             return False
         if base is None or element:
@@ -84,10 +84,10 @@ class Aliases:
 
     def sharer(self, root: Node) -> Node | None:
         """Another node that owns the same memory: two inputs that overlap, or a result that hides a view."""
-        owners = {self._owner.get(s, root) for s in storages_of(root)}
+        owners = {self._owner.get(s, root) for s in node_storages(root)}
         return next(iter(owners - {root}), None)
 
-    def cut(self, node: Node) -> bool:
+    def detach_view(self, node: Node) -> bool:
         """A view through detach, or made under no_grad: its root's gradient does not pass."""
         return node in self._cut
 
@@ -97,7 +97,7 @@ class Aliases:
 
     def any_differentiable(self, node: Node) -> bool:
         """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
-        read = [] if node.target in SILENT_WRITERS else nodes_in(self.calls[node])
+        read = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
         return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
 
     def receive_gradient(self, target: Node) -> None:
@@ -105,6 +105,6 @@ class Aliases:
         self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
 
 
-def storages_of(node: Node) -> set[int]:
+def node_storages(node: Node) -> set[int]:
     """The memory of the tensors that a node makes."""
-    return {storage_of(t) for t in tensors_of(node) if t.layout is torch.strided and not is_functorch_tensor(t)}
+    return {storage_of(t) for t in node_tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

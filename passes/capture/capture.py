@@ -18,33 +18,33 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, at
+from sp_compile.lowering.base.errors import CaptureError, SpError, WriteError, node_line
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TracingContext,
-    depends_on,
+    depends_on_size,
     detect_fake_mode,
-    evaluated,
+    evaluate_expr,
     is_functorch_tensor,
+    is_wrapper,
     keep_source,
     keep_state_sources,
-    only_value,
+    single_value,
     storage_of,
-    wraps_others,
 )
-from sp_compile.passes.graph.edit import copied, drop_dead
-from sp_compile.passes.graph.node_info import mark
-from sp_compile.passes.graph.sizes import all_same, size, sizes
+from sp_compile.passes.graph.edit import copy_graph, erase_dead
+from sp_compile.passes.graph.node_info import set_node_info
+from sp_compile.passes.graph.sizes import as_size, as_sizes, is_same_shape
 
 from .check_captured import require_ops
 from .functionalize import functionalize
-from .grad_modes import detach_regions
+from .grad_modes import detach_no_grad_regions
 from .regions import inline_regions
 from .trace import trace
-from .user_collectives import functional_collectives
-from .view_writes import VIEWS, find_shared_results
+from .user_collectives import functionalize_collectives
+from .view_writes import VIEW_OPS, find_shared_results
 
 _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg")
 
@@ -56,46 +56,46 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. Behind its results
     come those of which several are views, see `view_writes.py`.
     fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
-    Inside `captured_once` each graph is captured the first time alone. Raises SpError where that can not be.
+    Inside `cache_captures` each graph is captured the first time alone. Raises SpError where that can not be.
     """
-    known = _known.get()
+    known = _capture_cache.get()
     if known is None or fakes is not None:
-        return _captured(gm, example_inputs, fakes)
+        return _capture(gm, example_inputs, fakes)
     if gm not in known:
-        known[gm] = _captured(gm, example_inputs, fakes)
+        known[gm] = _capture(gm, example_inputs, fakes)
     if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes change these, too
         return known.pop(gm)
-    found = copied(known[gm])
+    found = copy_graph(known[gm])
     found.meta.update(known[gm].meta)
     _keep_sources(found, known[gm])
     return found
 
 
 @contextmanager
-def captured_once(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
+def cache_captures(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
     """For who looks at the same graphs with the same inputs in several ways. known: of each what was captured."""
-    before = _known.set(known)
+    before = _capture_cache.set(known)
     try:
         yield
     finally:
-        _known.reset(before)
+        _capture_cache.reset(before)
 
 
-_known: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("known", default=None)
+_capture_cache: ContextVar[dict[GraphModule, GraphModule] | None] = ContextVar("known", default=None)
 
 
-def _captured(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
+def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any] | None) -> GraphModule:
     fake_mode, own = fake_inputs(example_inputs)
     captured = trace(gm, own if fakes is None else fakes, fake_mode)
-    drop_dead(captured.graph, ("call_function", "get_attr"))
+    erase_dead(captured.graph, ("call_function", "get_attr"))
     _lift_constants(captured, fake_mode)
     _keep_dynamo_meta(captured, gm)
     for node, value in zip(captured.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-        mark(node, requires_grad=getattr(value, "requires_grad", None))
-    captured.meta[VIEWS] = find_shared_results(captured)
+        set_node_info(node, requires_grad=getattr(value, "requires_grad", None))
+    captured.meta[VIEW_OPS] = find_shared_results(captured)
     functionalize(captured)
     _refuse_written_aliases(captured, example_inputs)
-    return _finish(captured)
+    return _finish_capture(captured)
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -103,15 +103,15 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
 
     Of a value in shards the whole. A dim that the program's guards leave one length has this number.
     """
-    mode, fakes = _fakes(example_inputs)
-    return mode, _with_numbers(fakes, mode)
+    mode, fakes = _fake_inputs(example_inputs)
+    return mode, _replace_single_values(fakes, mode)
 
 
-def settled_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+def settle_inputs(example_inputs: Sequence[Any]) -> list[Any]:
     """The inputs, but a fake one in place of each plain one that has a number where Dynamo has a symbol."""
-    mode, fakes = _fakes(example_inputs)
-    rows = zip(example_inputs, fakes, _with_numbers(fakes, mode))
-    return [x if new is old or isinstance(x, Sharded) or wraps_others(x) else new for x, old, new in rows]
+    mode, fakes = _fake_inputs(example_inputs)
+    rows = zip(example_inputs, fakes, _replace_single_values(fakes, mode))
+    return [x if new is old or isinstance(x, Sharded) or is_wrapper(x) else new for x, old, new in rows]
 
 
 def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -122,26 +122,26 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
     Returns:
         Whether any size was specialized.
     """
-    context, (_, fakes) = TracingContext.get(), _fakes(example_inputs)
+    context, (_, fakes) = TracingContext.get(), _fake_inputs(example_inputs)
     marked = set[Any]()
     for x, fake in zip(example_inputs, fakes):
         symbolic = context.tensor_to_context.get(x) if isinstance(x, torch.Tensor) else None
         rows = zip(fake.shape, getattr(symbolic, "constraint_sizes", None) or ()) if symbolic is not None else ()
-        marked |= {size(extent) for extent, one in rows if one is not None and not one.warn_only}
-    found = [e for e in _extents(fakes) if size(e) not in marked and depends_on(e)]
+        marked |= {as_size(extent) for extent, one in rows if one is not None and not one.warn_only}
+    found = [e for e in _symbol_sizes(fakes) if as_size(e) not in marked and depends_on_size(e)]
     for extent in found:
         int(extent)  # adds a guard: another length is compiled again
-    (_known.get() or {}).pop(gm, None)
+    (_capture_cache.get() or {}).pop(gm, None)
     return bool(found)
 
 
-def _extents(fakes: Sequence[Any]) -> list[torch.SymInt]:
+def _symbol_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
     """The symbols among inputs and their sizes."""
     extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
     return [e for e in extents if isinstance(e, torch.SymInt)]
 
 
-def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """The fake mode, and the inputs in it with all of Dynamo's dynamic dims.
 
     The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
@@ -154,9 +154,9 @@ def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if isinstance(x, Sharded) or wraps_others(x):  # the whole, whatever holds it
+        if isinstance(x, Sharded) or is_wrapper(x):  # the whole, whatever holds it
             parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
-            return _new(x, parts.shape, parts.stride(), mode)
+            return _new_fake(x, parts.shape, parts.stride(), mode)
         if isinstance(x, FakeTensor):
             return x if x.fake_mode is mode else mode.from_tensor(x)
         return in_mode(x)
@@ -170,35 +170,35 @@ def _fakes(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     return mode, [fake(x) for x in example_inputs]
 
 
-def _new(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
+def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor as the input is one, of another shape."""
     with mode, torch.enable_grad():
         made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         if x.is_leaf:
             return made
         dense = made.clone()  # to which a program may write
-        if all_same(sizes(dense.stride()), sizes(stride)):
+        if is_same_shape(as_sizes(dense.stride()), as_sizes(stride)):
             return dense
         memory = torch.empty(made.untyped_storage().nbytes() // made.element_size(), dtype=x.dtype, device=x.device)
         return memory.requires_grad_().clone().as_strided(shape, stride)
 
 
-def _with_numbers(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
+def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
     """The fake inputs, with the only number that a symbol can be in its place."""
-    symbols: dict[Any, Any] = {size(e): e for e in _extents(fakes)}
-    numbers = {symbol: n for symbol, e in symbols.items() if (n := only_value(e)) is not None}
+    symbols: dict[Any, Any] = {as_size(e): e for e in _symbol_sizes(fakes)}
+    numbers = {symbol: n for symbol, e in symbols.items() if (n := single_value(e)) is not None}
     if not numbers:
         return fakes
 
     def is_settled(x: Any) -> bool:
-        return isinstance(x, torch.SymInt) and not sympy.sympify(size(x)).free_symbols.isdisjoint(numbers)
+        return isinstance(x, torch.SymInt) and not sympy.sympify(as_size(x)).free_symbols.isdisjoint(numbers)
 
     def known(x: Any) -> Any:
         if isinstance(x, torch.SymInt):
-            return evaluated(sympy.sympify(size(x)), symbols | numbers)
+            return evaluate_expr(sympy.sympify(as_size(x)), symbols | numbers)
         if not isinstance(x, torch.Tensor) or not any(is_settled(e) for e in x.shape):
             return x
-        return _new(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
+        return _new_fake(x, [known(e) for e in x.shape], [known(e) for e in x.stride()], mode)
 
     return [known(x) for x in fakes]
 
@@ -217,27 +217,27 @@ def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
         gm.graph.erase_node(node)
     gm.delete_submodule("_guards_fn")
     require_ops(gm, "capture_export")
-    mode = _only_mode(gm)
-    _own_bodies(gm)
-    functional_collectives(gm)
+    mode = _single_fake_mode(gm)
+    _copy_bodies(gm)
+    functionalize_collectives(gm)
     _lift_constants(gm, mode)
     functionalize(gm)
-    return _finish(gm)
+    return _finish_capture(gm)
 
 
-def _only_mode(gm: GraphModule) -> FakeTensorMode | None:
+def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
         raise SpError("SP205", "capture_export: expected values of one fake mode, got several.")
     return detect_fake_mode(values)
 
 
-def _own_bodies(gm: GraphModule) -> None:
+def _copy_bodies(gm: GraphModule) -> None:
     """Replace the bodies of region ops by copies, which may then be rewritten."""
     for name, child in list(gm.named_children()):
         if isinstance(child, GraphModule):
             setattr(gm, name, inline_regions(child))
-            _own_bodies(getattr(gm, name))
+            _copy_bodies(getattr(gm, name))
 
 
 def _keep_dynamo_meta(captured: GraphModule, gm: GraphModule) -> None:
@@ -282,23 +282,23 @@ def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
         if not isinstance(value, torch.Tensor):
             continue
         if isinstance(value, FakeTensor) or is_functorch_tensor(value):
-            readers = ", ".join(at(user) for user in node.users)
+            readers = ", ".join(node_line(user) for user in node.users)
             raise CaptureError("SP215", f"{node.name}: a value of torch.func is read outside its region, at {readers}.")
         if node.target not in known:
             delattr(gm, node.target)
             gm.register_buffer(node.target, value, persistent=False)
-            mark(node, constant=True, requires_grad=value.requires_grad)
+            set_node_info(node, constant=True, requires_grad=value.requires_grad)
         else:
             asked = value.requires_grad or (None if isinstance(value, torch.nn.Parameter) else False)
-            mark(node, requires_grad=asked)  # None: the user may still unfreeze a parameter
+            set_node_info(node, requires_grad=asked)  # None: the user may still unfreeze a parameter
         if "val" not in node.meta:
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True) if fake_mode else value
 
 
-def _finish(gm: GraphModule) -> GraphModule:
+def _finish_capture(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)
-    detach_regions(gm.graph)
+    detach_no_grad_regions(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return gm

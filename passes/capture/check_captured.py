@@ -20,19 +20,19 @@ STRICT_EXPORT = "Export the program with strict=True, where collectives are func
 def require_ops(gm: GraphModule, name: str) -> None:
     """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
     for node in gm.graph.nodes:
-        if call := _is_no_op(node):
+        if call := _non_op_reason(node):
             raise SpError("SP204", f"{name}: {node.name} is {call}.")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
     """Raises SpError where an op changes a value, other than an input at the end of the program."""
     for node in gm.graph.nodes:
-        if _changes(node):
+        if _mutation_reason(node):
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
             raise SpError("SP206", f"{name}: {node.name}: {node.target} works in place.", fix)
 
 
-def _is_no_op(node: Node) -> str:
+def _non_op_reason(node: Node) -> str:
     """Why the node is none of a graph of ops: as Dynamo has it before capture, and torch.fx.symbolic_trace."""
     if node.op in ("call_method", "call_module"):
         return f"a call of the {node.op.removeprefix('call_')} {node.target}"
@@ -45,7 +45,7 @@ def _is_no_op(node: Node) -> str:
     return ""
 
 
-def _changes(node: Node) -> bool:
+def _mutation_reason(node: Node) -> bool:
     """Return whether the node may change a value that is read elsewhere.
 
     An input is written back at the end of the program.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from sp_compile.lowering.base.errors import SpError, WriteError, at
+from sp_compile.lowering.base.errors import SpError, WriteError, node_line
 from sp_compile.lowering.torch_compat import (
     OpOverload,
     enter_autocast,
@@ -26,23 +26,23 @@ from sp_compile.lowering.torch_compat import (
     set_grad_enabled,
     unmark_static,
 )
-from sp_compile.passes.graph.edit import Editor, drop_dead
+from sp_compile.passes.graph.edit import GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import (
     Mutation,
+    find_mutation,
     functional_form,
     is_mutation,
     is_view_change,
-    mutation_of,
-    positional,
+    to_positional,
 )
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.node_info import node_info
 
 from . import view_inverses
 from .aliases import Aliases
 
 aten = torch.ops.aten
 RENORM_BEFORE = "Leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model."
-WRONG_OF_COMPLEX = {aten.silu_.default: "x * x.sigmoid()"}
+COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}
 
 
 def functionalize(gm: GraphModule) -> GraphModule:
@@ -65,7 +65,7 @@ class _Functionalizer:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
-        self.editor = Editor().edit(gm.graph)
+        self.editor = GraphEditor().edit(gm.graph)
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}
         self.current: dict[Node, Node] = {}  # changed root -> its value
@@ -81,7 +81,7 @@ class _Functionalizer:
         for node in reversed(self.dead):
             assert not node.users, f"{node} is still read by {list(node.users)}"
             self.graph.erase_node(node)
-        drop_dead(self.graph)
+        erase_dead(self.graph)
         self.graph.lint()
         self.gm.recompile()
 
@@ -93,7 +93,7 @@ class _Functionalizer:
         elif is_mutation(node):
             self.change(node)
         else:
-            node.args, node.kwargs = self.now_in(node)
+            node.args, node.kwargs = self.current_in(node)
             if node.op == "output":
                 self.write_back()
             else:
@@ -114,15 +114,15 @@ class _Functionalizer:
 
     # ---- the value of a node at this point of the program
 
-    def now_in(self, node: Node) -> tuple[Any, Any]:
-        return map_arg(self.aliases.calls[node], self.now)
+    def current_in(self, node: Node) -> tuple[Any, Any]:
+        return map_arg(self.aliases.calls[node], self.current_value)
 
-    def now(self, node: Node) -> Node:
+    def current_value(self, node: Node) -> Node:
         """The current value of `node`, a name as Aliases.name gives it."""
         root = self.aliases.root(node)
         version = self.version.get(root, 0)
         value, taken_at, with_grad = self.values.get(node, (node, 0, True))
-        if taken_at == version and (with_grad or not self.aliases.grad or self.aliases.cut(node)):
+        if taken_at == version and (with_grad or not self.aliases.grad or self.aliases.detach_view(node)):
             return value
         value = self.current[root] if node is root else self.take_view(node)
         self.values[node] = (value, version, self.aliases.grad or node is root)
@@ -130,11 +130,13 @@ class _Functionalizer:
 
     def take_view(self, node: Node) -> Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise WriteError("SP222", f"{node.name}: {at(node)} is read after memory that it shares has changed.")
-        args, kwargs = self.now_in(node)
+            raise WriteError(
+                "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares has changed."
+            )
+        args, kwargs = self.current_in(node)
         value = self.graph.call_function(node.target, args, kwargs)
         value.meta = dict(node.meta)
-        cut = self.aliases.grad and self.aliases.cut(node)
+        cut = self.aliases.grad and self.aliases.detach_view(node)
         if cut and self.aliases.differentiable(self.aliases.root(node)):
             return self.emitter(node)(aten.detach.default, value)
         return value
@@ -150,14 +152,14 @@ class _Functionalizer:
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
-            raise WriteError("SP223", f"{node.name}: {node.target} at {at(node)} changes the shape of an input.")
+            raise WriteError("SP223", f"{node.name}: {node.target} at {node_line(node)} changes the shape of an input.")
         node.target = op
-        node.args, node.kwargs = self.now_in(node)
+        node.args, node.kwargs = self.current_in(node)
         self.adopt(node)
         self.aliases.rename(target, node)
 
     def change(self, node: Node) -> None:
-        mutation = mutation_of(node, *self.aliases.calls[node])
+        mutation = find_mutation(node, *self.aliases.calls[node])
         for target in mutation.targets:
             self.refuse_unsound(node, target)
         if mutation.value is not None:
@@ -167,8 +169,8 @@ class _Functionalizer:
             self.dead.append(node)
             return
         emit = self.emitter(node)
-        clones = {t: emit(aten.clone.default, self.now(t)) for t in mutation.targets}
-        node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda a: clones.get(a) or self.now(a))
+        clones = {t: emit(aten.clone.default, self.current_value(t)) for t in mutation.targets}
+        node.args, node.kwargs = map_arg(self.aliases.calls[node], lambda a: clones.get(a) or self.current_value(a))
         with self.graph.inserting_before(node.next):
             for target, clone in clones.items():
                 self.assign(node, target, clone)
@@ -182,33 +184,30 @@ class _Functionalizer:
         other = self.aliases.sharer(root)
         if other is not None:
             raise WriteError(
-                "SP221", f"{node.name}: {at(node)} changes {root.name}, which shares memory with {other.name}."
+                "SP221", f"{node.name}: {node_line(node)} changes {root.name}, which shares memory with {other.name}."
             )
-        unrecorded = not self.aliases.grad or self.aliases.cut(target)
+        unrecorded = not self.aliases.grad or self.aliases.detach_view(target)
         if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
             raise WriteError(
                 "SP224",
-                f"{node.name}: {at(node)} changes {root.name} under no_grad or through detach() or .data, and its "
+                f"{node.name}: {node_line(node)} changes {root.name} under no_grad or through detach() or .data, and
+                its "
                 "gradient is needed.",
                 RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
             )
 
-        if (
-            node.target in WRONG_OF_COMPLEX
-            and target.meta["val"].is_complex()
-            and self.aliases.any_differentiable(node)
-        ):
+        if node.target in COMPLEX_ERROR and target.meta["val"].is_complex() and self.aliases.any_differentiable(node):
             raise SpError(
                 "SP227",
-                f"{node.name}: {node.target} at {at(node)} works in place on complex numbers, of which torch "
+                f"{node.name}: {node.target} at {node_line(node)} works in place on complex numbers, of which torch "
                 "computes a wrong gradient.",
-                f"Write {WRONG_OF_COMPLEX[node.target]} instead.",
+                f"Write {COMPLEX_ERROR[node.target]} instead.",
             )
 
     def new_value(self, node: Node, mutation: Mutation) -> Node:
         assert mutation.value is not None
         emit = self.emitter(node)
-        args, kwargs = self.now_in(node)
+        args, kwargs = self.current_in(node)
         expected = mutation.targets[0].meta["val"]
         with self.as_in_place(node, expected.device):
             value = mutation.value(args, kwargs, emit)
@@ -257,20 +256,22 @@ class _Functionalizer:
         """The value of the tensor that `view` was taken from, once `view` is `new`."""
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
-            whole = view_inverses.rejoined(self.application(split), view, new, emit)
+            whole = view_inverses.rejoin_split(self.application(split), view, new, emit)
         else:
-            whole = view_inverses.invert(self.application(view), new, emit)
+            whole = view_inverses.invert_view(self.application(view), new, emit)
         if whole is None:
-            raise WriteError("SP225", f"{node.name}: {at(node)} changes a view made by {view.target} at {at(view)}.")
+            raise WriteError(
+                "SP225", f"{node.name}: {node_line(node)} changes a view made by {view.target} at {node_line(view)}."
+            )
         return whole
 
-    def application(self, view: Node) -> view_inverses.View:
-        base, *rest = positional(view.target, *self.now_in(view))
-        return view_inverses.View(view, base, tuple(rest))
+    def application(self, view: Node) -> view_inverses.ViewCall:
+        base, *rest = to_positional(view.target, *self.current_in(view))
+        return view_inverses.ViewCall(view, base, tuple(rest))
 
     def write_back(self) -> None:
         for root, value in self.current.items():
-            if root.op == "placeholder" or (root.op == "get_attr" and not record(root).constant):
+            if root.op == "placeholder" or (root.op == "get_attr" and not node_info(root).constant):
                 unmark_static(root)
                 copy = self.graph.call_function(aten.copy_.default, (root, value))
                 copy.meta["val"] = root.meta["val"]

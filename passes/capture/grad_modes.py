@@ -12,16 +12,16 @@ from torch.fx import Graph
 
 from sp_compile.lowering.torch_compat import register_hook_op
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.modes import without_grad
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.modes import no_grad_nodes
 from sp_compile.passes.sharding.matchers import carries_gradient
 
 aten = torch.ops.aten
 
 
-def detach_regions(graph: Graph) -> None:
+def detach_no_grad_regions(graph: Graph) -> None:
     """Put a detach behind every value that leaves a region without gradients."""
-    off, editor = without_grad(graph), Editor().edit(graph)
+    off, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
     for node in [n for n in graph.nodes if n in off and n.op == "call_function" and is_tensor(n)]:
         outside = [user for user in node.users if user not in off or user.op == "output"]
         if outside and carries_gradient(node):

@@ -17,8 +17,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import SpError, at
-from sp_compile.lowering.base.options import Asked, stronger_output
+from sp_compile.lowering.base.errors import SpError, node_line
+from sp_compile.lowering.base.options import IOOptions, stronger_output
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded
@@ -26,7 +26,7 @@ from sp_compile.lowering.torch_compat import (
     AsyncCollectiveTensor,
     FakeTensorMode,
     argument_name,
-    assume,
+    assume_fact,
     is_argument,
     is_fragment,
     is_module_state,
@@ -34,17 +34,17 @@ from sp_compile.lowering.torch_compat import (
     pytree,
     refuse_eager_fallback,
     result_names,
+    retrace_with_symbols,
     size_hint,
-    trace_again_with_symbols,
-    unified,
+    unify_symbols,
 )
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import size
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import as_size
 from sp_compile.passes.sharding.axes import Axes, find_sequences, name_axes
 from sp_compile.passes.sharding.placement import Frame, Placement, Shard
 
-from .capture import capture, fake_inputs, settled_inputs
-from .view_writes import VIEWS, ResultView, SharedResults, leave_out
+from .capture import capture, fake_inputs, settle_inputs
+from .view_writes import VIEW_OPS, ResultView, SharedResults, omit_views
 
 
 def capture_shards(
@@ -63,19 +63,19 @@ def capture_shards(
     _, fakes = fake_inputs(example_inputs)
     nodes = local.graph.find_nodes(op="placeholder")
     along = [(x, node, dims[node.name]) for node, x in zip(nodes, example_inputs) if node.name in dims]
-    trace_again_with_symbols((x, d) for x, node, d in along if isinstance(size(node.meta["val"].shape[d]), int))
-    symbols = _symbols(nodes, dims)
-    _ask_of_whole(asked, symbols, n, mode)
+    retrace_with_symbols((x, d) for x, node, d in along if isinstance(as_size(node.meta["val"].shape[d]), int))
+    symbols = _dim_symbols(nodes, dims)
+    _require_for_global(asked, symbols, n, mode)
     whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
     graph = capture(gm, example_inputs, fakes=whole)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
-        mark(node, local=fake)
+        set_node_info(node, local=fake)
         if node.name in dims:
             dim = dims[node.name]
-            placements[node.name] = Shard(dim, Frame.full(size(node.meta["val"].shape[dim])))
-        elif isinstance(fake, torch.SymInt) and size(fake) in symbols:
-            mark(node, scale=n)
+            placements[node.name] = Shard(dim, Frame.full(as_size(node.meta["val"].shape[dim])))
+        elif isinstance(fake, torch.SymInt) and as_size(fake) in symbols:
+            set_node_info(node, scale=n)
     return graph, placements
 
 
@@ -105,11 +105,11 @@ def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None
             )
 
 
-def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
+def _dim_symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
     symbols: set[sympy.Expr] = set()
     for node in nodes:
         if node.name in dims:
-            extent = size(node.meta["val"].shape[dims[node.name]])
+            extent = as_size(node.meta["val"].shape[dims[node.name]])
             if isinstance(extent, int):
                 raise SpError(
                     "SP232",
@@ -120,7 +120,7 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
     for node in nodes:
         value = node.meta.get("val")
         for d, extent in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            if dims.get(node.name) != d and size(extent) in symbols:
+            if dims.get(node.name) != d and as_size(extent) in symbols:
                 raise SpError(
                     "SP233",
                     f"inputs='local': dim {d} of {argument_name(node)} has the size of the local sequence, {extent}, "
@@ -129,11 +129,11 @@ def _symbols(nodes: Sequence[Node], dims: Mapping[str, int]) -> set[sympy.Expr]:
     return symbols
 
 
-def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
+def _require_for_global(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int, mode: FakeTensorMode) -> None:
     """Require that each guard on the length of a shard also holds for the length of the full sequence."""
     wholes = {symbol: n * symbol for symbol in symbols}
-    for fact in (unified(mode, one) for one in asked):
-        if fact.free_symbols & symbols and not assume(mode, fact.xreplace(wholes)):
+    for fact in (unify_symbols(mode, one) for one in asked):
+        if fact.free_symbols & symbols and not assume_fact(mode, fact.xreplace(wholes)):
             of_it = fact.xreplace({symbol: sympy.Symbol("length") for symbol in symbols})
             raise SpError(
                 "SP235",
@@ -144,7 +144,7 @@ def _ask_of_whole(asked: Iterable[sympy.Basic], symbols: set[sympy.Expr], n: int
 
 def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode: Any) -> Any:
     if isinstance(fake, torch.SymInt):
-        return fake * n if size(fake) in symbols else fake
+        return fake * n if as_size(fake) in symbols else fake
     if dim is None or not isinstance(fake, torch.Tensor):
         return fake
     shape = [s * n if d == dim else s for d, s in enumerate(fake.shape)]
@@ -159,7 +159,8 @@ class GlobalView:
     arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
     result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
     the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
-    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `Edges` has them. folds: chunks of
+    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `GraphBoundary` has them. folds:
+    chunks of
     the sequence that a rank holds of them.
     """
 
@@ -174,7 +175,7 @@ class GlobalView:
     writes: dict[int, int]
     views: Sequence[ResultView]
     hidden: int
-    written: Sequence[int]
+    has_writes: Sequence[int]
 
     @property
     def folds(self) -> int:
@@ -182,7 +183,7 @@ class GlobalView:
 
 
 def global_view(
-    gm: GraphModule, example_inputs: Sequence[Any], asked: Asked, ranks: Ranks, deals: bool = False
+    gm: GraphModule, example_inputs: Sequence[Any], asked: IOOptions, ranks: Ranks, deals: bool = False
 ) -> GlobalView:
     """The graph as the passes take it, and what is known of its inputs and results.
 
@@ -201,15 +202,15 @@ def global_view(
         graph, inputs = capture_shards(gm, example_inputs, ranks.n, seq_dims)
     else:
         graph = capture(gm, example_inputs)
-        inputs, layouts = _in_shards(graph, example_inputs, ranks, deals)
+        inputs, layouts = _sharded_inputs(graph, example_inputs, ranks, deals)
     _mark_inputs(graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
-    names, made = _called(gm, results), ["" if node is None else node.name for node in results]
-    outputs, written = _of_results(names, made, asked.outputs, fragment), tuple(_written(graph))
-    views, hidden = _views_left_out(graph, example_inputs, asked.inputs, outputs)
+    names, made = _result_names(gm, results), ["" if node is None else node.name for node in results]
+    outputs, written = _result_options(names, made, asked.outputs, fragment), tuple(_written_inputs(graph))
+    views, hidden = _omitted_views(graph, example_inputs, asked.inputs, outputs)
     names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
-    writes = _writes_returned(graph, example_inputs)
+    writes = _return_writes(graph, example_inputs)
     names += [arguments[i] for i in writes]
     outputs += ["lazy"] * len(writes)
     return GlobalView(
@@ -217,7 +218,7 @@ def global_view(
     )
 
 
-def _in_shards(
+def _sharded_inputs(
     graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, deals: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
@@ -228,20 +229,20 @@ def _in_shards(
     placements: dict[str, Placement] = {}
     layouts: dict[int, Layout] = {}
     for i, (node, x) in enumerate(zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
-        if not isinstance(x, Sharded) or not x.lies.is_plain or x.lies.is_dealt != deals:
+        if not isinstance(x, Sharded) or not x.sharding.is_plain or x.sharding.is_balanced != deals:
             continue
-        if (x.lies.n, x.lies.group) != (ranks.n, ranks.group):
+        if (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
             continue
-        layout, whole = replace(x.lies, dealt=None), node.meta["val"]
+        layout, whole = replace(x.sharding, balanced=None), node.meta["val"]
         with mode, torch.no_grad():
-            local = layout.rows(whole).detach()
-        mark(node, local=local.requires_grad_(x.requires_grad))
-        placements[node.name] = Shard(layout.dim, Frame.full(size(whole.shape[layout.dim]), layout.folds))
+            local = layout.local_rows(whole).detach()
+        set_node_info(node, local=local.requires_grad_(x.requires_grad))
+        placements[node.name] = Shard(layout.dim, Frame.full(as_size(whole.shape[layout.dim]), layout.folds))
         layouts[i] = layout
     return placements, layouts
 
 
-def _written(graph: GraphModule) -> Iterator[int]:
+def _written_inputs(graph: GraphModule) -> Iterator[int]:
     """The numbers of the inputs that a graph changes in place."""
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
@@ -249,7 +250,7 @@ def _written(graph: GraphModule) -> Iterator[int]:
             yield inputs.index(copy.args[0])
 
 
-def _views_left_out(
+def _omitted_views(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
     """The results that are made as views of others once the program has run, and of each result more that it returns
@@ -257,7 +258,7 @@ def _views_left_out(
 
     Not where a rank's rows are wanted, or given: sizes are those of one device.
     """
-    shared: SharedResults = graph.meta[VIEWS]
+    shared: SharedResults = graph.meta[VIEW_OPS]
     of_results = [view for view in shared.views if not view.of_argument]
     if "local" in outputs:
         of_results = []
@@ -270,11 +271,11 @@ def _views_left_out(
             outputs.append(outputs[view.number])
         outputs[view.base] = stronger_output(outputs[view.base], outputs[view.number])
     views = tuple(sorted([*of_results, *of_inputs], key=lambda view: view.number))
-    leave_out(graph, views, len(hidden))
+    omit_views(graph, views, len(hidden))
     return views, hidden
 
 
-def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:
+def _return_writes(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:
     """Let the graph return what it writes to values in shards; the number of the result, by that of the input."""
     output, found = graph.graph.output_node(), dict[int, int]()
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
@@ -290,7 +291,7 @@ def _writes_returned(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[
     return found
 
 
-def compiled_inputs(
+def local_inputs(
     example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
 ) -> list[Any]:
     """What stands for the inputs when the program of one rank is compiled: of a `Sharded` its rows, or the whole, and
@@ -299,34 +300,34 @@ def compiled_inputs(
     layouts, graph: as `global_view` has them; of a program that is not split there are none.
     """
     others = Sharded, AsyncCollectiveTensor
-    given = list(example_inputs) if graph is None else settled_inputs(example_inputs)  # Dynamo's graph has its symbols
+    given = list(example_inputs) if graph is None else settle_inputs(example_inputs)  # Dynamo's graph has its symbols
     if not any(isinstance(x, others) for x in example_inputs):
         return given
     _, fakes = fake_inputs(example_inputs)
     nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else []
-    rows = {i: record(nodes[i]).local for i in layouts or ()}
+    rows = {i: node_info(nodes[i]).local for i in layouts or ()}
     return [rows.get(i, fakes[i]) if isinstance(x, others) else given[i] for i, x in enumerate(example_inputs)]
 
 
-def _called(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
+def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     """What the user calls each result: as what is returned has it; or as the line that makes it, whose names Dynamo
     numbers (`hidden_states_15`), if that is the only result of this name; or as Dynamo does.
     """
     returned = result_names(gm)
-    on_lines = [_on_its_line(node) for node in results]
+    on_lines = [_base_name_of(node) for node in results]
     alone = [name if on_lines.count(name) == 1 else "" for name in on_lines]
     return ["" if node is None else returned.get(node.name, alone[i] or node.name) for i, node in enumerate(results)]
 
 
-def _on_its_line(node: Node | None) -> str:
+def _base_name_of(node: Node | None) -> str:
     """The node's name without a number that its line does not have."""
     if node is None or node.op == "placeholder":
         return ""
-    name, line = re.sub(r"_\d+$", "", node.name), at(node)
+    name, line = re.sub(r"_\d+$", "", node.name), node_line(node)
     return name if re.search(rf"\b{name}\b", line) and not re.search(rf"\b{node.name}\b", line) else node.name
 
 
-def _of_results(
+def _result_options(
     names: Sequence[str], made: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
     """What the option says of each result, by what is returned or by the code that makes it. A fragment may lack some
@@ -350,7 +351,7 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.Tensor):
             parameter = isinstance(example, torch.nn.Parameter) or is_module_state(node)
-            mark(node, requires_grad=example.requires_grad, parameter=parameter)
+            set_node_info(node, requires_grad=example.requires_grad, parameter=parameter)
 
 
 def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
@@ -358,7 +359,7 @@ def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment
 
     A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).
     """
-    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if record(n).parameter is False]
+    tensors = [n for n in graph.graph.find_nodes(op="placeholder") if node_info(n).parameter is False]
     out = {}
     for key, dim in seq_dims.items():
         found = [n for n in tensors if argument_name(n) == key]

@@ -13,7 +13,7 @@ from sp_compile.lowering.torch_compat import TracingContext, is_fragment
 
 
 @dataclass
-class Traced:
+class CapturedGraphs:
     """What Dynamo made of a model with certain layers: to look at it in more ways than it was traced for.
 
     graph: its only one, with inputs and the compilation's context; None: it has several, which take each other's

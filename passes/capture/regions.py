@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from sp_compile.lowering.base.errors import CaptureError, at
+from sp_compile.lowering.base.errors import CaptureError, node_line
 from sp_compile.lowering.torch_compat import (
     enter_autocast,
     enter_inference_mode,
@@ -37,7 +37,7 @@ from sp_compile.lowering.torch_compat import (
     wrap_with_autocast,
     wrap_with_set_grad_enabled,
 )
-from sp_compile.passes.graph.edit import drop_dead
+from sp_compile.passes.graph.edit import erase_dead
 
 log = logging.getLogger(__name__)
 
@@ -53,22 +53,22 @@ _BODY_AT = {
     wrap_with_set_grad_enabled: 1,
     wrap_with_autocast: 4,
 }
-_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
+_REGION_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
     """A copy of `gm` over the same parameters and submodules whose graph has no inlinable region op."""
-    copy = _Copy(gm, Graph())
+    copy = _RegionInliner(gm, Graph())
     copy.graph.output(copy.body(gm, "", {}, {})).meta = dict(gm.graph.output_node().meta)
     keep_calling_convention(copy.graph, gm.graph)
-    drop_dead(copy.graph, ("get_attr",))
+    erase_dead(copy.graph, ("get_attr",))
     flat = GraphModule(gm, copy.graph)
     flat.meta.update(gm.meta)
     return flat
 
 
 @dataclass
-class _Copy:
+class _RegionInliner:
     root: GraphModule
     graph: Graph
     grad: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
@@ -119,17 +119,22 @@ class _Copy:
         index = _BODY_AT[node.target]
         ref = node.args[index]
         if not isinstance(ref, Node) or ref.op != "get_attr":
-            raise CaptureError("SP216", f"{node.name}: the body of {node.target} at {at(node)} is not a sub-graph.")
+            raise CaptureError(
+                "SP216", f"{node.name}: the body of {node.target} at {node_line(node)} is not a sub-graph."
+            )
         body = gm.get_submodule(ref.target)
         operands = bound(node.args[index + (2 if node.target is invoke_subgraph else 1) :])
         holes = body.graph.find_nodes(op="placeholder")
         if len(holes) != len(operands):
             raise CaptureError(
                 "SP217",
-                f"{node.name}: {node.target} at {at(node)} passes {len(operands)} values to a body of {len(holes)} "
+                f"{node.name}: {node.target} at {node_line(node)} passes {len(operands)} values to a body of
+                {len(holes)} "
                 "inputs.",
             )
-        if node.target in _CHECKPOINTS and self.grad[-1]:  # else nothing is kept; torch refuses draws in an inference's
+        if (
+            node.target in _REGION_CHECKPOINTS and self.grad[-1]
+        ):  # else nothing is kept; torch refuses draws in an inference's
             tags = tags or _recompute_tags(node, body)
         inner = f"{path}.{ref.target}" if path else ref.target
         with self.state(node):
@@ -164,6 +169,6 @@ def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
         log.warning(
             "%s: context_fn is not of create_selective_checkpoint_contexts, and is left out: all of the region is "
             "computed again, with the same numbers",
-            at(node),
+            node_line(node),
         )
     return recompute_tags(next(_region_ids), policy)

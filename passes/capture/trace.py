@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
-from sp_compile.lowering.base.errors import CaptureError, SpError, at
+from sp_compile.lowering.base.errors import CaptureError, SpError, node_line
 from sp_compile.lowering.torch_compat import (
     PYTHON_STATE_CALLS,
     FakeTensorMode,
@@ -22,24 +22,24 @@ from sp_compile.lowering.torch_compat import (
     autograd_function_apply,
     enable_python_dispatcher,
     get_data,
-    give_name,
     has_derivative,
-    kept_state,
     make_fx,
-    name_of,
+    preserve_thread_state,
+    proxy_of,
     pytree,
     register_hook_op,
-    rename,
+    rename_node,
     set_grad_enabled,
-    suspended_trace,
+    set_proxy,
+    suspend_trace,
+    tensor_versions,
     track_tensor_tree,
-    versions,
 )
 from sp_compile.passes.graph.edit import INHERITED_META
 
 from .regions import inline_regions
 
-_SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SYMBOL_NAME = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
@@ -49,15 +49,15 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
     Raises SpError with the node and the user's source line where the program can not be recorded.
     """
     flat = inline_regions(gm)
-    with kept_state(), fake_mode, enable_python_dispatcher(), preserve_node_meta():
-        traced = make_fx(_Lower(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
+    with preserve_thread_state(), fake_mode, enable_python_dispatcher(), preserve_node_meta():
+        traced = make_fx(_TracingInterpreter(flat, fake_mode).run, pre_dispatch=True, tracing_mode="real")(*fakes)
     for new, old in zip(traced.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True):
-        rename(new, old.name)
+        rename_node(new, old.name)
         new.target = new.name
     return traced
 
 
-class _Lower(Interpreter):
+class _TracingInterpreter(Interpreter):
     """Runs a Dynamo graph under an active pre-dispatch trace."""
 
     def __init__(self, gm: GraphModule, fake_mode: FakeTensorMode) -> None:
@@ -80,18 +80,18 @@ class _Lower(Interpreter):
         except Exception as error:
             raise CaptureError(
                 "SP211",
-                f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {at(n)}: "
+                f"{n.name}: {getattr(n.target, '__name__', n.target)} could not be captured at {node_line(n)}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}.",
             ) from error
 
     def run_without_grad(self, n: Node) -> Any:
         """What an op gives back as it was given (`h.to(h.dtype)`) keeps its gradient, which its new name would not."""
         given = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
-        before, names = versions(given), [name_of(x) for x in given]
+        before, names = tensor_versions(given), [proxy_of(x) for x in given]
         result = super().run_node(n)
-        for x, name, unwritten in zip(given, names, versions(given) == before):
+        for x, name, unwritten in zip(given, names, tensor_versions(given) == before):
             if name is not None and unwritten:
-                give_name(x, name)
+                set_proxy(x, name)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,27 +122,27 @@ class _Lower(Interpreter):
     def autograd_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward, backward, *operands = args
         tags = {k: v for k, v in get_current_meta().items() if k in ("recompute", "ac_graph_id", "custom")}
-        with suspended_trace(self.fake_mode):
+        with suspend_trace(self.fake_mode):
             out = target(*args, **kwargs)
-            leaves = _leaves(operands)
+            leaves = _make_leaves(operands)
             lowered_forward = trace(forward, leaves, self.fake_mode)
             with torch.no_grad():
                 result, saved = Interpreter(forward).run(*leaves)
                 results = result if isinstance(result, tuple | list) else (result,)
                 grads = [torch.empty_like(t) if isinstance(t, torch.Tensor) else None for t in results]
-                lowered_backward = trace(backward, [*grads, *_leaves(saved)], self.fake_mode)
+                lowered_backward = trace(backward, [*grads, *_make_leaves(saved)], self.fake_mode)
         for node in lowered_forward.graph.nodes:
             if node.op == "call_function":
                 node.meta.update(tags)
-        return _record(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
+        return _record_node(target, args, kwargs, {forward: lowered_forward, backward: lowered_backward}, out)
 
     def register_hook(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, body, *free = args
-        with suspended_trace(self.fake_mode):
+        with suspend_trace(self.fake_mode):
             with torch.no_grad():
-                lowered = trace(body, [torch.empty_like(tensor), *_leaves(free)], self.fake_mode)
+                lowered = trace(body, [torch.empty_like(tensor), *_make_leaves(free)], self.fake_mode)
             out = tensor.view_as(tensor)
-        result = _record(target, args, kwargs, {body: lowered}, out)
+        result = _record_node(target, args, kwargs, {body: lowered}, out)
         _hook_every_use(tensor, result)
         return result
 
@@ -168,7 +168,7 @@ class _Lower(Interpreter):
                     active_tracer().create_node("call_function", n.target, n.args, n.kwargs)
             return tuple(sub.env[o] for o in outs)
 
-        with suspended_trace(self.fake_mode), torch.enable_grad():
+        with suspend_trace(self.fake_mode), torch.enable_grad():
             detached = [v.detach() if isinstance(v := values[i], torch.Tensor) else v for i in free]
             plain = make_fx(region, tracing_mode="real")(*detached)
         plain.graph.eliminate_dead_code()
@@ -176,7 +176,7 @@ class _Lower(Interpreter):
         if lost is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values()):
             raise CaptureError(
                 "SP214",
-                f"{lost.target} at {at(first)} has no derivative inside a transform of torch.func (vmap, grad, jvp).",
+                f"{lost.target} at {node_line(first)} has no derivative inside a transform of torch.func (vmap, grad, jvp).",
             )
         keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
         for n in plain.graph.nodes:
@@ -187,7 +187,7 @@ class _Lower(Interpreter):
         return self.env.get(first)
 
 
-def _record(
+def _record_node(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
     """Record one node target(*args) with each body replaced by its lowered one; `out` is its value."""
@@ -198,7 +198,7 @@ def _record(
             name = tracer.get_fresh_qualname("region_body")
             tracer.root.register_module(name, bodies[x])
             return tracer.create_proxy("get_attr", name, (), {})
-        return tracer.unwrap_proxy(x) if isinstance(x, (torch.Tensor, *_SYM)) else x
+        return tracer.unwrap_proxy(x) if isinstance(x, (torch.Tensor, *_SYMBOL_NAME)) else x
 
     new_args, new_kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
     proxy = tracer.create_proxy("call_function", target, new_args, new_kwargs)
@@ -224,7 +224,8 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     if late:
         raise CaptureError(
             "SP218",
-            f"The hook registered at {at(hook)} reads {late[0].name}, which is computed after the first use of the "
+            f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of
+            the "
             "tensor whose gradient the hook changes.",
         )
     inputs = list(source.graph.find_nodes(op="placeholder"))
@@ -234,7 +235,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     source.replace_all_uses_with(hook, delete_user_cb=lambda user: user is not hook)
 
 
-def _leaves(args: Sequence[Any]) -> list[Any]:
+def _make_leaves(args: Sequence[Any]) -> list[Any]:
     """Fresh autograd leaves of the same metadata, to trace a body on its own."""
 
     def leaf(x: Any) -> Any:

@@ -11,40 +11,40 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.graph.call import shape_of
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.sizes import quotient
+from sp_compile.passes.graph.call import node_shape
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.sizes import exact_quotient
 
 aten = torch.ops.aten
 
 
-def functional_collectives(gm: GraphModule) -> None:
+def functionalize_collectives(gm: GraphModule) -> None:
     """Edit the graph in place. Left alone: a buffer of another shape, shares that are not known."""
     if not dist.is_available():
         return
-    editor = Editor().edit(gm.graph)
+    editor = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.c10d.alltoall_base_.default):
         holder = node.args[2]
         group = dist.ProcessGroup.unbox(getattr(gm, holder.target))
-        shares = _shares(editor, node, group.size())
+        shares = _rows_per_rank(editor, node, group.size())
         if shares is not None and not node.users:
-            _exchange(editor, node, (*shares, group.group_name))
+            _emit_exchange(editor, node, (*shares, group.group_name))
             if not holder.users:
                 gm.graph.erase_node(holder)
 
 
-def _shares(editor: Editor, node: Node, n: int) -> list[list[Any]] | None:
+def _rows_per_rank(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
     """How many rows come from each rank, and go to it; None where that is not known."""
     out, x, _, *given = node.args[:5]
-    shape = shape_of(x)
-    each = quotient(shape[0], n)
-    if shape_of(out) != shape or (each is None and not all(given)):
+    shape = node_shape(x)
+    each = exact_quotient(shape[0], n)
+    if node_shape(out) != shape or (each is None and not all(given)):
         return None
     with editor.graph.inserting_before(node):
         return [list(share) or editor.sizes.list([each] * n) for share in given]
 
 
-def _exchange(editor: Editor, node: Node, how: tuple[Any, ...]) -> None:
+def _emit_exchange(editor: GraphEditor, node: Node, how: tuple[Any, ...]) -> None:
     functional = torch.ops._c10d_functional
     out, x = node.args[:2]
     with editor.graph.inserting_before(node):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.strides import inverse, is_identity
-from sp_compile.passes.sharding.matchers import keeps_order, order_of, piece_of
+from sp_compile.passes.graph.strides import inverse_permutation, is_identity
+from sp_compile.passes.sharding.matchers import keeps_order, match_piece, permutation_of
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ Emit = Callable[..., Node]
 
 
 @dataclass(frozen=True)
-class View:
+class ViewCall:
     """One application of a view op, `node`: to a base, with all arguments by position and current."""
 
     node: Node
@@ -31,14 +31,14 @@ class View:
     args: tuple[Any, ...]
 
 
-def invert(view: View, new: Node, emit: Emit) -> Node | None:
+def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
     """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
     if view.node.target in _INVERSES:
         return _INVERSES[view.node.target](view, new, emit)
-    order = order_of(view.node)
+    order = permutation_of(view.node)
     if order is not None:
-        return _permuted(view, new, order, emit)
-    return _reshape(view, new, emit) if keeps_order(view.node) else None
+        return _invert_permute(view, new, order, emit)
+    return _invert_reshape(view, new, emit) if keeps_order(view.node) else None
 
 
 def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
@@ -49,56 +49,56 @@ def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
     ]
 
 
-def _reshape(view: View, new: Node, emit: Emit) -> Node:
+def _invert_reshape(view: ViewCall, new: Node, emit: Emit) -> Node:
     return emit(aten.reshape.default, new, shape_in_graph(view.base, emit))
 
 
-def _scatter(op: Any) -> Callable[[View, Node, Emit], Node]:
+def _invert_by_scatter(op: Any) -> Callable[[ViewCall, Node, Emit], Node]:
     return lambda view, new, emit: emit(op, view.base, new, *view.args)
 
 
-def _narrow(view: View, new: Node, emit: Emit) -> Node:
+def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
     dim, start, length = view.args
     symbolic = isinstance(start, Node) or isinstance(length, Node)
     end = emit(operator.add, start, length) if symbolic else start + length
     return emit(aten.slice_scatter.default, view.base, new, dim, start, end)
 
 
-def _permuted(view: View, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
+def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
     """An op that copies only where it must shares storage, and so is seen here, only where it did not copy."""
-    back = inverse(order)
+    back = inverse_permutation(order)
     if is_identity(order):
         return new
     again = back == [*order] and isinstance(view.base, Node)  # not an einsum, whose equation comes first
     return emit(view.node.target, new, *view.args) if again else emit(aten.permute.default, new, back)
 
 
-def _expand(view: View, new: Node, emit: Emit) -> Node | None:
+def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
-def rejoined(split: View, taken: Node, new: Node, emit: Emit) -> Node | None:
+def rejoin_split(split: ViewCall, taken: Node, new: Node, emit: Emit) -> Node | None:
     """The base of a split after `taken`, one of its pieces, has become `new`."""
-    found = piece_of(taken)
+    found = match_piece(taken)
     if found is None:
         return None
     pieces = emit(split.node.target, split.base, *split.args)
     n = len(pieces.meta["val"])
     parts = [new if i == taken.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
-    return emit(aten.cat.default if found.keeps else aten.stack.default, parts, found.dim)
+    return emit(aten.cat.default if found.keeps_dim else aten.stack.default, parts, found.dim)
 
 
-_INVERSES: dict[Any, Callable[[View, Node, Emit], Node | None]] = {
+_INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {
     aten.detach.default: lambda view, new, emit: emit(aten.detach.default, new),
     # Dims may be longer than 1, and then they stay.
-    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
-    aten.slice.Tensor: _scatter(aten.slice_scatter.default),
-    aten.select.int: _scatter(aten.select_scatter.default),
-    aten.diagonal.default: _scatter(aten.diagonal_scatter.default),
-    aten.as_strided.default: _scatter(aten.as_strided_scatter.default),
-    aten.narrow.default: _narrow,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand,
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _invert_reshape),
+    aten.slice.Tensor: _invert_by_scatter(aten.slice_scatter.default),
+    aten.select.int: _invert_by_scatter(aten.select_scatter.default),
+    aten.diagonal.default: _invert_by_scatter(aten.diagonal_scatter.default),
+    aten.as_strided.default: _invert_by_scatter(aten.as_strided_scatter.default),
+    aten.narrow.default: _invert_narrow,
+    aten.expand.default: _invert_expand,
+    aten.expand_as.default: _invert_expand,
     aten.view.dtype: lambda view, new, emit: emit(aten.view.dtype, new, view.base.meta["val"].dtype),
     aten.view_as_real.default: lambda view, new, emit: emit(aten.view_as_complex.default, new),
     aten.view_as_complex.default: lambda view, new, emit: emit(aten.view_as_real.default, new),

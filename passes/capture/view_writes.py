@@ -20,22 +20,22 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from sp_compile.lowering.torch_compat import evaluated, pytree, schema_of, set_grad_enabled
-from sp_compile.passes.graph.call import is_tensor, overloads
-from sp_compile.passes.graph.edit import drop_dead
-from sp_compile.passes.graph.mutation import functional_form, is_mutation, is_view_change, mutation_of, positional
-from sp_compile.passes.graph.sizes import Size, all_same, same, size, sizes
+from sp_compile.lowering.torch_compat import evaluate_expr, pytree, schema_of, set_grad_enabled
+from sp_compile.passes.graph.call import is_tensor, parse_overloads
+from sp_compile.passes.graph.edit import erase_dead
+from sp_compile.passes.graph.mutation import find_mutation, functional_form, is_mutation, is_view_change, to_positional
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_shape, is_same_size
 
-from .aliases import Aliases, storages_of
+from .aliases import Aliases, node_storages
 
 aten = torch.ops.aten
 
-VIEWS = "sp_views"
+VIEW_OPS = "sp_views"
 """Where a captured graph keeps its `SharedResults`."""
 
 # Ops whose result shares memory by chance, where nothing has to be copied.
-_RESHAPES = overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
-_MAY_COPY = {*_RESHAPES, *overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
+_RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
+_MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class ViewStep:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
 
-    def at(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
+    def bind(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
         """The function of a tensor that it is where the symbols are these."""
 
         def number(x: Any) -> Any:
-            return evaluated(x, known) if isinstance(x, sympy.Expr) else x
+            return evaluate_expr(x, known) if isinstance(x, sympy.Expr) else x
 
         args, kwargs = pytree.tree_map(number, (self.args, dict(self.kwargs or {})))
         return lambda x: self.op(x, *args, **kwargs)
@@ -80,7 +80,7 @@ class ResultView:
     def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
         """The functions that make it of this base. known: of the symbols those of the inputs."""
         own = {symbol: extent for symbol, extent in zip(self.shape, base.shape) if isinstance(symbol, sympy.Symbol)}
-        return [step.at({**own, **known}) for step in self.steps]
+        return [step.bind({**own, **known}) for step in self.steps]
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     """
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     inputs = gm.graph.find_nodes(op="placeholder")
-    memory = Counter(one for x in (*inputs, *results) if is_tensor(x) for one in storages_of(x))
-    if not any(memory[one] > 1 for x in results if is_tensor(x) for one in storages_of(x)):
+    memory = Counter(one for x in (*inputs, *results) if is_tensor(x) for one in node_storages(x))
+    if not any(memory[one] > 1 for x in results if is_tensor(x) for one in node_storages(x)):
         return SharedResults()
-    aliases = _read(gm.graph)
+    aliases = _read_aliases(gm.graph)
     names = {i: aliases.name(x) for i, x in enumerate(results) if is_tensor(x)}
-    given = {symbol for node in inputs for symbol in _symbols_of(node)}
+    given = {symbol for node in inputs for symbol in _step_symbols(node)}
     groups: dict[Node, list[int]] = {}
     for i, node in names.items():
         groups.setdefault(aliases.root(node), []).append(i)
@@ -114,8 +114,8 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
             found = [_result_view(aliases, i, names[i], root, True, base, given) for i in numbers]
             views += [one for one in found if one is not None]
         elif root.op != "get_attr":
-            for together in _overlapping(aliases, {i: names[i] for i in numbers}):
-                node = _common(aliases, [names[i] for i in together]) or root
+            for together in _overlapping_groups(aliases, {i: names[i] for i in numbers}):
+                node = _common_base(aliases, [names[i] for i in together]) or root
                 if aliases.name(node) is not node:  # its shape has been changed in place
                     continue
                 at = next((i for i in together if names[i] is node), len(results))
@@ -129,18 +129,18 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
     return SharedResults(tuple(views), len(results) - own)
 
 
-def leave_out(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
+def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
     """Let the graph return nothing in place of these views, and of the results behind its own no more than `hidden`."""
-    output, shared = gm.graph.output_node(), gm.meta[VIEWS]
+    output, shared = gm.graph.output_node(), gm.meta[VIEW_OPS]
     results = list(output.args[0])  # type: ignore[arg-type]
     for view in views:
         results[view.number] = None
     output.args = (type(output.args[0])(results[: len(results) - shared.hidden + hidden]),)
-    drop_dead(gm.graph)
+    erase_dead(gm.graph)
     gm.recompile()
 
 
-def _read(graph: Graph) -> Aliases:
+def _read_aliases(graph: Graph) -> Aliases:
     """What shares memory at the end of a program that changes values in place."""
     aliases = Aliases(graph)
     for node in graph.nodes:
@@ -153,7 +153,7 @@ def _read(graph: Graph) -> Aliases:
             aliases.adopt(node)
             aliases.rename(args[0], node)
         elif is_mutation(node):
-            mutation = mutation_of(node, args, kwargs)
+            mutation = find_mutation(node, args, kwargs)
             if mutation.value is not None or mutation.returns_target:
                 aliases.rename(node, mutation.targets[0])
             else:
@@ -163,7 +163,7 @@ def _read(graph: Graph) -> Aliases:
     return aliases
 
 
-def _chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
+def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
     """The views from a base to a node, in order; from its root if there is no base."""
     found = list[Node]()
     while node is not base and node in aliases.parent:
@@ -172,45 +172,45 @@ def _chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]
     return found[::-1]
 
 
-def _common(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
+def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
     """The one of these of which all others are views."""
     for node in nodes:
-        if all(one is node or node in (_chain(aliases, one)) for one in nodes):
+        if all(one is node or node in (_view_chain(aliases, one)) for one in nodes):
             return node
     return None
 
 
-def _overlapping(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
+def _overlapping_groups(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
     """Groups of results that a write to one may change in the others; pieces of a split are none."""
     groups: list[list[int]] = []
     for i, node in names.items():
-        touched = [g for g in groups if not all(_are_apart(aliases, node, names[k]) for k in g)]
+        touched = [g for g in groups if not all(_are_disjoint(aliases, node, names[k]) for k in g)]
         groups = [g for g in groups if g not in touched]
         groups.append([*(k for g in touched for k in g), i])
     yield from (sorted(g) for g in groups if len(g) > 1)
 
 
-def _are_apart(aliases: Aliases, a: Node, b: Node) -> bool:
+def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
     """Is it known that two views of one tensor have no element in common?"""
-    pairs = zip(_chain(aliases, a), _chain(aliases, b))
+    pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
     first, second = next(((x, y) for x, y in pairs if x is not y), (None, None))
     if first is None or second is None:
         return False
     if first.target is operator.getitem and second.target is operator.getitem:
         return bool(first.args[0] is second.args[0] and first.args[1] != second.args[1])
-    one, other = _stretch(aliases, first), _stretch(aliases, second)
+    one, other = _cut_range(aliases, first), _cut_range(aliases, second)
     if one is None or other is None or one[0] != other[0]:
         return False
     return one[2] <= other[1] or other[2] <= one[1]
 
 
-def _stretch(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
+def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
     """The dim that a view cuts, where the cut begins and where it ends, counted from the front; None if not known."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
-    base, *rest = positional(node.target, *aliases.calls[node])
+    base, *rest = to_positional(node.target, *aliases.calls[node])
     dim, *cut = rest or [0]
-    length = sizes(base.meta["val"].shape)[dim]
+    length = as_sizes(base.meta["val"].shape)[dim]
     if node.target is aten.slice.Tensor:
         start, end, step = [*cut, *list[Any]([None, None, 1])[len(cut) :]]
         start, end = start or 0, length if end is None else end
@@ -231,16 +231,16 @@ def _result_view(
 ) -> ResultView | None:
     """How to make a result of what it is a view of; None where no op says that."""
     steps = list[ViewStep]()
-    chain = _chain(aliases, node, base)
+    chain = _view_chain(aliases, node, base)
     detaches = any(one.target is aten.detach.default for one in chain)
-    if chain and aliases.cut(node) and not aliases.cut(base) and not detaches:  # made under no_grad
+    if chain and aliases.detach_view(node) and not aliases.detach_view(base) and not detaches:  # made under no_grad
         steps.append(ViewStep(aten.detach.default))
     for one in chain:
         step = _view_step(aliases, one)
         if step is None:
             return None
         steps.append(step)
-    shape = sizes(base.meta["val"].shape)
+    shape = as_sizes(base.meta["val"].shape)
     if any(not step.symbols <= {*given, *shape} for step in steps):
         return None
     return ResultView(number, of_argument, at, tuple(steps), shape)
@@ -252,36 +252,44 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     op = functional_form(node.target) if is_view_change(node) else node.target
     if op is operator.getitem:
         return ViewStep(operator.getitem, (node.args[1],))
-    args, kwargs = positional(op, *aliases.calls[node]), aliases.calls[node][1]
+    args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
     others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
     kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
     alone = bool(args) and args[0] is source and not others
     if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
-        rest, kwargs = map_arg((args[1:], kwargs), size)
+        rest, kwargs = map_arg((args[1:], kwargs), as_size)
         return ViewStep(op, rest, kwargs)
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:
         return None
-    shape, strides = sizes(value.shape), sizes(value.stride())
-    starts = size(base.storage_offset()), size(value.storage_offset())
-    if all_same(shape, sizes(base.shape)) and all_same(strides, sizes(base.stride())) and same(*starts):
+    shape, strides = as_sizes(value.shape), as_sizes(value.stride())
+    starts = as_size(base.storage_offset()), as_size(value.storage_offset())
+    if (
+        is_same_shape(shape, as_sizes(base.shape))
+        and is_same_shape(strides, as_sizes(base.stride()))
+        and is_same_size(*starts)
+    ):
         return ViewStep(aten.alias.default)
     if op in _RESHAPES:
         return ViewStep(aten.view.default, (list(shape),))
-    return ViewStep(_restrided, (list(shape), list(strides), starts[1] - starts[0]))
+    return ViewStep(_as_strided, (list(shape), list(strides), starts[1] - starts[0]))
 
 
 def _is_positional(op: Any, name: str, count: int) -> bool:
     return name in [argument.name for argument in schema_of(op).arguments[:count]]
 
 
-def _restrided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
+def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
     """What begins so many elements behind the beginning of x."""
     return x.as_strided(shape, strides, int(x.storage_offset()) + start)
 
 
-def _symbols_of(node: Node) -> set[sympy.Symbol]:
+def _step_symbols(node: Node) -> set[sympy.Symbol]:
     value = node.meta.get("val")
     found = (
-        sizes(value.shape) if isinstance(value, Tensor) else [size(value)] if isinstance(value, torch.SymInt) else []
+        as_sizes(value.shape)
+        if isinstance(value, Tensor)
+        else [as_size(value)]
+        if isinstance(value, torch.SymInt)
+        else []
     )
     return {one for one in found if isinstance(one, sympy.Symbol)}

@@ -9,8 +9,8 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.passes.context import Job
-from sp_compile.passes.sharding.input_facts import Facts
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.sharding.input_facts import InputFacts
 
 
 class RankQueries(Protocol):
@@ -21,7 +21,7 @@ class RankQueries(Protocol):
         """Return the groups that the program exchanges over."""
 
     @property
-    def facts(self) -> Mapping[str, Facts]:
+    def facts(self) -> Mapping[str, InputFacts]:
         """Return the facts about the inputs on each group, by the group's name."""
 
     def has_same_programs(self, gm: GraphModule) -> bool:
@@ -36,7 +36,7 @@ class NoRanks:
     """The queries of a program that connects no ranks."""
 
     groups: Sequence[Ranks] = ()
-    facts: Mapping[str, Facts] = field(default_factory=dict)
+    facts: Mapping[str, InputFacts] = field(default_factory=dict)
 
     def has_same_programs(self, gm: GraphModule) -> bool:
         """Return True: there is no other rank."""
@@ -48,7 +48,7 @@ class NoRanks:
 
 
 @dataclass
-class CollectiveJob(Job):
+class CollectiveJob(PassContext):
     """The context of a pass over collectives. session: the ranks that the program connects.
 
     `session.facts` calls the function's tensor arguments input_0, input_1, ... in order.

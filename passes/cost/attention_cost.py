@@ -15,21 +15,22 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS, RowOrder
 from sp_compile.lowering.base.ranks import STRATEGIES, Ranks
 from sp_compile.passes.cost.walk.workspace import flash_workspace
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
 
 from .machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class AttentionShape:
     """One attention of the global program: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim).
 
     n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
     to the keys less than `window` away). mask: there is a mask that only data describes. kernel: whose throughput
     counts, by the name that `Machine` has for it; "fused" and "dense" are of texts and of arithmetic on all scores.
     order: that in which the whole program keeps its sequence, so that attention in it costs no exchange. documents: a
-    query sees keys of its own document only; how long these are is not known yet, so they count as `halving` ones.
+    query sees keys of its own document only; how long these are is not known yet, so they count as
+    `halving_documents` ones.
     training: gradients flow.
     """
 
@@ -100,7 +101,7 @@ class Shape:
 
         keys: of one call.
         """
-        if not self.training or self.kernel not in FLASH:
+        if not self.training or self.kernel not in FLASH_RATE:
             return 0
         heads, of_keys = self.heads // ulysses, math.lcm(self.kv_heads, ulysses) // ulysses
         nbytes = self.batch * of_keys * keys * (self.head_dim + self.v_head_dim) * self.element_size
@@ -115,10 +116,13 @@ class Shape:
     def pairs(self, start: float, stop: float) -> float:
         """How many (query, key) pairs the queries [start, stop) attend to, in the limit of long sequences."""
         if self.documents and self.q_len == self.kv_len:
-            return sum(self._within(first, length, start, stop) for first, length in halving(self.q_len))
+            return sum(
+                self._pairs_within_document(first, length, start, stop)
+                for first, length in halving_documents(self.q_len)
+            )
 
         def distant(by: float) -> float:  # pairs whose key lies at least `by` before the query
-            return _below(stop - by, self.kv_len) - _below(start - by, self.kv_len)
+            return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)
         attended = (stop - start) * self.kv_len - (later if self.causal else 0)
@@ -127,7 +131,7 @@ class Shape:
         ahead = 0.0 if self.causal else (stop - start) * self.kv_len - distant(-self.window)
         return attended - distant(self.window) - ahead
 
-    def _within(self, first: int, length: int, start: float, stop: float) -> float:
+    def _pairs_within_document(self, first: int, length: int, start: float, stop: float) -> float:
         """The pairs of one document."""
         alone = replace(self, q_len=length, kv_len=length, documents=False)
         begin, end = (min(max(at - first, 0), length) for at in (start, stop))
@@ -136,7 +140,7 @@ class Shape:
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
         """The work of the busiest of so many parts of the queries in this layout, over the mean."""
         folds = LAYOUTS[layout].chunks
-        if LAYOUTS[layout].evens(self.documents) or not self.q_len * self.kv_len:
+        if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
             return 1.0
         rows = self.q_len / parts / folds
         work = [self.pairs(i * rows, (i + 1) * rows) for i in range(folds * parts)]
@@ -145,7 +149,7 @@ class Shape:
         return max(work) * parts / self.pairs(0, self.q_len)
 
 
-def halving(length: int) -> list[tuple[int, int]]:
+def halving_documents(length: int) -> list[tuple[int, int]]:
     """Documents of which each is half of what is left: (first position, positions).
 
     They stand for documents that nobody knows yet. No cut of a sequence suits them, as it suits no log-normal ones
@@ -153,13 +157,13 @@ def halving(length: int) -> list[tuple[int, int]]:
     """
     found: list[tuple[int, int]] = []
     first = 0
-    while length - first > 1 and len(found) < MOST_DOCUMENTS - 1:
+    while length - first > 1 and len(found) < MAX_DOCUMENTS - 1:
         found.append((first, (length - first + 1) // 2))
         first += found[-1][1]
     return [*found, (first, length - first)]
 
 
-def _below(x: float, keys: int) -> float:
+def _integrate_clamped(x: float, keys: int) -> float:
     """The integral of clamp(t, 0, keys) for t up to x."""
     if x <= 0:
         return 0.0
@@ -167,10 +171,10 @@ def _below(x: float, keys: int) -> float:
 
 
 BACKWARD_FLOPS = 2.5
-FLASH = frozenset({"cudnn", "flash", "flash3", "flash4"})
+FLASH_RATE = frozenset({"cudnn", "flash", "flash3", "flash4"})
 """Kernels whose backward takes memory for itself, as `cost/walk/workspace.py` has it."""
-TIE = 1.05
-MOST_DOCUMENTS = 8  # that a sequence is thought to hold
+TIE_RATIO = 1.05
+MAX_DOCUMENTS = 8  # that a sequence is thought to hold
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class Candidate:
     backward: predicted seconds. memory: bytes that a rank holds beyond its shards, in the larger of both. rounds:
     collectives forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or
     "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory?
-    relayout: q, k and v first move from contiguous to zigzag order, and the result back; `candidates` adds what that
+    relayout: q, k and v first move from contiguous to zigzag order, and the result back; `all_candidates` adds what
+    that
     costs. folds_keys: do keys and values move then, too? chunks: groups of heads that are exchanged one by one.
     """
 
@@ -232,10 +237,10 @@ class Strategy:
     name: str
     preference: int
     rewrite: Any
-    candidates: Callable[[Shape, Machine, str], Iterable[Candidate]]
-    sends: Callable[[Call, int], tuple[Size, Size]] | None = None
-    declare: Callable[[Call, Ranks], None] = lambda call, ranks: None
-    neighbours: Callable[[Call], int] = lambda call: 1
+    candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
+    sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
+    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None
+    neighbours: Callable[[OpCall], int] = lambda call: 1
     axes: tuple[()] | tuple[str, str] = ()
     always: bool = False
     options: tuple[str, ...] = ()
@@ -257,58 +262,58 @@ def attention_strategies() -> list[Strategy]:
     return sorted(STRATEGIES.values(), key=lambda s: s.preference)
 
 
-def candidates(shape: Shape, machine: Machine) -> list[Candidate]:
+def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """Every way to compute the attention, legal or not, in a fixed order. On one rank nothing is split."""
     # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
-    undealt = (order for order in LAYOUTS.values() if not order.dealt and (order.in_order or halves))
-    layouts = [order.name for order in ([shape.order] if shape.order.dealt else undealt)]
+    undealt = (order for order in LAYOUTS.values() if not order.is_balanced and (order.is_in_order or halves))
+    layouts = [order.name for order in ([shape.order] if shape.order.is_balanced else undealt)]
     ways = [s for s in attention_strategies() if shape.n > 1 or s.op is None]
     machine = replace(machine, flops=machine.flops * machine.efficiency(shape.kernel))
     found = [c for layout in layouts for s in ways for c in s.candidates(shape, machine, layout)]
-    return [_finished(c, shape, machine) for c in found]
+    return [_complete_candidate(c, shape, machine) for c in found]
 
 
-def candidates_in_order(shape: Shape, machine: Machine) -> list[Candidate]:
+def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
     """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
-    if shape.order.dealt:
-        return candidates(replace(shape, window=None), machine)
-    found = candidates(shape, machine)
-    if shape.order.in_order or not shape.causal or shape.q_len != shape.kv_len:
+    if shape.order.is_balanced:
+        return all_candidates(replace(shape, window=None), machine)
+    found = all_candidates(shape, machine)
+    if shape.order.is_in_order or not shape.causal or shape.q_len != shape.kv_len:
         return found
-    others = candidates(replace(shape, window=None), machine)
+    others = all_candidates(replace(shape, window=None), machine)
     return [c for c in found if c.ring == 1] + [c for c in others if c.ring > 1 and c.layout == shape.order.name]
 
 
-def fastest(found: Iterable[Candidate]) -> Candidate:
+def fastest_candidate(found: Iterable[Candidate]) -> Candidate:
     """The fastest legal candidate. Raises SpError: there is none."""
     found = list(found)
     legal = [c for c in found if c.legal is None]
     if not legal:
         raise SpError("SP701", f"attention: {'; '.join(f'{c.kind}: {c.legal}' for c in found)}.")
-    return min(legal, key=lambda c: (c.seconds, *_preference(c)))
+    return min(legal, key=lambda c: (c.seconds, *_preference_key(c)))
 
 
-def choose(found: Sequence[Candidate]) -> Candidate:
+def choose_attention(found: Sequence[Candidate]) -> Candidate:
     """The fastest; of those within 5 % of it that need no more memory, the one with the fewest collectives.
 
     Then in the order of the strategies' preference. Raises SpError: no candidate is legal.
     """
-    best = fastest(found)
+    best = fastest_candidate(found)
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
-    fast = [c for c in found if c.seconds <= TIE * best.seconds and c.memory <= TIE * best.memory]
+    fast = [c for c in found if c.seconds <= TIE_RATIO * best.seconds and c.memory <= TIE_RATIO * best.memory]
     tied = [c for c in fast if c.legal is None]
-    return min(tied, key=lambda c: (*_preference(c), c.seconds))
+    return min(tied, key=lambda c: (*_preference_key(c), c.seconds))
 
 
-def _preference(c: Candidate) -> tuple[int, int, bool, int, str]:
+def _preference_key(c: Candidate) -> tuple[int, int, bool, int, str]:
     return c.collectives, STRATEGIES[c.kind].preference, c.relayout, c.ring, c.layout
 
 
-def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
+def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -> Candidate:
     """With the exchanges of a relayout, what a mask takes, no backward where nothing is trained, and the memory cap."""
-    if not LAYOUTS[c.layout].in_order and c.layout != shape.order.name:
-        extra = _relayout(shape, machine, c.folds_keys)
+    if not LAYOUTS[c.layout].is_in_order and c.layout != shape.order.name:
+        extra = _relayout_seconds(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
         c = replace(c, relayout=True, forward=c.forward + extra, backward=c.backward + extra, rounds=rounds)
     if shape.mask:
@@ -320,7 +325,7 @@ def _finished(c: Candidate, shape: Shape, machine: Machine) -> Candidate:
     return c
 
 
-def _relayout(shape: Shape, machine: Machine, keys: bool) -> float:
+def _relayout_seconds(shape: AttentionShape, machine: Machine, keys: bool) -> float:
     """Seconds to bring q, and k and v, from contiguous to zigzag order, and the result back."""
     there = shape.heads * shape.q_bytes + (shape.kv_heads * shape.kv_bytes if keys else 0)
     both = (there, shape.heads * shape.out_bytes)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from sp_compile.lowering.base.layers import layer_of
+from sp_compile.lowering.base.layers import node_layer
 
 from .weight_memory import ModelBytes
 
-FEWEST = 3
+MIN_LAYERS = 3
 """Layers from which on some are left out."""
 
 
@@ -43,11 +43,11 @@ class FewLayers:
 
     def of(self, node: Node) -> int:
         """How many nodes the node stands for."""
-        return self.times.get(layer_of(node), 1)
+        return self.times.get(node_layer(node), 1)
 
 
 @dataclass(frozen=True)
-class Depth:
+class LayerList:
     """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance.
 
     name: of the list in its model. settings: what holds lists with an entry for each layer, and their names:
@@ -60,33 +60,35 @@ class Depth:
     name: str = ""
 
     @staticmethod
-    def of(model: nn.Module) -> Depth | None:
-        """The list that holds most of a model's weights; None if none has `FEWEST` layers, or too few are alike."""
-        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= FEWEST]
+    def of(model: nn.Module) -> LayerList | None:
+        """The list that holds most of a model's weights; None if none has `MIN_LAYERS` layers, or too few are alike."""
+        lists = [
+            (name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= MIN_LAYERS
+        ]
         if not lists:
             return None
         name, layers = max(lists, key=lambda one: sum(p.numel() for p in one[1].parameters()))
         known: dict[Any, int] = {}
-        kinds = tuple(known.setdefault(_kind(layer), len(known)) for layer in layers)
-        settings = tuple(_by_layer(model, len(layers)))
-        return Depth(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
+        kinds = tuple(known.setdefault(_layer_kind(layer), len(known)) for layer in layers)
+        settings = tuple(_layer_settings(model, len(layers)))
+        return LayerList(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
 
-    def _alike(self) -> list[int]:
+    def _most_common_kind(self) -> list[int]:
         """Positions of the kind that most are of."""
         most = Counter(self.kinds).most_common(1)[0][0]
         return [i for i, k in enumerate(self.kinds) if k == most]
 
     @property
-    def few(self) -> tuple[int, ...]:
+    def reduce_layers(self) -> tuple[int, ...]:
         """Positions of layers that are like all: two of the kind that most are of, and one of each other kind."""
         first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
-        one, two, *_ = self._alike()
+        one, two, *_ = self._most_common_kind()
         return (one, two, *(place for k, place in enumerate(first) if k != self.kinds[one]))
 
     @property
     def order(self) -> list[str]:
         """All layers, each by the path that one like it has where there are few; the first one is itself."""
-        first, *others = self.few
+        first, *others = self.reduce_layers
         likes = {self.kinds[i]: place for place, i in enumerate(others, 1)}
         path = f"{self.name}." if self.name else ""
         return [f"{path}{0 if i == first else likes[kind]}" for i, kind in enumerate(self.kinds)]
@@ -108,7 +110,7 @@ class Depth:
                 holder[name] = one
 
 
-def _by_layer(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
     """Lists of so many entries in the configs of a model's modules, each once."""
     found = {id(config): config for m in model.modules() if hasattr(config := getattr(m, "config", None), "__dict__")}
     for config in found.values():
@@ -117,7 +119,7 @@ def _by_layer(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], st
                 yield vars(config), name
 
 
-def _kind(layer: nn.Module) -> Any:
+def _layer_kind(layer: nn.Module) -> Any:
     """What two layers have in common that do the same: modules, sizes, and settings other than their number."""
     return tuple(
         (
@@ -149,10 +151,10 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Each layer keeps what goes into it, and its inside is computed again in the backward."""
     classes = [(layer, type(layer)) for layer in layers]
-    made = {cls: type(cls.__name__, (cls,), {"forward": _again(cls)}) for _, cls in classes}
+    made = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
     try:
         for layer, cls in classes:
             layer.__class__ = made[cls]
@@ -162,7 +164,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
             layer.__class__ = cls
 
 
-def _again(cls: type[nn.Module]) -> Any:
+def _checkpointed_class(cls: type[nn.Module]) -> Any:
     inside: Any = cls.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from sp_compile.lowering.base.errors import SpError
 
-from .collective_time import Line
+from .collective_time import LatencyBandwidth
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
 """The groups of one mesh axis, or of several at once: the global ranks of each, in the order of the group."""
 
 
 @dataclass(frozen=True)
-class Groups:
+class KnownGroups:
     """The groups that were declared.
 
     members: group name, as this rank's graphs have it -> the groups of its kind on all ranks.
@@ -35,24 +35,24 @@ class Groups:
 
     members: Mapping[str, Partition] = field(default_factory=dict)
     nodes: Mapping[int, int] = field(default_factory=dict)
-    lines: Mapping[str, Line] = field(default_factory=dict)
-    turns: Mapping[frozenset[str], Line] = field(default_factory=dict)
+    lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)
+    turns: Mapping[frozenset[str], LatencyBandwidth] = field(default_factory=dict)
 
     @staticmethod
-    def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> Groups:
+    def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> KnownGroups:
         """The table of a row-major mesh without processes: axes called `names`, and a union "a+b" of any of them."""
         if len(mesh_shape) != len(names) or len(set(names)) != len(names):
             raise SpError(
                 "SP613", f"names: expected one name for each axis of the mesh {tuple(mesh_shape)}, got {tuple(names)}."
             )
-        axes = {name: axis_of(mesh_shape, dim) for dim, name in enumerate(names)}
+        axes = {name: mesh_axis_groups(mesh_shape, dim) for dim, name in enumerate(names)}
         members = dict(axes)
-        for several in subsets(names):
-            union = reduced([axes[name] for name in several])
+        for several in label_subsets(names):
+            union = reduce_partitions([axes[name] for name in several])
             assert union is not None
             members["+".join(several)] = union
         ranks = range(math.prod(mesh_shape))
-        return Groups(members, {r: r // ranks_per_node if ranks_per_node else 0 for r in ranks})
+        return KnownGroups(members, {r: r // ranks_per_node if ranks_per_node else 0 for r in ranks})
 
     def __getitem__(self, name: str) -> Partition:
         """The groups called `name`. Raises SpError if none was declared."""
@@ -67,26 +67,26 @@ class Groups:
 
     def communicator(self, union: Partition, ordered: bool = False) -> str | None:
         """The name of the groups of these ranks, `ordered`: in this order; None if there are none."""
-        wanted = _canonical(union, ordered)
-        return next((n for n, groups in self.members.items() if _canonical(groups, ordered) == wanted), None)
+        wanted = _canonical_groups(union, ordered)
+        return next((n for n, groups in self.members.items() if _canonical_groups(groups, ordered) == wanted), None)
 
-    def in_one_node(self, name: str) -> bool:
+    def is_in_one_node(self, name: str) -> bool:
         """Does each of the groups lie within one machine?"""
         return all(len({self.nodes.get(rank, 0) for rank in group}) == 1 for group in self[name])
 
-    def with_(self, other: Groups) -> Groups:
+    def merge(self, other: KnownGroups) -> KnownGroups:
         """Both tables in one."""
-        return Groups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
+        return KnownGroups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
 
 
-def axis_of(mesh_shape: Sequence[int], dim: int) -> Partition:
+def mesh_axis_groups(mesh_shape: Sequence[int], dim: int) -> Partition:
     """The groups of one axis of a row-major mesh: (2, 3), 0 -> (0, 3), (1, 4), (2, 5)."""
     inner, size = math.prod(mesh_shape[dim + 1 :]), mesh_shape[dim]
     firsts = (o * size * inner + i for o in range(math.prod(mesh_shape[:dim])) for i in range(inner))
     return tuple(tuple(first + k * inner for k in range(size)) for first in firsts)
 
 
-def subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
+def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
     """Every two or more of the labels, in their order."""
     sizes = range(2, len(labels) + 1)
     return [several for size in sizes for several in itertools.combinations(labels, size)]
@@ -95,31 +95,31 @@ def subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
 # What one collective after the other amounts to, traced contribution by contribution.
 
 
-def reduced(parts: Sequence[Partition]) -> Partition | None:
+def reduce_partitions(parts: Sequence[Partition]) -> Partition | None:
     """The groups over which one reduction is the same as reductions over `parts`, one after the other.
 
     They are if every rank's value then counts exactly once, on all ranks of a group alike: the parts are the axes of a
     full grid. None if they are not: overlapping groups, groups of unequal sizes, ranks that some of the parts lack.
     """
-    held = _held(parts)
-    return None if held is None else _disjoint({tuple(sorted(ranks)) for ranks in held})
+    held = _held_ranks(parts)
+    return None if held is None else _as_disjoint({tuple(sorted(ranks)) for ranks in held})
 
 
-def gathered(parts: Sequence[Partition]) -> Partition | None:
+def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
     """The groups whose all_gather is the same as all_gathers over `parts`, one after the other; None if there are none.
 
     The order of the ranks counts: that of the last part is the major one.
     """
-    held = _held(parts)
-    return None if held is None else _disjoint(set(held))
+    held = _held_ranks(parts)
+    return None if held is None else _as_disjoint(set(held))
 
 
-def scattered(parts: Sequence[Partition]) -> Partition | None:
-    """The groups whose reduce_scatter is the same as reduce_scatters over `parts`: the adjoint of `gathered`."""
-    return gathered(parts[::-1])
+def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
+    """The groups whose reduce_scatter is the same as reduce_scatters over `parts`: the adjoint of `gather_partitions`."""
+    return gather_partitions(parts[::-1])
 
 
-def _held(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
+def _held_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
     """The ranks whose values a rank has after each has taken those of its group, part by part; equal ones once."""
     held: dict[int, tuple[int, ...]] = {rank: (rank,) for group in parts[0] for rank in group}
     for part in parts:
@@ -130,27 +130,27 @@ def _held(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
     return list({id(ranks): ranks for ranks in held.values()}.values())
 
 
-def _disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:
+def _as_disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:
     """The groups, if no rank occurs twice. Each rank is in what it holds, so then all of a group hold the same."""
     groups = sorted(groups)
     ranks = [rank for group in groups for rank in group]
     return tuple(groups) if len(set(ranks)) == len(ranks) else None
 
 
-def _canonical(groups: Partition, ordered: bool) -> Partition:
+def _canonical_groups(groups: Partition, ordered: bool) -> Partition:
     return tuple(sorted(group if ordered else tuple(sorted(group)) for group in groups))
 
 
-_declared: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
+_declared_groups: weakref.WeakKeyDictionary[Any, KnownGroups] = weakref.WeakKeyDictionary()
 
 
-def declared() -> Groups:
+def declared_groups() -> KnownGroups:
     """All that was declared in this process; an empty table if nothing was."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return _declared.get(world, Groups()) if world is not None else Groups()
+    return _declared_groups.get(world, KnownGroups()) if world is not None else KnownGroups()
 
 
-def add_declared(table: Groups) -> None:
+def add_declared(table: KnownGroups) -> None:
     """Add groups to the declared ones of this process."""
     world = dist.group.WORLD
-    _declared[world] = _declared.get(world, Groups()).with_(table)
+    _declared_groups[world] = _declared_groups.get(world, KnownGroups()).merge(table)

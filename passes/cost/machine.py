@@ -9,7 +9,7 @@ from typing import Any
 
 from sp_compile.lowering.base.errors import SpError, did_you_mean
 
-from .collective_time import Line, bytes_of
+from .collective_time import LatencyBandwidth, collective_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, expected = getattr(self, f.name), _expected(f.name, getattr(self, f.name))
+            value, expected = getattr(self, f.name), _check_constant(f.name, getattr(self, f.name))
             if expected:
                 raise SpError("SP702", f"cost: {f.name}: expected {expected}, got {value!r}.")
 
@@ -99,39 +99,39 @@ class Machine:
         """Seconds to read and write `nbytes` in all."""
         return nbytes / self.memory_bandwidth
 
-    def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> Line:
+    def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> LatencyBandwidth:
         """What a collective takes among so many ranks, `stride` apart. inside: do they share a node?"""
         node = max(1.0, self.ranks_per_node / stride)
         inside = ranks <= node if inside is None else inside
-        kind = _KINDS.get(collective, collective)
+        kind = _EFFICIENCIES.get(collective, collective)
         latency, bandwidth = getattr(self, f"{kind}_latency"), getattr(self, f"{kind}_bandwidth")
         if kind == "all_reduce":
             latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
         if inside:
-            return Line(latency, bandwidth)
+            return LatencyBandwidth(latency, bandwidth)
         within, across = {  # of what a rank sends, over its links to its node and over those to others
             "all_to_all": ((node - 1) / (ranks - 1), (ranks - node) / (ranks - 1)),
             "all_gather": (1, (ranks - node) / (ranks - 1) / node),
             "all_reduce": (1, 1),
             "hop": (0, 1),
         }[kind]
-        return Line(latency, 1 / max(within / bandwidth, across / self.inter_node_bandwidth))
+        return LatencyBandwidth(latency, 1 / max(within / bandwidth, across / self.inter_node_bandwidth))
 
     def seconds(self, collective: str, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Of a collective on `nbytes`, as `bytes_of` counts them; nothing for one rank."""
+        """Of a collective on `nbytes`, as `collective_bytes` counts them; nothing for one rank."""
         if ranks == 1:
             return 0.0
-        return self.line(collective, ranks, stride).seconds(bytes_of(collective, nbytes, ranks))
+        return self.line(collective, ranks, stride).seconds(collective_bytes(collective, nbytes, ranks))
 
     def together(self, compute: float, transfer: float) -> float:
         """Seconds of a transfer issued with the compute that does not depend on it."""
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
-_KINDS = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
+_EFFICIENCIES = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", "broadcast": "hop"}
 
 
-def _expected(name: str, value: Any) -> str:
+def _check_constant(name: str, value: Any) -> str:
     """What this constant has to be, if the value is something else."""
     share = name == "overlap" or name.endswith("efficiency")
     low, high = float(name == "ranks_per_node"), 1.0 if share else math.inf

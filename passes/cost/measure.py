@@ -1,7 +1,7 @@
 """The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
 
-Every path from `machine` and `lines_of_reductions` issues the same collectives on every rank, whatever the ranks find
-on their disks. What may fail on one rank alone is behind a `Meet`, where all hear of it.
+Every path from `machine` and `measure_reductions` issues the same collectives on every rank, whatever the ranks find
+on their disks. What may fail on one rank alone is behind a `MeetFunction`, where all hear of it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sp_compile.lowering.attention.kernel_args import Kernel, Need
+from sp_compile.lowering.attention.kernel_args import Kernel, KernelKey
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.communicator import current
+from sp_compile.lowering.comm.communicator import current_communicator
 from sp_compile.lowering.masks.blocks import Kind
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 from sp_compile.lowering.torch_compat import process_group
 
-from .collective_time import Line, bytes_of, fitted
+from .collective_time import LatencyBandwidth, collective_bytes, fit_line
 from .machine import Machine
 
 FILE_VERSION = 2  # of what is kept on disk
@@ -45,34 +45,37 @@ HOPPER = 9
 """The generation of GPUs from which on cuDNN runs, and not FlashAttention-2 in its place."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
-Meet: TypeAlias = Callable[[Exception | None], None]
+MeetFunction: TypeAlias = Callable[[Exception | None], None]
 """All ranks come to it, with what has failed on them; if anything has, it raises the same SpError on every rank."""
 
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def machine(ranks: Ranks, device: torch.device, meet: Meet) -> Machine:
+def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     """The constants of these ranks, equal on all of them.
 
-    All-to-all, all-gather and attention are measured, as `measured` says; about a second on CPU. All ranks have to ask
+    All-to-all, all-gather and attention are measured, as `measure_lines` says; about a second on CPU. All ranks have
+    to ask
     together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
     Raises what `meet` does.
     """
     group = ranks.process_group
     if not ranks.exchanges:
         return Machine.of(device.type)
-    known = _known.setdefault(group, {})
+    known = _measured.setdefault(group, {})
     if device.type not in known:
         where = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         everyone = [(ranks.group, (tuple(range(ranks.n)),))]
-        jobs = [_collective(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
-        lines = measured([*jobs, _attention(device)], group, device, where, MACHINE_REPEATS, meet)
-        node, base = _ranks_per_node(ranks, where), _base(group, device, where)
-        known[device.type] = constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
+        jobs = [_run_collective_once(kind, everyone, where) for kind in ("all_to_all", "all_gather")]
+        lines = measure_lines([*jobs, _measure_attention(device)], group, device, where, MACHINE_REPEATS, meet)
+        node, base = _ranks_per_node(ranks, where), _base_constants(group, device, where)
+        known[device.type] = fit_constants(lines, ranks.n, node, base, _measured_kernel(device).rate)
     return known[device.type]
 
 
-def constants(lines: Sequence[Line], n: int, node: int, base: Machine, kernel: str = "named") -> Machine:
+def fit_constants(
+    lines: Sequence[LatencyBandwidth], n: int, node: int, base: Machine, kernel: str = "named"
+) -> Machine:
     """`base` with what the lines of all-to-all, all-gather and attention tell. kernel: what ran that attention.
 
     Over several nodes the all-to-all is bound by the links between them, and `base` is kept for those inside.
@@ -94,13 +97,13 @@ def constants(lines: Sequence[Line], n: int, node: int, base: Machine, kernel: s
     )
 
 
-Named: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
+NamedLines: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
 """What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
 
 
-def lines_of_reductions(
-    groups: Named, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: Meet
-) -> tuple[dict[str, Line], dict[frozenset[str], Line]]:
+def measure_reductions(
+    groups: NamedLines, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: MeetFunction
+) -> tuple[dict[str, LatencyBandwidth], dict[frozenset[str], LatencyBandwidth]]:
     """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
 
     turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
@@ -108,8 +111,8 @@ def lines_of_reductions(
     All ranks of the program have to ask together. Raises what `meet` does.
     """
     named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
-    jobs = [_collective("all_reduce", several, where) for several in named]
-    lines = measured(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
+    jobs = [_run_collective_once("all_reduce", several, where) for several in named]
+    lines = measure_lines(jobs, dist.group.WORLD, device, where, REDUCTION_REPEATS, meet)
     mine = zip([[name for name, _ in several] for several in named], lines)
     known = [(list(map(str, names)), line) for names, line in mine if None not in names]
     alone = {names[0]: line for names, line in known if len(names) == 1}
@@ -131,7 +134,7 @@ class Measurement:
     point: Callable[[int, float], tuple[float, float]]
 
 
-def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
+def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> Measurement:
     """A collective over one group behind the other, of so many bytes on each rank (all_gather: in all)."""
     names, parts = zip(*named)
     n = max(map(len, parts[0]))
@@ -144,11 +147,11 @@ def _collective(kind: str, named: Named, where: torch.device) -> Measurement:
         if len(over) < len(names) or all(k == 1 for _, k in over):
             return None
         x = torch.ones(shape(size), device=where)
-        return lambda: reduce(lambda y, group: getattr(current(), kind)(y, group[1], group[0]), over, x)
+        return lambda: reduce(lambda y, group: getattr(current_communicator(), kind)(y, group[1], group[0]), over, x)
 
     def point(size: int, seconds: float) -> tuple[float, float]:
         nbytes = 4 * math.prod(shape(size))
-        return sum(bytes_of(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
+        return sum(collective_bytes(kind, nbytes, max(map(len, groups))) for groups in parts), seconds
 
     sizes = CPU_SIZES if where.type == "cpu" else GPU_SIZES
     return Measurement((kind, where.type, parts), where, sizes, call, point)
@@ -160,17 +163,17 @@ def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
 
 
 def _measured_kernel(device: torch.device) -> Kernel:
-    """What runs `_attention`."""
+    """What runs `_measure_attention`."""
     _, dim, dtype = _attention_sizes(device)
-    return expected_kernel(Need(device, dtype, Kind.FULL, dim, 1024))
+    return expected_kernel(KernelKey(device, dtype, Kind.FULL, dim, 1024))
 
 
-def _attention(device: torch.device) -> Measurement:
+def _measure_attention(device: torch.device) -> Measurement:
     """Of one rank, by the kernel that its blocks run: seconds per FLOP are (1 + block_keys / keys) / flops."""
     cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
-        q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), whole(length)
+        q, rows = torch.ones(1, heads, length, dim, device=device, dtype=dtype), full_span(length)
         args = LocalArgs(None, [], [], [], [], "", None, 0.0, dim**-0.5, "", [], [], rows, rows, 1, "")
         return lambda: args.attend(q, q, q, rows)
 
@@ -181,32 +184,34 @@ def _attention(device: torch.device) -> Measurement:
     return Measurement(key, device, (256, 1024) if cpu else (1024, 8192), call, point)
 
 
-def measured(
-    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: Meet
-) -> list[Line]:
+def measure_lines(
+    jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: MeetFunction
+) -> list[LatencyBandwidth]:
     """The lines of the jobs, equal on all ranks of the group, which have to ask together.
 
     Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
     slowest rank decides. where: the device whose tensors the group's own collectives take.
     """
-    known = _known.setdefault(group, {})
+    known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
     if new:
         first, kept = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):
-            path = _path(group, device)
-            kept = _read(path) if first else {}
-        found = _shared([kept.get(repr(job.key)) for job in new], group, where)
+            path = _cache_path(group, device)
+            kept = _read_cache(path) if first else {}
+        found = _broadcast_found([kept.get(repr(job.key)) for job in new], group, where)
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
-            known.update(zip([job.key for job in missing], _fit(missing, group, where, repeats, meet)))
+            known.update(zip([job.key for job in missing], _measure_and_fit(missing, group, where, repeats, meet)))
         if missing and first:
-            _write(path, kept | {repr(job.key): known[job.key] for job in missing})
+            _write_cache(path, kept | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 
-def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: Meet) -> list[Line]:
+def _measure_and_fit(
+    jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: MeetFunction
+) -> list[LatencyBandwidth]:
     """The slowest rank of a round counts: that is what the next collective waits for.
 
     The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
@@ -218,15 +223,15 @@ def _fit(jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: 
         with torch.no_grad():
             with _raised_on_all(meet):
                 calls = [(job.call(job.sizes[k]), job.device) for job in turn]
-            rounds = [[_time(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
+            rounds = [[_time_call(call, device, meet) for call, device in calls] for _ in range(repeats + 1)]
         slowest = torch.tensor(rounds[1:], dtype=torch.float64, device=where)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         for job, seconds in zip(turn, mean_of_middle(slowest).tolist()):
             points[job.key].append(job.point(job.sizes[k], seconds))
-    return [fitted(*zip(*points[job.key])) for job in jobs]
+    return [fit_line(*zip(*points[job.key])) for job in jobs]
 
 
-def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -> float:
+def _time_call(call: Callable[[], object] | None, device: torch.device, meet: MeetFunction) -> float:
     """Seconds of a call that ranks come to together, and leave together; 0 for a rank that takes no part.
 
     Several in a row would have no rank to wake up, which is what a small one mostly waits for.
@@ -234,16 +239,16 @@ def _time(call: Callable[[], object] | None, device: torch.device, meet: Meet) -
     seconds = 0.0
     with _raised_on_all(meet):
         if call is not None:
-            finish(device)
+            synchronize(device)
             start = time.perf_counter()
             call()
-            finish(device)
+            synchronize(device)
             seconds = time.perf_counter() - start
     return seconds
 
 
 @contextmanager
-def _raised_on_all(meet: Meet) -> Iterator[None]:
+def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
     """Run a part, then meet: what it fails with is raised on every rank."""
     problem: Exception | None = None
     try:
@@ -259,7 +264,7 @@ def mean_of_middle(rounds: Tensor) -> Tensor:
     return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for what runs on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -268,11 +273,11 @@ def finish(device: torch.device) -> None:
 def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
     """The fewest ranks of the group that share a host."""
     mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
-    hosts = current().all_gather(mine, ranks.n, ranks.group)
+    hosts = current_communicator().all_gather(mine, ranks.n, ranks.group)
     return min(Counter(hosts.tolist()).values())
 
 
-def _base(group: Any, device: torch.device, where: torch.device) -> Machine:
+def _base_constants(group: Any, device: torch.device, where: torch.device) -> Machine:
     """The defaults, with the memory of the smallest of the ranks' devices, and what runs on the oldest.
 
     Nothing limits a CPU, whose memory others share.
@@ -287,15 +292,17 @@ def _base(group: Any, device: torch.device, where: torch.device) -> Machine:
     return base if generation >= HOPPER else replace(base, cudnn_efficiency=base.flash_efficiency)
 
 
-def _shared(found: Sequence[Line | None], group: Any, where: torch.device) -> list[Line | None]:
+def _broadcast_found(
+    found: Sequence[LatencyBandwidth | None], group: Any, where: torch.device
+) -> list[LatencyBandwidth | None]:
     """What rank 0 found, on every rank: one broadcast."""
     values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
     tensor = torch.tensor(values, dtype=torch.float64, device=where)
     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-    return [None if math.isnan(latency) else Line(latency, beta) for latency, beta in tensor.tolist()]
+    return [None if math.isnan(latency) else LatencyBandwidth(latency, beta) for latency, beta in tensor.tolist()]
 
 
-def _path(group: Any, device: torch.device) -> Path:
+def _cache_path(group: Any, device: torch.device) -> Path:
     """The file of what these ranks measured: by host, device, which ranks of the program, backend and versions."""
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
@@ -317,17 +324,17 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Line]:
+def _read_cache(path: Path) -> dict[str, LatencyBandwidth]:
     """The lines in a file; none if there is no such file, or if it holds something else."""
     try:
         found = json.loads(path.read_text())
-        lines = {key: Line(*map(float, line)) for key, line in found.items()}
+        lines = {key: LatencyBandwidth(*map(float, line)) for key, line in found.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return {}
     return {key: line for key, line in lines.items() if line.latency >= 0 and line.bandwidth > 0}
 
 
-def _write(path: Path, lines: Mapping[str, Line]) -> None:
+def _write_cache(path: Path, lines: Mapping[str, LatencyBandwidth]) -> None:
     """The whole file or nothing; a disk that refuses costs only the next run's time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from sp_compile.lowering.tiles.tile_flops import flops_of
+from sp_compile.lowering.tiles.tile_flops import node_flops
 
 from .machine import Machine
 
-LEAST = 1e-3
+MIN_OFFLOAD_BYTES = 1e-3
 """Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
 
 
 @dataclass(frozen=True)
-class OnHost:
+class HostValues:
     """Of one graph. values: how many; nbytes: of these; kept: bytes that the device keeps for the backward.
 
     seconds: of the copies, each way; waits: of those that no other work hides, both ways together.
@@ -28,9 +28,9 @@ class OnHost:
     waits: float = 0.0
 
 
-def seconds_of(node: Node, machine: Machine) -> float:
+def hiding_seconds(node: Node, machine: Machine) -> float:
     """Of what hides a copy: products and attention. What a compiler fuses is not counted: it is not known yet."""
-    return flops_of(node) / machine.flops
+    return node_flops(node) / machine.flops
 
 
 def copy_seconds(nbytes: float, machine: Machine) -> float:

@@ -17,19 +17,19 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.sizes import Size, product, size
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import Size, as_size, size_product
 
-from .collective_time import bytes_of
+from .collective_time import collective_bytes
 from .machine import Machine
 
 sp = torch.ops.sp
-SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
+COSTED_SCAN_OPS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 INDEX_BYTES = 8  # of a position
 
 
 @dataclass(frozen=True)
-class Carries:
+class CarryExchangeCost:
     """One scan's exchange: bytes of one rank's part, predicted seconds each way, rounds of "steps", the choice."""
 
     nbytes: int
@@ -44,35 +44,35 @@ class Carries:
         return f"{self.rounds} steps of {self.nbytes} B a rank, predicted to be faster than an all-gather"
 
 
-def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> Carries:
+def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> CarryExchangeCost:
     """How `nbytes` a rank travel. folds: chunks a rank holds; steps need contiguous ones (1)."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
-    alpha, rounds = max(line.latency for line in lines.values()), rounds_of(n)
+    alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     beta = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
     gather = alpha + beta["gather"] + machine.copy(2 * n * nbytes)
     stepped = beta["steps"] + rounds * (alpha + machine.copy(3 * nbytes))
     exchange = "steps" if folds == 1 and rounds < n - 1 and stepped < gather else "gather"
-    return Carries(nbytes, gather, stepped, rounds, exchange)
+    return CarryExchangeCost(nbytes, gather, stepped, rounds, exchange)
 
 
 def bytes_to_send(exchange: str, nbytes: Any, n: int) -> Any:
     """What one rank sends for all to know `nbytes` of each."""
     if exchange == "gather":
-        return bytes_of("all_gather", nbytes, n)
-    return rounds_of(n) * bytes_of("shift", nbytes, n)
+        return collective_bytes("all_gather", nbytes, n)
+    return num_rounds(n) * collective_bytes("shift", nbytes, n)
 
 
-def rounds_of(n: int) -> int:
+def num_rounds(n: int) -> int:
     """ceil(log2 n)."""
     return (n - 1).bit_length()
 
 
-def offsets_of_steps(n: int) -> list[int]:
+def step_offsets(n: int) -> list[int]:
     """How many ranks further on each step of a scan in steps reaches."""
-    return [1 << k for k in range(rounds_of(n))]
+    return [1 << k for k in range(num_rounds(n))]
 
 
-def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) -> tuple[Size, Size]:
+def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
     """Bytes that one rank has to say of its part of a scan, forward and backward; see lowering/scan/scan_ops.py.
 
     extent: the number that stands for a size; by default its expression.
@@ -89,12 +89,12 @@ def message_bytes(call: Call, folds: int, extent: Callable[[Any], Size] = size) 
         return 2 * inner.itemsize * rows, recurrence
     if call.node.target is sp.extremes.default:
         return (inner.itemsize + INDEX_BYTES) * rows, recurrence
-    forward, flags = inner.itemsize * rows, _segments(call, dim, folds, extent)
+    forward, flags = inner.itemsize * rows, _segment_bytes(call, dim, folds, extent)
     backward = forward + flags[1] if op == "sum" else recurrence
     return forward + sum(flags), backward
 
 
-def _segments(call: Call, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
+def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
     """Bytes of the first and last ids, and of the flags that say whether a segment begins."""
     node: Node | None = call.get("segments")
     if node is None:
@@ -107,4 +107,4 @@ def _segments(call: Call, dim: int, folds: int, extent: Callable[[Any], Size]) -
 
 def _row_elements(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:
     """Elements of a tensor's one row."""
-    return product(extent(s) for d, s in enumerate(value.shape) if d != dim)
+    return size_product(extent(s) for d, s in enumerate(value.shape) if d != dim)

@@ -25,22 +25,22 @@ import torch
 from tabulate import tabulate
 from torch.fx import Graph, Node
 
-from sp_compile.lowering.base.layers import layer_of
+from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.torch_compat import storage_of
-from sp_compile.passes.cost.walk.fused_kernels import Key
-from sp_compile.passes.cost.walk.liveness import Alive, Moment, Walk, is_on_host, nbytes_of, walk
-from sp_compile.passes.graph.call import tangents_of, tensors_of
-from sp_compile.passes.graph.sizes import product, same, sizes
+from sp_compile.passes.cost.walk.fused_kernels import PlaceKey
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, nbytes_of, walk
+from sp_compile.passes.graph.call import graph_tangents, node_tensors
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
 from .attention_memory import GIB
-from .offload_cost import OnHost
-from .weight_memory import ADAMW, ModelBytes
+from .offload_cost import HostValues
+from .weight_memory import ADAMW_STATE, ModelBytes
 
 PHASES = ("forward", "loss", "backward")
-OTHER_VALUES_HELD = "results, their gradients, and what other graphs keep"
+OTHER_VALUES_ORIGIN = "results, their gradients, and what other graphs keep"
 ALIVE_LINES = 6
 """Of a report, for what is alive at a peak."""
-COLUMN = 56
+LINE_WIDTH = 56
 """Characters of a column of a table."""
 
 
@@ -54,16 +54,16 @@ class GraphStep:
     whose backward is the last one to read it; "" what is made in no layer, but for what goes into the first.
     """
 
-    forward: Walk
-    backward: Walk | None
+    forward: LivenessWalk
+    backward: LivenessWalk | None
     inputs: int
     results: int
     saved: int = 0
     tangents: int = 0
     copied: int = 0
-    offloaded: OnHost | None = None
+    offloaded: HostValues | None = None
     hosted: GraphStep | None = None
-    kept: Sequence[tuple[str, Alive]] = ()
+    saved_bytes: Sequence[tuple[str, LiveValue]] = ()
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
@@ -71,7 +71,7 @@ class GraphStep:
         first = walk(forward, fused)
         if backward is None:
             return GraphStep(first, None, inputs, first.end)
-        tangents = tangents_of(backward)
+        tangents = graph_tangents(backward)
         values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
         read = [n for n in values if n.users]  # the others are parts of what waits on the host, and read from that
         outputs = forward.output_node().args[0]
@@ -79,32 +79,32 @@ class GraphStep:
         # What the caller has, too, stays when the backward has read it.
         others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
-        copied = [n for n in tangents if not all(map(_is_row_major, tensors_of(n)))]
+        copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
         kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
         results_of = max(0, first.end - kept)
-        made = {n.name: layer_of(n) for n in forward.nodes}
+        made = {n.name: node_layer(n) for n in forward.nodes}
         begins = next((layer for layer in made.values() if layer), "")
         by_layer = [
             (layer if made.get(held.name) or layer == begins else "", held)
             for layer, held in second.by_last_layer(saved)
         ]
-        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, kept=by_layer)
+        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, saved_bytes=by_layer)
 
 
-def _memory_of(nodes: Iterable[Node]) -> dict[Key, int]:
+def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
     """The memory that the values of nodes lie in, each once, and its bytes."""
-    return {storage_of(x): nbytes_of(x) for n in nodes for x in tensors_of(n)}
+    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
     """Are the strides those of a new tensor, those of dims of one element too?"""
-    shape = sizes(x.shape)
-    return all(same(stride, product(shape[d + 1 :])) for d, stride in enumerate(sizes(x.stride())))
+    shape = as_sizes(x.shape)
+    return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
 
 @dataclass(frozen=True)
-class Point:
+class StepMoment:
     """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
 
     behind: is it one of a backward? arriving: of weights in shards, do any arrive then, or lie there as they arrived?
@@ -112,11 +112,11 @@ class Point:
     """
 
     phase: str
-    moment: Moment
+    moment: WalkMoment
     nbytes: int
     graph: int
     index: int
-    behind: bool = False
+    is_after: bool = False
     gradients: int = 0
     arriving: bool = True
     whole: int = 0
@@ -130,14 +130,14 @@ class StepMemory:
     """
 
     weights: ModelBytes
-    per_weight: float = ADAMW
+    per_weight: float = ADAMW_STATE
     graphs: list[GraphStep] = field(default_factory=list)
     shards: int = 1
 
     @property
     def optimizer(self) -> int:
         """Bytes of the optimizer's state."""
-        return round(self.per_weight * self.weights.learned)
+        return round(self.per_weight * self.weights.trainable)
 
     @property
     def inputs(self) -> int:
@@ -150,10 +150,10 @@ class StepMemory:
         return sum(graph.saved for graph in self.graphs)
 
     @property
-    def offloaded(self) -> OnHost | None:
+    def offloaded(self) -> HostValues | None:
         """What waits in the host's memory; None where that was not asked for."""
         found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
-        return OnHost(*map(sum, zip(*map(astuple, found)))) if found else None
+        return HostValues(*map(sum, zip(*map(astuple, found)))) if found else None
 
     @property
     def state(self) -> int:
@@ -165,16 +165,16 @@ class StepMemory:
         """Bytes that are there all the time, as the program says that they lie."""
         return self.state if self.shards == 1 else self.in_shards(self.shards)
 
-    def held(self, point: Point) -> int:
+    def peak_with(self, point: StepMoment) -> int:
         """Bytes beside these then."""
         return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
 
-    def held_in_shards(self, point: Point, n: int) -> int:
+    def held_in_shards(self, point: StepMoment, n: int) -> int:
         """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
-        weights = self.weights.whole(bool(point.moment.layer), point.arriving)
+        weights = self.weights.unsharded_bytes(bool(point.moment.layer), point.arriving)
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[StepMoment]:
         """The step, moment by moment."""
         held = 0
         last = len(self.graphs) - 1
@@ -182,7 +182,7 @@ class StepMemory:
             begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
             for i, moment in enumerate(graph.forward.moments):
                 phase = "forward" if begins is None or i < begins else "loss"
-                yield Point(phase, moment, held + moment.nbytes, g, i)
+                yield StepMoment(phase, moment, held + moment.nbytes, g, i)
             held += graph.saved + graph.results
         ended = 0
         for g, graph in reversed(list(enumerate(self.graphs))):
@@ -192,33 +192,33 @@ class StepMemory:
             if g < last:  # the backward of a later graph made them
                 held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
-            arrived = 0 if not self.weights.unit else _begin_of_last_layer(graph.backward.moments) if g == 0 else None
-            whole = _not_in_shards(graph.backward.moments, self.weights.unit)
+            arrived = 0 if not self.weights.unit else _last_layer_start(graph.backward.moments) if g == 0 else None
+            whole = _unsharded_bytes(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
                 nbytes = held + (graph.copied if i == 0 else 0) + moment.nbytes
                 arriving = arrived is None or i < arrived
-                yield Point(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
+                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
             ended = graph.backward.end
             held += ended
 
-    def peaks(self) -> dict[str, Point]:
+    def peaks(self) -> dict[str, StepMoment]:
         """The largest moment of each phase."""
-        found: dict[str, Point] = {}
+        found: dict[str, StepMoment] = {}
         for point in self.points():
-            if point.phase not in found or self.held(point) > self.held(found[point.phase]):
+            if point.phase not in found or self.peak_with(point) > self.peak_with(found[point.phase]):
                 found[point.phase] = point
         return {phase: found[phase] for phase in PHASES if phase in found}
 
-    def alive(self, point: Point) -> list[Alive]:
+    def alive(self, point: StepMoment) -> list[LiveValue]:
         """What is in memory then, of the graph that runs; what callers and other graphs keep is one entry."""
         graph = self.graphs[point.graph]
-        run = graph.backward if point.behind and graph.backward is not None else graph.forward
+        run = graph.backward if point.is_after and graph.backward is not None else graph.forward
         others = point.nbytes - point.moment.nbytes
         found = run.alive(point.index)
-        if point.behind:
+        if point.is_after:
             found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
-        return [*found, Alive("results", OTHER_VALUES_HELD, others, "result")] if others > 0 else found
+        return [*found, LiveValue("results", OTHER_VALUES_ORIGIN, others, "result")] if others > 0 else found
 
     @property
     def values(self) -> int:
@@ -226,14 +226,14 @@ class StepMemory:
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
-    def but_gradients(self) -> int:
+    def peak_without_gradients(self) -> int:
         """Bytes at the peak of what is no gradient of a parameter."""
         return max((point.nbytes - point.gradients for point in self.points()), default=0)
 
     @property
     def peak(self) -> int:
         """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
-        return self.state + max(self.values, self.weights.learned)
+        return self.state + max(self.values, self.weights.trainable)
 
     def fsdp(self, n: int) -> int:
         """The peak where n ranks share parameters, gradients and state by layers."""
@@ -241,41 +241,47 @@ class StepMemory:
 
     def peak_in_shards(self, held: int, n: int) -> int:
         """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
-        return self.in_shards(n) + max(held, -(-self.weights.learned // n))
+        return self.in_shards(n) + max(held, -(-self.weights.trainable // n))
 
     def in_shards(self, n: int) -> int:
         """Bytes that are there all the time, where n ranks share parameters and state by layers."""
-        return self.weights.in_shards(n, self.per_weight) + self.weights.buffers + self.inputs
+        return self.weights.shard_bytes(n, self.per_weight) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
         """For people. n: the ranks that FSDP would share the state over."""
         w = self.weights
-        state = {"parameters": w.parameters, "gradients": w.learned, "optimizer": self.optimizer}
+        state = {"parameters": w.parameters, "gradients": w.trainable, "optimizer": self.optimizer}
         state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
-        lines = [", ".join(f"{name} {written(nbytes)}" for name, nbytes in state.items() if nbytes)]
+        lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
-            whole = f"of {written(sent.nbytes + sent.kept)} kept, {written(sent.nbytes)} wait in the host's memory"
+            whole = f"of {format_bytes(sent.nbytes + sent.kept)} kept, {format_bytes(sent.nbytes)} wait in the host's memory"
             takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them beside no other work"
             lines.append(f"offload: {whole} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
-            held = self.held(point)
-            total = written(self.constant + held)
-            rows.append((phase, total, written(held), point.moment.name, short(point.moment.where)))
+            held = self.peak_with(point)
+            total = format_bytes(self.constant + held)
+            rows.append((phase, total, format_bytes(held), point.moment.name, shorten_line(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
-            top = max(self.peaks().values(), key=self.held)
-            rows = [(written(nbytes), what, times, short(where)) for what, where, nbytes, times in self.summary(top)]
+            top = max(self.peaks().values(), key=self.peak_with)
+            rows = [
+                (format_bytes(nbytes), what, times, shorten_line(where))
+                for what, where, nbytes, times in self.summary(top)
+            ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
             lines.append(
-                f"peak of a rank {written(self.fsdp(self.shards))}, with parameters, gradients and optimizer in shards"
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with parameters, gradients and optimizer in
+                shards"
             )
         else:
-            lines.append(f"peak of a rank {written(self.peak)}; with FSDP over {n} ranks {written(self.fsdp(n))}")
+            lines.append(
+                f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"
+            )
         return "\n".join(lines)
 
-    def summary(self, point: Point, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
+    def summary(self, point: StepMoment, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
         """(what it is, user's line, bytes, how many values) of what is alive, by line, the largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
@@ -289,11 +295,11 @@ class StepMemory:
         return found[:most] + ([("others", "", rest, f"{len(found) - most} lines")] if rest else [])
 
 
-def _last_product(moments: Sequence[Moment]) -> int | None:
+def _last_product(moments: Sequence[WalkMoment]) -> int | None:
     return next((i for i in reversed(range(len(moments))) if moments[i].product), None)
 
 
-def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
+def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
     """The moment from which on no other layer runs."""
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
@@ -301,7 +307,7 @@ def _begin_of_last_layer(moments: Sequence[Moment]) -> int:
     return layers.index(last, others[-1] if others else 0) if last else 0
 
 
-def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
+def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     """Of a backward, at each moment: gradients made before any layer, in this one, and those of the one before it."""
     found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
     for moment in moments:
@@ -313,12 +319,12 @@ def _not_in_shards(moments: Sequence[Moment], unit: int) -> list[int]:
     return found
 
 
-def short(where: str) -> str:
+def shorten_line(where: str) -> str:
     """As much as a column of a table has."""
-    return where if len(where) <= COLUMN else where[: COLUMN - 3] + "..."
+    return where if len(where) <= LINE_WIDTH else where[: LINE_WIDTH - 3] + "..."
 
 
-def written(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Bytes for people."""
     for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:

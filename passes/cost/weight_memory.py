@@ -13,11 +13,11 @@ from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
 
-ADAMW = 2.0
+ADAMW_STATE = 2.0
 """Bytes of its state for a byte of a parameter."""
-SMALL = 256
+SMALL_PARAMETER = 256
 """Rows and columns of a matrix beside which a number for each of them is next to nothing."""
-HOW = "foreach", "fused", "capturable"
+OPTIMIZER_HELP = "foreach", "fused", "capturable"
 """Settings that say how a step runs, on devices that may not be here, and nothing of the state."""
 
 
@@ -29,7 +29,7 @@ class ModelBytes:
     """
 
     parameters: int
-    learned: int
+    trainable: int
     buffers: int
     unit: int
     rest: int = 0
@@ -49,18 +49,18 @@ class ModelBytes:
         buffers, rest = sum(map(_local_bytes, model.buffers())), units.pop("", 0)
         return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
 
-    def in_shards(self, n: int, per_weight: float = ADAMW) -> int:
+    def shard_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> int:
         """A rank's shards of parameters and of the optimizer's state, of n."""
-        return -(-(self.parameters + round(per_weight * self.learned)) // n)
+        return -(-(self.parameters + round(per_weight * self.trainable)) // n)
 
-    def sharded(self, n: int, per_weight: float = ADAMW) -> tuple[int, int]:
+    def sharded_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> tuple[int, int]:
         """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers.
 
         At most: with all that is ever whole.
         """
-        return self.in_shards(n, per_weight) + self.whole(True, True), self.gradients(self.learned, n)
+        return self.shard_bytes(n, per_weight) + self.unsharded_bytes(True, True), self.gradients(self.trainable, n)
 
-    def whole(self, in_layer: bool, arriving: bool) -> int:
+    def unsharded_bytes(self, in_layer: bool, arriving: bool) -> int:
         """Of weights that FSDP has whole, inside of a layer or outside, and where others arrive, or have arrived."""
         if not self.unit:  # what arrived stays until the forward has ended
             return (1 + arriving) * self.rest
@@ -86,11 +86,15 @@ def state_per_weight(optimizer: Any = None) -> float:
     matrix. Raises SpError: that fails.
     """
     if optimizer is None:
-        return ADAMW
-    small = nn.Parameter(torch.zeros(SMALL, SMALL))
+        return ADAMW_STATE
+    small = nn.Parameter(torch.zeros(SMALL_PARAMETER, SMALL_PARAMETER))
     small.grad = torch.ones_like(small)
     try:
-        one = optimizer([small]) if not isinstance(optimizer, torch.optim.Optimizer) else _made_anew(optimizer, small)
+        one = (
+            optimizer([small])
+            if not isinstance(optimizer, torch.optim.Optimizer)
+            else _recreate_optimizer(optimizer, small)
+        )
         one.step()
         state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
@@ -99,10 +103,10 @@ def state_per_weight(optimizer: Any = None) -> float:
     return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
 
 
-def _made_anew(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
+def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
     """One of the same kind and settings, those of its first parameters."""
     settings, takes = {**optimizer.defaults, **optimizer.param_groups[0]}, inspect.signature(type(optimizer)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    left_out = {"params", *HOW}  # AdamW has a default that it does not take
+    left_out = {"params", *OPTIMIZER_HELP}  # AdamW has a default that it does not take
     known = {k: v for k, v in settings.items() if (takes_any or k in takes) and k not in left_out}
     return type(optimizer)([parameter], **{k: v for k, v in known.items() if not isinstance(v, torch.Tensor)})

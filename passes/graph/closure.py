@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch.fx import Node
 
 
-def reached(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """The seeds, and every node that `through` leads to from one of them in any number of steps; the nearest first."""
     found = list(dict.fromkeys(seeds))
     known = set(found)
@@ -18,6 +18,6 @@ def reached(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) ->
         found += fresh
 
 
-def closure(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """All that is `reached`."""
-    return set(reached(seeds, through))
+def reachable_set(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All that is `iterate_reachable`."""
+    return set(iterate_reachable(seeds, through))

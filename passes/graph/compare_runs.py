@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.torch_compat import run_once
 
-ROUNDING = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
+ROUNDING_ERROR = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
 
 
-class Outcome(NamedTuple):
+class RunResult(NamedTuple):
     """What a graph computes: its results, the gradients of the inputs that require one, and its inputs afterwards."""
 
     results: list[Any]
@@ -23,11 +23,11 @@ class Outcome(NamedTuple):
     inputs: list[Any]
 
 
-def outcome_of(
+def run_with_grads(
     gm: GraphModule,
     inputs: Sequence[Any],
     finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
-) -> Outcome:
+) -> RunResult:
     """Run a graph on fresh leaves, or on copies of these where inputs are no leaves and may be changed in place; the
     cotangents are fixed, so that runs can be compared.
 
@@ -44,7 +44,7 @@ def outcome_of(
     if outs and wanted:
         gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
     results, given = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, given))
-    return Outcome(results, gradients, given)
+    return RunResult(results, gradients, given)
 
 
 def _cotangent(y: Tensor) -> Tensor:
@@ -55,32 +55,36 @@ def _cotangent(y: Tensor) -> Tensor:
     return torch.sin(index * 12.9898).view(y.shape).to(y.dtype)
 
 
-def errors_of(gm: GraphModule, before: Sequence[Any], alone: Outcome, rank: Outcome) -> Iterator[tuple[str, float]]:
+def compare_runs(
+    gm: GraphModule, before: Sequence[Any], alone: RunResult, rank: RunResult
+) -> Iterator[tuple[str, float]]:
     """What is compared, and its error. before: the inputs of the graph as they were."""
     for i, (a, b) in enumerate(zip_longest(alone.results, rank.results)):
-        yield _row(f"result {i}", a, b)
+        yield _error_row(f"result {i}", a, b)
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     for name, x, a, b in zip(names, before, alone.inputs, rank.inputs):
-        if _error(x, a) or _error(x, b):
-            yield _row(f"mutated input {name}", a, b)
+        if _relative_error(x, a) or _relative_error(x, b):
+            yield _error_row(f"mutated input {name}", a, b)
     # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
     known = [g for g in alone.gradients if g.numel()]
-    floor = max((g.abs().max().item() * max(ROUNDING, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0)
+    floor = max(
+        (g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0
+    )
     wanted = [name for name, x in zip(names, before) if isinstance(x, Tensor) and x.requires_grad]
     for name, a, b in zip(wanted, alone.gradients, rank.gradients):
-        yield _row(f"gradient of {name}", a, b, floor)
+        yield _error_row(f"gradient of {name}", a, b, floor)
 
 
-def _row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tuple[str, float]:
+def _error_row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tuple[str, float]:
     """The error under a name, which says what is not alike besides values."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
         if facts[0] != facts[1]:
             return f"{name}: {facts[1]}, on one device {facts[0]}", float("inf")
-    return name, _error(expected, found, floor)
+    return name, _relative_error(expected, found, floor)
 
 
-def _error(expected: Any, found: Any, floor: float = 0.0) -> float:
+def _relative_error(expected: Any, found: Any, floor: float = 0.0) -> float:
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
         return 0.0 if expected is found or expected == found else float("inf")
     if expected.shape != found.shape:

@@ -10,24 +10,24 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import graph_module, keep_calling_convention
 
-from .call import shape_of
-from .fakes import infer
+from .call import node_shape
+from .fakes import infer_value
 from .mutation import is_pure
-from .sizes import Size, Sizes, all_same
+from .sizes import Size, SizeBuilder, is_same_shape
 
 aten = torch.ops.aten
 INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recompute", "ac_graph_id", "custom")
 
 
-class Editor:
+class GraphEditor:
     """Appends nodes at a graph's insertion point."""
 
     graph: Graph
-    sizes: Sizes
+    sizes: SizeBuilder
 
     def edit(self, graph: Graph) -> Self:
         """Bind to a graph."""
-        self.graph, self.sizes = graph, Sizes(graph)
+        self.graph, self.sizes = graph, SizeBuilder(graph)
         return self
 
     def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
@@ -39,11 +39,11 @@ class Editor:
 
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
         """Append an ordinary op; its value is inferred from its operands'."""
-        return self.emit(target, args, infer(target, args, kwargs, like), like, kwargs)
+        return self.emit(target, args, infer_value(target, args, kwargs, like), like, kwargs)
 
-    def reshaped(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
+    def reshape(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
         """x in this shape; x itself where it has it."""
-        if all_same(shape_of(x), shape):
+        if is_same_shape(node_shape(x), shape):
             return x
         return self.compute(aten.reshape.default, (x, self.sizes.list(shape)), like)
 
@@ -53,7 +53,7 @@ class Editor:
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
         """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
-        shape = shape_of(x)
+        shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
         behind = dim + 1 if dim >= 0 else dim
         each = self.compute(aten.unsqueeze.default, (x, behind), like)
@@ -61,13 +61,13 @@ class Editor:
         whole = self.sizes.list((*before, shape[dim] * times, *after))
         return self.compute(aten.reshape.default, (each, whole), like)
 
-    def behind(self, source: Node) -> Any:
+    def insert_after(self, source: Node) -> Any:
         """Insertion point right behind a node (behind the sizes, if it is an input)."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
-    def interpose(self, node: Node, fresh: Node) -> None:
+    def insert_between(self, node: Node, fresh: Node) -> None:
         """All that reads the node behind the fresh one, which is made of it, reads that instead."""
         node.replace_all_uses_with(fresh, lambda user: fresh < user)
 
@@ -83,7 +83,7 @@ class Editor:
             self.graph.erase_node(user)
         self.erase([node])
 
-    def respell(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    def replace_call(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
         """One call in place of the node, and of all that only the node read; it has the value of `like`."""
         with self.graph.inserting_before(node):
             fresh = self.emit(target, args, like.meta["val"], like)
@@ -109,7 +109,8 @@ class Editor:
     def drop(self, *nodes: Any) -> None:
         """Erase the nodes, and what only they needed, as far as nothing else uses them.
 
-        Arithmetic on sizes stays for `Sizes`, which gives it to whoever asks next; `drop_dead` takes it in the end.
+        Arithmetic on sizes stays for `SizeBuilder`, which gives it to whoever asks next; `erase_dead` takes it in
+        the end.
         """
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
@@ -121,7 +122,7 @@ class Editor:
                 gone.add(node)
 
 
-def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
+def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
     """Erase all nodes of these ops that nothing reads, arithmetic on sizes too; never an op with an effect."""
     for node in reversed(graph.nodes):
         pure = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
@@ -129,7 +130,7 @@ def drop_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
             graph.erase_node(node)
 
 
-def copied(gm: GraphModule) -> GraphModule:
+def copy_graph(gm: GraphModule) -> GraphModule:
     """The same graph over the same attributes, to be changed."""
     graph, output = Graph(), gm.graph.output_node()
     results = graph.graph_copy(gm.graph, {})

@@ -18,7 +18,7 @@ def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
     return modes[0] if modes else nullcontext()
 
 
-def infer(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
+def infer_value(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
     """What an op gives for the fake values of its operands, in the mode that is theirs, or else that of `like`."""
     args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
     near = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
@@ -26,7 +26,7 @@ def infer(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) 
         return target(*args, **kwargs)
 
 
-def traced(
+def trace_function(
     run: Callable[..., Any],
     values: Sequence[Any],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile.lowering.base.library import COMPOSITES
 
-from .edit import Editor
-from .fakes import traced
+from .edit import GraphEditor
+from .fakes import trace_function
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
@@ -21,14 +21,14 @@ def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., 
 
     decompositions: of the ATen ops in it, as make_fx takes them.
     """
-    editor = Editor().edit(gm.graph)
+    editor = GraphEditor().edit(gm.graph)
     found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]
     for node in found:
         _inline(editor, node, decompositions or {})
     return len(found)
 
 
-def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+def _inline(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     operands = node.all_input_nodes
     values = [operand.meta["val"] for operand in operands]
 
@@ -36,7 +36,7 @@ def _inline(editor: Editor, node: Node, decompositions: Mapping[Any, Callable[..
         args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
         return node.target(*args, **kwargs)
 
-    found = traced(body, values, decompositions)
+    found = trace_function(body, values, decompositions)
     with editor.graph.inserting_before(node):
         results = editor.inline(found, operands, node)
     editor.replace(node, results)

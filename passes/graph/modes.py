@@ -20,10 +20,10 @@ from sp_compile.lowering.torch_compat import (
     set_grad_enabled,
 )
 
-from .call import tensors_of
+from .call import node_tensors
 
 
-def without_grad(graph: Graph) -> set[Node]:
+def no_grad_nodes(graph: Graph) -> set[Node]:
     """All nodes in regions without gradients, where a graph begins with them."""
     off, grad = set[Node](), True
     for node in graph.nodes:
@@ -57,14 +57,14 @@ def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
     return found
 
 
-def same_autocast(nodes: Sequence[Node]) -> bool:
+def has_same_autocast(nodes: Sequence[Node]) -> bool:
     """Would an op compute in the same dtype at the places of all of them?"""
     first = autocast_regions(nodes[0])
     return all(autocast_regions(node) == first for node in nodes[1:])
 
 
 @contextmanager
-def autocast_at(node: Node) -> Iterator[None]:
+def restore_autocast(node: Node) -> Iterator[None]:
     """The autocast regions that the node is in, entered."""
     with ExitStack() as regions:
         for device, dtype, enabled, cache in autocast_regions(node):
@@ -73,7 +73,7 @@ def autocast_at(node: Node) -> Iterator[None]:
 
 
 @contextmanager
-def without_autocast(device: str) -> Iterator[None]:
+def disable_autocast(device: str) -> Iterator[None]:
     """Inside, nothing is cast on this device; "meta" has no autocast that could be left."""
     known = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
@@ -84,36 +84,36 @@ def settle_dtypes(graph: Graph) -> None:
     """Give values the dtypes that the graph's autocast regions make them: a capture records what they are without."""
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return
-    mode = detect_fake_mode([v for node in graph.nodes for v in tensors_of(node)])
+    mode = detect_fake_mode([v for node in graph.nodes for v in node_tensors(node)])
     if mode is None:
         return
     other: set[Node] = set()
     with mode, enable_python_dispatcher(), torch.no_grad():
-        for node in filter(_has_dtype, graph.nodes):
+        for node in filter(_returns_tensors, graph.nodes):
             if other.isdisjoint(node.all_input_nodes) and not autocast_regions(node):
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-            with autocast_at(node), uncached_autocast():
+            with restore_autocast(node), disable_autocast_cache():
                 found = node.target(*args, **kwargs)
-            before = tensors_of(node)
-            node.meta["val"] = pytree.tree_map(_in_dtype, node.meta["val"], found)
-            if [x.dtype for x in before] != [x.dtype for x in tensors_of(node)]:
+            before = node_tensors(node)
+            node.meta["val"] = pytree.tree_map(_cast_like, node.meta["val"], found)
+            if [x.dtype for x in before] != [x.dtype for x in node_tensors(node)]:
                 other.add(node)
 
 
-def _has_dtype(node: Node) -> bool:
+def _returns_tensors(node: Node) -> bool:
     """Is it an operator that gives tensors?"""
-    return bool(tensors_of(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
+    return bool(node_tensors(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
 
 
-def _in_dtype(x: Any, like: Any) -> Any:
+def _cast_like(x: Any, like: Any) -> Any:
     if not isinstance(x, torch.Tensor) or x.dtype == like.dtype:
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=like.dtype, device=x.device)
 
 
 @contextmanager
-def uncached_autocast() -> Iterator[None]:
+def disable_autocast_cache() -> Iterator[None]:
     """Inside, autocast keeps no weights in less precision: those of a trace are none of the program's."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

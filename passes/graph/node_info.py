@@ -1,6 +1,7 @@
 """What the passes know of a node, beside its value: one typed record, under one key of its meta.
 
-Copies of a node share what its meta holds, so a record is frozen: `record(node)` reads it, `mark(node, aside=True)`
+Copies of a node share what its meta holds, so a record is frozen: `node_info(node)` reads it, `set_node_info(node,
+aside=True)`
 replaces it.
 """
 
@@ -11,11 +12,11 @@ from typing import Any
 
 from torch.fx import Node
 
-KEY = "sp"
+META_KEY = "sp"
 
 
 @dataclass(frozen=True)
-class Record:
+class NodeInfo:
     """What is known of one node; every field has a default that says nothing.
 
     requires_grad: of an input, as it was given; of a local node, whether gradients reach it.
@@ -42,29 +43,29 @@ class Record:
     origin: Node | None = None
     result: Any = None
     no_rule: str | None = None
-    whole: bool = False
-    begins: bool = False
-    aside: bool = False
+    replicated: bool = False
+    starts_sequence: bool = False
+    is_aside: bool = False
     scanned: tuple[int, int] | None = None
     grouped: bool = False
     choice: Any = None
-    again: bool = False
+    recomputed: bool = False
     combines: bool = False
 
 
-BLANK = Record()
+BLANK_INFO = NodeInfo()
 
 
-def record(node: Node) -> Record:
+def node_info(node: Node) -> NodeInfo:
     """What is known of the node."""
-    return node.meta.get(KEY, BLANK)
+    return node.meta.get(META_KEY, BLANK_INFO)
 
 
-def mark(node: Node, **known: Any) -> None:
+def set_node_info(node: Node, **known: Any) -> None:
     """Let the node's record say this, too."""
-    node.meta[KEY] = replace(record(node), **known)
+    node.meta[META_KEY] = replace(node_info(node), **known)
 
 
-def erase(node: Node) -> None:
+def clear_node_info(node: Node) -> None:
     """Forget all that is known of the node."""
-    node.meta.pop(KEY, None)
+    node.meta.pop(META_KEY, None)

@@ -17,15 +17,18 @@ from torch.fx import GraphModule
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
 
-from .call import Call, packet_of
+from .call import OpCall, node_packet
 
 aten = torch.ops.aten
-_KINDS = ("", "alpha_", "feature_", "feature_alpha_")
-DROPOUTS = [aten.native_dropout, *(getattr(aten, f"{kind}dropout{end}") for kind in _KINDS for end in ("", "_"))]
-_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
+_DRAW_KINDS = ("", "alpha_", "feature_", "feature_alpha_")
+RANDOM_DROPOUT_OPS = [
+    aten.native_dropout,
+    *(getattr(aten, f"{kind}dropout{end}") for kind in _DRAW_KINDS for end in ("", "_")),
+]
+_SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
 
 
-def draws(gm: GraphModule) -> bool:
+def has_random_ops(gm: GraphModule) -> bool:
     """Does the graph draw random numbers?"""
     return any(is_random(node) for node in gm.graph.nodes)
 
@@ -37,19 +40,19 @@ def is_random(node: torch.fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         bodies = [a for a in node.all_input_nodes if a.op == "get_attr"]
         modules = [getattr(node.graph.owning_module, b.target, None) for b in bodies]
-        return any(isinstance(m, GraphModule) and draws(m) for m in modules)
-    drops = packet_of(node) in DROPOUTS
+        return any(isinstance(m, GraphModule) and has_random_ops(m) for m in modules)
+    drops = node_packet(node) in RANDOM_DROPOUT_OPS
     if torch.Tag.nondeterministic_seeded not in node.target.tags and not drops:
         arguments = schema_of(node.target).arguments
         if not any(a.name == "dropout_p" for a in arguments):
             return False
-    call = Call(node)
+    call = OpCall(node)
     probability = call.get("dropout_p", call.get("p") if drops else None)
     active = call.get("train", call.get("training", True))
     return active is not False and probability != 0
 
 
-def decorrelated(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
     """`run` under a generator that differs from rank to rank; the user's generators move on alike everywhere."""
 
     def call(*args: Any) -> Any:
@@ -57,7 +60,7 @@ def decorrelated(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
         rank = dist.get_rank(ranks.process_group)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed((seed + rank * _STRIDE) % (1 << 63))
+            torch.manual_seed((seed + rank * _SEED_STRIDE) % (1 << 63))
             return run(*args)
 
     return call

@@ -23,7 +23,7 @@ from sp_compile.lowering.torch_compat import FloorDiv, Max, size_hint
 Size: TypeAlias = int | sympy.Expr
 
 
-def size(value: Any) -> Size:
+def as_size(value: Any) -> Size:
     """The size that a graph argument stands for: an int, a SymInt, a sympy expression or the Node of one."""
     if isinstance(value, Node):
         value = value.meta["val"]
@@ -34,17 +34,17 @@ def size(value: Any) -> Size:
     return int(value)
 
 
-def sizes(values: Iterable[Any]) -> tuple[Size, ...]:
-    """`size` of each, such as a tensor's shape or strides."""
-    return tuple(size(v) for v in values)
+def as_sizes(values: Iterable[Any]) -> tuple[Size, ...]:
+    """`as_size` of each, such as a tensor's shape or strides."""
+    return tuple(as_size(v) for v in values)
 
 
-def bytes_now(value: torch.Tensor, least: int = 0) -> int:
+def current_bytes(value: torch.Tensor, least: int = 0) -> int:
     """Bytes of a value in the call that is being compiled, elements of `least` bytes or more; asking adds no guard."""
     return size_hint(value.numel()) * max(value.element_size(), least)
 
 
-def product(values: Iterable[Size]) -> Size:
+def size_product(values: Iterable[Size]) -> Size:
     """The product of the sizes; 1 if there are none."""
     out: Size = 1
     for v in values:
@@ -52,26 +52,26 @@ def product(values: Iterable[Size]) -> Size:
     return out
 
 
-def same(a: Size, b: Size) -> bool:
+def is_same_size(a: Size, b: Size) -> bool:
     """Are the sizes equal whatever the symbols are?"""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a == b or sympy.expand(a - b) == 0
 
 
-def where_not_empty(value: Size) -> Size:
+def nonempty_size(value: Size) -> Size:
     """The size if no dim is of no elements: strides of new tensors are products of Max(1, extent)."""
     if isinstance(value, int):
         return value
-    return size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
+    return as_size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
 
 
-def all_same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+def is_same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     """Are two shapes equal whatever the symbols are?"""
-    return len(a) == len(b) and all(map(same, a, b))
+    return len(a) == len(b) and all(map(is_same_size, a, b))
 
 
-def quotient(a: Size, b: Size) -> Size | None:
+def exact_quotient(a: Size, b: Size) -> Size | None:
     """a / b where that is provably an integer, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
@@ -83,7 +83,7 @@ def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
     if a == b:
         return 1
     if b == 1:
-        return size(a)
+        return as_size(a)
     q = a / b
     if q.as_numer_denom()[1] != 1:
         if not (a.has(sympy.Add) or b.has(sympy.Add)):
@@ -91,23 +91,23 @@ def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
         q = sympy.cancel(q)
     numerator, denominator = q.as_numer_denom()
     integral = all(c.is_Integer for c in sympy.expand(numerator).as_coefficients_dict().values())
-    return size(q) if denominator == 1 and integral else None
+    return as_size(q) if denominator == 1 and integral else None
 
 
-def gcd(a: Size, b: Size) -> Size:
+def size_gcd(a: Size, b: Size) -> Size:
     """The greatest common divisor, as far as it can be proved; of symbolic sizes that of the polynomials."""
     if isinstance(a, int) and isinstance(b, int):
         return math.gcd(a, b)
-    if quotient(b, a) is not None:
+    if exact_quotient(b, a) is not None:
         return a
-    if quotient(a, b) is not None:
+    if exact_quotient(a, b) is not None:
         return b
-    return size(sympy.gcd(a, b))
+    return as_size(sympy.gcd(a, b))
 
 
-def lcm(a: Size, b: Size) -> Size:
-    """The least common multiple, by `gcd`."""
-    found = quotient(a * b, gcd(a, b))
+def size_lcm(a: Size, b: Size) -> Size:
+    """The least common multiple, by `size_gcd`."""
+    found = exact_quotient(a * b, size_gcd(a, b))
     return a * b if found is None else found
 
 
@@ -115,33 +115,33 @@ def ceil_div(a: Size, n: int) -> Size:
     """ceil(a / n): the local length of an axis of `a` positions over `n` ranks."""
     if isinstance(a, int):
         return -(-a // n)
-    exact = quotient(a, n)
+    exact = exact_quotient(a, n)
     return exact if exact is not None else FloorDiv(a + (n - 1), sympy.Integer(n))
 
 
 def divides(n: int, a: Size) -> bool:
     """Does n provably divide a?"""
-    return quotient(a, n) is not None
+    return exact_quotient(a, n) is not None
 
 
-def mostly(part: Size, whole: Size) -> bool:
+def is_most_of(part: Size, whole: Size) -> bool:
     """Is part at least half of whole for long sequences? Decides cost, never correctness."""
-    return 2 * typical(part) >= typical(whole)
+    return 2 * assume_large(part) >= assume_large(whole)
 
 
-def from_front(position: Size, extent: Size) -> Size:
+def normalize_position(position: Size, extent: Size) -> Size:
     """A position in a dim, which a negative number counts from the end."""
     return extent + position if isinstance(position, int) and position < 0 else position
 
 
-def typical(a: Size) -> int:
+def assume_large(a: Size) -> int:
     """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
     if isinstance(a, int):
         return a
     return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
 
 
-class Sizes:
+class SizeBuilder:
     """Sizes as arguments of a graph's nodes. Every expression is computed once, right after the inputs."""
 
     def __init__(self, graph: Graph) -> None:
@@ -151,10 +151,10 @@ class Sizes:
         self.last: Node | None = None
         for node in graph.find_nodes(op="placeholder"):
             self.last, value = node, node.meta.get("val")
-            if isinstance(value, torch.SymInt) and isinstance(size(value), sympy.Expr):
-                self.known.setdefault(size(value), node)
+            if isinstance(value, torch.SymInt) and isinstance(as_size(value), sympy.Expr):
+                self.known.setdefault(as_size(value), node)
             elif isinstance(value, torch.Tensor):
-                for d, extent in enumerate(sizes(value.shape)):
+                for d, extent in enumerate(as_sizes(value.shape)):
                     if isinstance(extent, sympy.Symbol):
                         self.sources.setdefault(extent, (node, d))
 
@@ -182,7 +182,7 @@ class Sizes:
             return self._emit(torch.ops.aten.sym_size.int, (node, dim))
         if isinstance(expr, FloorDiv) or type(expr).__name__ in ("Mod", "PythonMod"):
             op = operator.floordiv if isinstance(expr, FloorDiv) else operator.mod
-            return self._emit(op, tuple(self(size(a)) for a in expr.args))
+            return self._emit(op, tuple(self(as_size(a)) for a in expr.args))
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 0:
             return self._fold(operator.mul, [expr.base] * int(expr.exp))
         if isinstance(expr, sympy.Add | sympy.Mul):
@@ -190,9 +190,9 @@ class Sizes:
         raise CaptureError("SP219", f"The size {expr} has a form that cannot be computed in the graph.")
 
     def _fold(self, op: Any, terms: Any) -> Node:
-        total = self(size(terms[0]))
+        total = self(as_size(terms[0]))
         for term in terms[1:]:
-            total = self._emit(op, (total, self(size(term))))
+            total = self._emit(op, (total, self(as_size(term))))
         assert isinstance(total, Node), terms
         return total
 
@@ -206,11 +206,11 @@ class Sizes:
         return node
 
 
-def read_off_inputs(graph: Graph) -> None:
+def read_sizes_from_inputs(graph: Graph) -> None:
     """Let each size be read off an input: a value that is read for its size alone would stay in memory until then."""
-    of, given = Sizes(graph), graph.find_nodes(op="placeholder")
+    of, given = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
-        extent = size(node.meta["val"])
+        extent = as_size(node.meta["val"])
         known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
         if known and node.args[0] not in given:
             node.replace_all_uses_with(of(extent))

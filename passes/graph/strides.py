@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .node_info import mark
-from .sizes import Size, same, sizes, typical
+from .node_info import set_node_info
+from .sizes import Size, as_sizes, assume_large, is_same_size
 
 aten = torch.ops.aten
 
 
-def restore(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Give the users of the node what `restored` makes of it, and return that."""
+def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
+    """Give the users of the node what `match_strides` makes of it, and return that."""
     users = list(node.users)
-    last = restored(graph, node, value)
+    last = match_strides(graph, node, value)
     for user in users:
         user.replace_input_with(node, last)
     return last
 
 
-def restored(graph: Graph, node: Node, value: Tensor) -> Node:
+def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
     """Right behind the node: its values, contiguous in the order of the strides of `value`."""
-    order = order_of_strides(sizes(value.stride()))
-    back = inverse(order)
+    order = order_of_strides(as_sizes(value.stride()))
+    back = inverse_permutation(order)
     dense = {"memory_format": torch.contiguous_format}
     last, value = node, node.meta["val"]
     for target, args, kwargs in (
@@ -43,14 +43,14 @@ def restored(graph: Graph, node: Node, value: Tensor) -> Node:
             last = graph.call_function(target, (last, *args), kwargs)
         value = target(value, *args, **kwargs)
         last.meta.update(node.meta, val=value)
-        mark(last, origin=None)
+        set_node_info(last, origin=None)
     return last
 
 
-def strides_differ(x: Tensor, y: Tensor) -> bool:
+def has_other_strides(x: Tensor, y: Tensor) -> bool:
     """Do two tensors of a shape lie otherwise in memory? The strides of dims of size 1 say nothing."""
-    pairs = zip(sizes(x.shape), sizes(x.stride()), sizes(y.stride()))
-    return any(not same(a, b) for extent, a, b in pairs if not same(extent, 1))
+    pairs = zip(as_sizes(x.shape), as_sizes(x.stride()), as_sizes(y.stride()))
+    return any(not is_same_size(a, b) for extent, a, b in pairs if not is_same_size(extent, 1))
 
 
 def is_identity(order: Sequence[int]) -> bool:
@@ -58,12 +58,12 @@ def is_identity(order: Sequence[int]) -> bool:
     return all(d == i for i, d in enumerate(order))
 
 
-def inverse(order: Sequence[int]) -> list[int]:
+def inverse_permutation(order: Sequence[int]) -> list[int]:
     """The permutation that undoes one."""
     return [order.index(d) for d in range(len(order))]
 
 
 def order_of_strides(strides: Sequence[Size]) -> list[int]:
     """The dims from the largest stride to the smallest; as they are where a dim is broadcast."""
-    values = [typical(s) for s in strides]
+    values = [assume_large(s) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

@@ -11,16 +11,16 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.sharding.group_names import is_collective
 
 
-class NameSources(Pass):
+class AnnotateBackwardSources(Pass):
     """The exchanges of the backward get the source of the first forward node that made their node of autograd."""
 
     provides = frozenset({"sources are named"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         first: dict[Any, Any] = {}
         named = 0
         for node in gm.graph.nodes:

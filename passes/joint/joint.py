@@ -15,38 +15,38 @@ from torch.fx import GraphModule, Node
 
 from sp_compile import passes
 from sp_compile.lowering import torch_compat
-from sp_compile.lowering.base.errors import at
+from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.base.library import sources_digest
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (
-    CAPTURED,
+    CAPTURED_WORD,
     CollectivePass,
     Pass,
     Passes,
-    check_order,
-    import_rooms,
-    passes_in,
-    registered,
+    check_pass_order,
+    import_submodules,
+    iterate_passes,
+    registered_passes,
 )
 from sp_compile.passes.collectives.merge.find_chains import check_reductions
-from sp_compile.passes.context import Job, Note, NoteKind
-from sp_compile.passes.graph.call import is_tensor, tangents_of
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.edit import copied
+from sp_compile.passes.context import Note, NoteKind, PassContext
+from sp_compile.passes.graph.call import graph_tangents, is_tensor
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.inline import lower_exchanges
-from sp_compile.passes.graph.node_info import erase, mark
+from sp_compile.passes.graph.node_info import clear_node_info, set_node_info
 from sp_compile.passes.report import Report
 from sp_compile.passes.sharding.group_names import is_collective, named_groups
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
-from .backward_sources import NameSources
-from .joint_context import JointJob
-from .joint_facts import joint_facts
-from .save_attention import StayInCheckpoints
-from .view_results import KeepResultsApart
+from .backward_sources import AnnotateBackwardSources
+from .joint_context import JointContext
+from .joint_facts import map_facts
+from .save_attention import SaveAttentionInCheckpoints
+from .view_results import SeparateResultStorage
 
-import_rooms("sp_compile.passes.collectives", collectives.__path__)
+import_submodules("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
@@ -56,18 +56,18 @@ class ScatterLayers(Passes):
     provides = frozenset({"layers are scattered"})
     steps = (SequenceParallelLinear,)
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
-        local = copied(gm)
-        facts = joint_facts(local, session.facts[ranks.group], job.shapes)
-        why = REGROUPED if facts is None else "" if scatter else NEVER
+        local = copy_graph(gm)
+        facts = map_facts(local, session.facts[ranks.group], job.shapes)
+        why = REGROUPED_WHY if facts is None else "" if scatter else NEVER_RUNS
         one: SequenceParallelLinear | None = None
-        made = {} if facts is None else {name: _sources(nodes) for name, nodes in facts.tangents.items()}
+        made = {} if facts is None else {name: _result_sources(nodes) for name, nodes in facts.tangents.items()}
         if facts is not None and not why:
             one = SequenceParallelLinear(ranks, facts)
-            one.run(local, Job(ranks, laps=job.laps))
+            one.run(local, PassContext(ranks, runs=job.runs))
             local = one.gm if one.changes else gm
-        assumed, backward = one.assumed if one is not None else [], [n.name for n in tangents_of(gm.graph)]
+        assumed, backward = one.assumed if one is not None else [], [n.name for n in graph_tangents(gm.graph)]
         tangents = {name: made.get(name) or "of this program" for name in assumed if name in backward}
         refusal = Note(NoteKind.DECLINED, SequenceParallelLinear.name, why, where=f"group {ranks.group}")
         self.notes = [refusal] if one is None else one.notes
@@ -77,10 +77,10 @@ class ScatterLayers(Passes):
         job.layers += one.layers
         if local is gm:
             return 0
-        adopt(gm, local)
+        replace_nodes(gm, local)
         tensors = [node.name for node in gm.graph.find_nodes(op="placeholder") if is_tensor(node)]
         primals = {f"input_{tensors.index(name)}" for name in assumed if name in tensors and name not in backward}
-        job.common[ranks.group] = job.common.get(ranks.group, frozenset()) | primals
+        job.common_inputs[ranks.group] = job.common_inputs.get(ranks.group, frozenset()) | primals
         job.shared.append((ranks, tangents))
         return one.changes
 
@@ -91,16 +91,16 @@ class LowerExchanges(Pass):
     requires = frozenset({"layers are scattered"})
     provides = frozenset({"exchanges are lowered"})
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.fused else None)
 
 
-class EachGroup(Passes):
+class ScatterEachGroup(Passes):
     """Layers over one group after the other, of those that the program exchanges over."""
 
     steps = (ScatterLayers, LowerExchanges)
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
             job.ranks = ranks
@@ -109,7 +109,7 @@ class EachGroup(Passes):
         return changes
 
 
-class JoinExchanges(Passes):
+class MergeExchanges(Passes):
     """Permutes into all-to-alls, and reductions over several axes into one."""
 
     requires = frozenset({"exchanges are lowered"})
@@ -117,15 +117,15 @@ class JoinExchanges(Passes):
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        return registered(CollectivePass)
+        return registered_passes(CollectivePass)
 
 
-class CompareGradients(Pass):
+class AddGradientChecks(Pass):
     """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
 
     requires = frozenset({"exchanges are final"})
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
         return sum(self._compare(ranks, names) for ranks, names in shared)
 
@@ -137,35 +137,35 @@ class CompareGradients(Pass):
             args = (found, [tangents[node.name] for node in found], ranks.n, ranks.group)
             both = self.compute(torch.ops.sp.shared.default, args, found[0])
             for i, node in enumerate(found):
-                self.interpose(node, self.emit(operator.getitem, (both, i), both.meta["val"][i], node))
+                self.insert_between(node, self.emit(operator.getitem, (both, i), both.meta["val"][i], node))
         return len(found)
 
 
-class OwnExchanges(Passes):
+class OptimizeUserExchanges(Passes):
     """What becomes of the exchanges that a program brings, and which of them its backward makes.
 
     They stay as they are where the ranks have different programs: each rank might rewrite others.
     """
 
-    steps = (EachGroup, JoinExchanges, CompareGradients)
+    steps = (ScatterEachGroup, MergeExchanges, AddGradientChecks)
 
     @classmethod
-    def of(cls, job: JointJob) -> Pass | None:
+    def of(cls, job: JointContext) -> Pass | None:
         return cls() if job.session.groups else None
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         check_reductions(gm.graph)
         same, changes = job.session.has_same_programs(gm), 0
         if same:
             changes = super().apply(gm, job)
         else:
             job.notes.append(Note(NoteKind.DECLINED, SequenceParallelLinear.name, OTHER_PROGRAMS))
-        backward = closure(tangents_of(gm.graph), lambda node: node.users)
+        backward = reachable_set(graph_tangents(gm.graph), lambda node: node.users)
         job.backward.update(*(named_groups(node) for node in backward if is_collective(node)))
         return changes
 
 
-JOINT = CAPTURED | {"canonical", "attention is chosen", "checked"}
+JOINT_WORD = CAPTURED_WORD | {"canonical", "attention is chosen", "checked"}
 """What rewrites require of a graph in which a sequence is found, and every joint graph has."""
 
 
@@ -173,16 +173,16 @@ class JointPasses(Passes):
     """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
 
     name = "joint"
-    steps = (NameSources, StayInCheckpoints, OwnExchanges, KeepResultsApart)
-    given: JointJob
+    steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
+    given: JointContext
 
-    def __init__(self, job: JointJob | None = None) -> None:
-        check_order(passes_in(JointPasses), JOINT)
-        super().__init__(job or JointJob())
+    def __init__(self, job: JointContext | None = None) -> None:
+        check_pass_order(iterate_passes(JointPasses), JOINT_WORD)
+        super().__init__(job or JointContext())
 
-    def apply(self, gm: GraphModule, job: JointJob) -> int:
+    def apply(self, gm: GraphModule, job: JointContext) -> int:
         for node in gm.graph.find_nodes(op="placeholder"):
-            mark(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
+            set_node_info(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
         return super().apply(gm, job)
 
     @property
@@ -190,7 +190,7 @@ class JointPasses(Passes):
         """What came of it."""
         job = self.given
         parallel = sorted({ranks.n for ranks in job.session.groups})
-        report = Report(1, passes=job.laps, layers=job.layers, parallel=parallel)
+        report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
         report.add(job.notes)
         return report
 
@@ -200,18 +200,18 @@ class JointPasses(Passes):
         return None if job.session.groups else f"sp_compile joint {version}"
 
 
-NEVER = "the option sequence_parallel_linear is 'never'"
-REGROUPED = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
+NEVER_RUNS = "the option sequence_parallel_linear is 'never'"
+REGROUPED_WHY = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
 OTHER_PROGRAMS = (
     "the ranks' programs differ or their groups are no grid, so each rank keeps its collectives as they are written"
 )
 
 
-def _sources(results: Sequence[Node]) -> str:
-    return " or ".join(dict.fromkeys(f"made at {at(result)}" for result in results))
+def _result_sources(results: Sequence[Node]) -> str:
+    return " or ".join(dict.fromkeys(f"made at {node_line(result)}" for result in results))
 
 
-def adopt(gm: GraphModule, local: GraphModule) -> None:
+def replace_nodes(gm: GraphModule, local: GraphModule) -> None:
     """Give `gm` the nodes of another graph over the same inputs; its own Graph object stays."""
     inputs = gm.graph.find_nodes(op="placeholder")
     theirs = local.graph.find_nodes(op="placeholder")
@@ -225,6 +225,6 @@ def adopt(gm: GraphModule, local: GraphModule) -> None:
         else:
             made[node].meta.update(node.meta)
     for node in gm.graph.nodes:
-        erase(node)
+        clear_node_info(node)
     gm.graph.lint()
     gm.recompile()

@@ -31,55 +31,63 @@ from sp_compile.lowering import offload_ops as _ops  # noqa: F401  (registers th
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import LEAST, OnHost, copy_seconds, seconds_of
+from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
 from sp_compile.passes.cost.walk.liveness import nbytes_of
 from sp_compile.passes.cost.weight_memory import ModelBytes
-from sp_compile.passes.graph.call import is_tensor, tensors_of
-from sp_compile.passes.graph.sizes import Size, all_same, product, same, size, sizes, where_not_empty
+from sp_compile.passes.graph.call import is_tensor, node_tensors
+from sp_compile.passes.graph.sizes import (
+    Size,
+    as_size,
+    as_sizes,
+    is_same_shape,
+    is_same_size,
+    nonempty_size,
+    size_product,
+)
 from sp_compile.passes.sharding.group_names import is_collective
 
-from .joint_context import HalvesJob
+from .joint_context import PartitionContext
 
 sp, aten = torch.ops.sp, torch.ops.aten
 
 
-class Offload(Pass):
+class OffloadValues(Pass):
     """The halves of one graph. `offload` is a share of the kept bytes, or "auto": as few as let the step fit."""
 
     requires = frozenset({"captured", "exchanges are hidden"})
     machine: Machine
 
     @classmethod
-    def of(cls, job: HalvesJob) -> Pass | None:
+    def of(cls, job: PartitionContext) -> Pass | None:
         return cls() if job.offload != "never" and job.backward is not None else None
 
-    def apply(self, gm: GraphModule, job: HalvesJob) -> int:
+    def apply(self, gm: GraphModule, job: PartitionContext) -> int:
         forward, backward = gm, job.backward
         assert backward is not None
-        self.machine = job.machine_among(gm.graph.nodes)
+        self.machine = job.machine_of_nodes(gm.graph.nodes)
         self.asked, self.fused = job.offload, job.fused
         self.shards, self.n = job.memory[-1].state if job.memory and job.state == "sharded" else None, job.ranks.n
         self.given_bytes = job.given_bytes
-        kept = _Kept.of(forward.graph, backward.graph, job.results)
-        at = _times(forward.graph, self.machine), _times(backward.graph, self.machine)
-        way = _HostTrip(kept, *at, self.machine)
+        kept = _SavedValues.of(forward.graph, backward.graph, job.results)
+        at = _node_times(forward.graph, self.machine), _node_times(backward.graph, self.machine)
+        way = _OffloadSchedule(kept, *at, self.machine)
         if self.asked == "auto":
-            chosen = self._fitting(way, self._too_many(forward.graph, backward.graph))
+            chosen = self._take_fitting(way, self._over_limit(forward.graph, backward.graph))
         else:
-            chosen = self._share(way, float(self.asked) * kept.nbytes)
+            chosen = self._take_share(way, float(self.asked) * kept.nbytes)
         total = sum(chosen.values())
         waits = 0.0
         if chosen:
-            waits = self._send(forward.graph, way, chosen)
-            waits += self._bring(backward.graph, way, chosen)
+            waits = self._copy_to_host(forward.graph, way, chosen)
+            waits += self._copy_from_host(backward.graph, way, chosen)
             backward.graph.lint()
             backward.recompile()
         seconds = copy_seconds(total, self.machine)
-        job.hosted.append(OnHost(len(chosen), total, kept.nbytes - total, seconds, waits))
+        job.on_host.append(HostValues(len(chosen), total, kept.nbytes - total, seconds, waits))
         return len(chosen)
 
-    def _too_many(self, forward: Graph, backward: Graph) -> dict[Node, float]:
+    def _over_limit(self, forward: Graph, backward: Graph) -> dict[Node, float]:
         """The nodes of both halves at which more is in memory than the device has, and how many bytes more."""
         if math.isinf(self.machine.memory):
             return {}
@@ -88,7 +96,7 @@ class Offload(Pass):
         if self.shards is not None:
             always = step.in_shards(self.n)
         else:
-            given = (x for n in forward.find_nodes(op="placeholder") for x in tensors_of(n))
+            given = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
             always = sum({storage_of(x): nbytes_of(x) for x in given}.values())
         behind = step.graphs[0].backward
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
@@ -101,15 +109,15 @@ class Offload(Pass):
                 found[halves[of_backward][point.moment.name]] = more
         return found
 
-    def _share(self, way: _HostTrip, wanted: float) -> dict[Node, int]:
+    def _take_share(self, way: _OffloadSchedule, wanted: float) -> dict[Node, int]:
         """What goes, with its bytes, at most so many; first what frees most."""
         chosen = dict[Node, int]()
-        for x in sorted(way.kept.free, key=way.frees, reverse=True):
+        for x in sorted(way.kept.free, key=way.freed_byte_seconds, reverse=True):
             if sum(chosen.values()) + way.kept.free[x].nbytes <= wanted:
                 chosen[x] = way.kept.free[x].nbytes
         return chosen
 
-    def _fitting(self, way: _HostTrip, too_many: Mapping[Node, float]) -> dict[Node, int]:
+    def _take_fitting(self, way: _OffloadSchedule, too_many: Mapping[Node, float]) -> dict[Node, int]:
         """What goes, with its bytes: as little as takes these bytes off the device where they are too many.
 
         Where it is most, the smallest value that is enough goes, or else what frees most, again and again; and behind
@@ -117,7 +125,7 @@ class Offload(Pass):
         """
         bytes_of = {x: piece.nbytes for x, piece in way.kept.free.items()}
         most = sorted((way.order[n], more) for n, more in too_many.items())
-        alone = {x: way.copies([x]).away[x] for x in bytes_of}
+        alone = {x: way.copies([x]).offloaded[x] for x in bytes_of}
         chosen, left, in_vain, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
         while (
             worst := max((i for i in left if left[i] > 0 and i not in hopeless), key=left.__getitem__, default=None)
@@ -127,20 +135,24 @@ class Offload(Pass):
             if not away:
                 hopeless.add(worst)
                 continue
-            x = min(enough, key=lambda x: (bytes_of[x], -way.frees(x))) if enough else max(away, key=way.frees)
-            after = way.left(most, {**chosen, x: bytes_of[x]})
+            x = (
+                min(enough, key=lambda x: (bytes_of[x], -way.freed_byte_seconds(x)))
+                if enough
+                else max(away, key=way.freed_byte_seconds)
+            )
+            after = way.remaining_bytes(most, {**chosen, x: bytes_of[x]})
             if after[worst] < left[worst]:
                 chosen[x], left = bytes_of[x], after
             else:  # in a queue with others it is back by then
                 in_vain.add((worst, x))
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
-            without = way.left(most, others)
+            without = way.remaining_bytes(most, others)
             if all(without[i] <= max(0.0, more) for i, more in left.items()):
                 chosen, left = others, without
         return chosen
 
-    def _send(self, graph: Graph, way: _HostTrip, chosen: Mapping[Node, int]) -> float:
+    def _copy_to_host(self, graph: Graph, way: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
         """Copies to the host; the seconds that the last ones are waited for."""
         self.edit(graph)
         at, ends = way.forward, way.copies(chosen).ends
@@ -159,7 +171,7 @@ class Offload(Pass):
         output.args = (tuple(gone.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
-    def _bring(self, graph: Graph, way: _HostTrip, chosen: Iterable[Node]) -> float:
+    def _copy_from_host(self, graph: Graph, way: _OffloadSchedule, chosen: Iterable[Node]) -> float:
         """Copies back; the seconds that the first ones are waited for."""
         self.edit(graph)
         kept, at, order, begins = way.kept, way.backward, way.order, way.copies(chosen).begins
@@ -174,7 +186,7 @@ class Offload(Pass):
             with graph.inserting_before(waits.get(user) or user):
                 waits[user] = self.emit(sp.reloaded.default, (fresh,), None, x)
             with graph.inserting_after(waits[user]):
-                self._view(kept, x, fresh)
+                self._rebuild_views(kept, x, fresh)
         for x in chosen:
             host = next(user for user in x.users if user.target is sp.offload.default)
             for given in (kept.inputs[value] for value in kept.free[x].values):
@@ -182,19 +194,19 @@ class Offload(Pass):
                 given.meta.pop("tensor_meta", None)
         return max(0.0, -min(begins.values(), default=0.0))
 
-    def _view(self, kept: _Kept, x: Node, fresh: Node) -> None:
+    def _rebuild_views(self, kept: _SavedValues, x: Node, fresh: Node) -> None:
         """Let readers of all that lies in a piece of memory read it where that is again."""
         for value in kept.free[x].values:
             made, lies = fresh, value.meta["val"]
-            if not _lie_alike(lies, x.meta["val"]):
-                offset, *numbers = self.sizes.list(_layout(lies))
+            if not _is_same_view(lies, x.meta["val"]):
+                offset, *numbers = self.sizes.list(_storage_layout(lies))
                 args = (fresh, numbers[: lies.dim()], numbers[lies.dim() :], offset)
                 made = self.compute(aten.as_strided.default, args, value)
             kept.inputs[value].replace_all_uses_with(made, lambda one: one is not fresh)
 
 
 @dataclass(frozen=True)
-class _OneMemory:
+class _StorageGroup:
     """A piece of memory by the value that fills it. values: what is kept and lies there."""
 
     nbytes: int
@@ -202,7 +214,7 @@ class _OneMemory:
 
 
 @dataclass
-class _Kept:
+class _SavedValues:
     """What a forward leaves for its backward. inputs: the backward's, by the forward's values. nbytes: of all of it.
 
     free: what may go: values that fill memory of their own, without gaps, in which no input or result lies.
@@ -210,28 +222,32 @@ class _Kept:
 
     inputs: dict[Node, Node]
     nbytes: int
-    free: dict[Node, _OneMemory]
+    free: dict[Node, _StorageGroup]
 
     @staticmethod
-    def of(forward: Graph, backward: Graph, results: int) -> _Kept:
+    def of(forward: Graph, backward: Graph, results: int) -> _SavedValues:
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         names = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
-        theirs = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
+        theirs = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in theirs]
         total = sum({storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in values}.values())
-        theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in tensors_of(n)}
-        known = {size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
+        theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
+        known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)
         for n in values:
             pieces[storage_of(n.meta["val"])].append(n)
-        free = dict[Node, _OneMemory]()
+        free = dict[Node, _StorageGroup]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
             found = pieces.get(storage_of(node.meta["val"]), [])
-            whole = found and storage_of(node.meta["val"]) not in theirs and _is_free(node)
-            if whole and all(_lie_alike(n.meta["val"], node.meta["val"]) or _is_part(n, node, known) for n in found):
-                free[node] = _OneMemory(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
-        return _Kept(inputs, total, {n: piece for n, piece in free.items() if piece.nbytes > LEAST * total})
+            whole = found and storage_of(node.meta["val"]) not in theirs and _can_offload(node)
+            if whole and all(
+                _is_same_view(n.meta["val"], node.meta["val"]) or _is_view_of(n, node, known) for n in found
+            ):
+                free[node] = _StorageGroup(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
+        return _SavedValues(
+            inputs, total, {n: piece for n, piece in free.items() if piece.nbytes > MIN_OFFLOAD_BYTES * total}
+        )
 
     def readers(self, x: Node) -> list[Node]:
         """Who reads in the backward what lies in a piece of memory."""
@@ -239,7 +255,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class _CopySchedule:
     """Of what goes to the host: the seconds of each half's work at which copies there end, and those back begin.
 
     away: the nodes by number, those of the backward behind the forward's, while which it lies on the host alone.
@@ -247,29 +263,29 @@ class _Copies:
 
     ends: dict[Node, float]
     begins: dict[Node, float]
-    away: dict[Node, range]
+    offloaded: dict[Node, range]
 
 
-class _HostTrip:
+class _OffloadSchedule:
     """To the host and back: when each node of a forward and of a backward runs, and what a copy takes."""
 
     def __init__(
-        self, kept: _Kept, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
+        self, kept: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
     ) -> None:
         self.kept, self.forward, self.backward, self.machine = kept, forward, backward, machine
         self.times = list(forward.values()), list(backward.values())
         self.order = {n: i for i, n in enumerate([*forward, *backward])}
         self.first = {x: min(users, key=self.order.__getitem__) for x in kept.free if (users := kept.readers(x))}
-        read = {storage_of(x): self.order[n] for n in forward if n.op != "output" for x in _read_by(n)}
+        read = {storage_of(x): self.order[n] for n in forward if n.op != "output" for x in _memory_of_node(n)}
         self.last = {x: read[storage_of(x.meta["val"])] for x in kept.free}
 
-    def frees(self, x: Node) -> float:
+    def freed_byte_seconds(self, x: Node) -> float:
         """Bytes, times the seconds for which nobody reads them."""
         end = max(self.times[0], default=0.0)
         begin = self.backward[self.first[x]] if x in self.first else 0.0
         return self.kept.free[x].nbytes * (end - self.forward[x] + begin)
 
-    def copies(self, chosen: Iterable[Node]) -> _Copies:
+    def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
         """There, one behind the other. Back, from the last first use: each ends when the next begins, or it is read."""
         ends, begins, away, free, begin = dict[Node, float](), dict[Node, float](), dict[Node, range](), 0.0, math.inf
         for x in sorted(chosen, key=self.order.__getitem__):
@@ -282,12 +298,12 @@ class _HostTrip:
             if x in self.first:
                 stop = min(self.order[self.first[x]], len(there) + bisect_left(back, begins[x]))
             away[x] = range(gone, stop)
-        return _Copies(ends, begins, away)
+        return _CopySchedule(ends, begins, away)
 
-    def left(self, too_many: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
+    def remaining_bytes(self, too_many: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
         """Bytes at nodes by number, in order, less those that are away then."""
         change = defaultdict[int, int](int)
-        for x, nodes in self.copies(chosen).away.items():
+        for x, nodes in self.copies(chosen).offloaded.items():
             change[nodes.start] += chosen[x] if nodes else 0
             change[nodes.stop] -= chosen[x] if nodes else 0
         found, steps, gone = dict[int, float](), deque(sorted(change.items())), 0
@@ -301,39 +317,41 @@ class _HostTrip:
         return copy_seconds(self.kept.free[x].nbytes, self.machine)
 
 
-def _read_by(node: Node) -> list[Tensor]:
+def _memory_of_node(node: Node) -> list[Tensor]:
     """What it reads, and what it makes, which may lie where something else did."""
-    return [x for n in (node, *node.all_input_nodes) for x in tensors_of(n)]
+    return [x for n in (node, *node.all_input_nodes) for x in node_tensors(n)]
 
 
-def _lie_alike(x: Tensor, y: Tensor) -> bool:
+def _is_same_view(x: Tensor, y: Tensor) -> bool:
     """Are they the same numbers?"""
-    return x.dtype == y.dtype and all_same(_layout(x), _layout(y))
+    return x.dtype == y.dtype and is_same_shape(_storage_layout(x), _storage_layout(y))
 
 
-def _layout(x: Tensor) -> tuple[Size, ...]:
+def _storage_layout(x: Tensor) -> tuple[Size, ...]:
     """Offset, shape and strides, as a view of the same memory has them."""
-    return tuple(map(where_not_empty, sizes((x.storage_offset(), *x.shape, *x.stride()))))
+    return tuple(map(nonempty_size, as_sizes((x.storage_offset(), *x.shape, *x.stride()))))
 
 
-def _is_part(node: Node, whole: Node, known: Set[Size]) -> bool:
+def _is_view_of(node: Node, whole: Node, known: Set[Size]) -> bool:
     """May it be made again as a view of what fills the memory in which it lies? known: sizes that a backward gets."""
     x, y = node.meta["val"], whole.meta["val"]
-    symbols = {one for n in _layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
-    return x.dtype == y.dtype and same(size(y.storage_offset()), 0) and symbols <= known
+    symbols = {one for n in _storage_layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
+    return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
 
 
-def _is_free(node: Node) -> bool:
+def _can_offload(node: Node) -> bool:
     """Is it a value that fills the memory in which it lies, and that no exchange writes any more?"""
     x = node.meta["val"]
-    whole = same(product(sizes(x.shape)) * x.element_size(), where_not_empty(size(x.untyped_storage().nbytes())))
+    whole = is_same_size(
+        size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
+    )
     return whole and node.op == "call_function" and not is_collective(node)
 
 
-def _times(graph: Graph, machine: Machine) -> dict[Node, float]:
+def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
     """When each node runs: the seconds of the products and the attention before it."""
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now
-        now += seconds_of(node, machine)
+        now += hiding_seconds(node, machine)
     return times

@@ -19,19 +19,19 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import WAIT, is_tensor, shape_of
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import WAIT_OPS, is_tensor, node_shape
 
 
-class KeepResultsApart(Pass):
+class SeparateResultStorage(Pass):
     """The fake value of an exchange whose wait shares memory with a result shares it, too; no result is a view."""
 
     provides = frozenset({"results are apart"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         nodes = [n for n in gm.graph.output_node().all_input_nodes if is_tensor(n) and _is_strided(n)]
         returned = {storage_of(node.meta["val"]) for node in nodes}
-        waits = gm.graph.find_nodes(op="call_function", target=WAIT)
+        waits = gm.graph.find_nodes(op="call_function", target=WAIT_OPS)
         waits = [wait for wait in waits if storage_of(wait.meta["val"]) in returned]
         for wait in waits:
             wait.args[0].meta["val"] = wait.meta["val"]
@@ -39,7 +39,7 @@ class KeepResultsApart(Pass):
         for view in views:
             with gm.graph.inserting_after(view):
                 own = gm.graph.call_function(
-                    torch.ops.aten._unsafe_view.default, (view, self.sizes.list(shape_of(view)))
+                    torch.ops.aten._unsafe_view.default, (view, self.sizes.list(node_shape(view)))
                 )
             own.meta.update(view.meta)
             gm.graph.output_node().replace_input_with(view, own)

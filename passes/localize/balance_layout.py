@@ -25,32 +25,32 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
-from sp_compile.lowering.base.frames import DEALT, row_order
+from sp_compile.lowering.base.frames import BALANCED, row_order
 from sp_compile.lowering.masks import score
-from sp_compile.lowering.masks.balance_rows import dealt, fake_orders
-from sp_compile.lowering.masks.predicate import of_positions, parse, symbols
+from sp_compile.lowering.masks.balance_rows import balance_rows, fake_orders
+from sp_compile.lowering.masks.predicate import parse_predicate, position_conditions, predicate_symbols
 from sp_compile.lowering.torch_compat import namespace_of, size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job, Note, NoteKind, Settings
-from sp_compile.passes.graph.call import Call, shape_of, tensors_of
+from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings
+from sp_compile.passes.graph.call import OpCall, node_shape, node_tensors
 from sp_compile.passes.graph.fakes import fake_mode_of
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import Size, product, same, size, sizes
-from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, is_same_size, size_product
+from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.placement import Shard
 
-from .mask_tables import first_of_each, move_before, vectors_of
+from .mask_tables import mask_vectors, move_before, unique_vectors
 
 sp = torch.ops.sp
-GIVEN = ("dealt_order", "dealt_inverse", "dealt_chunks")
-KEPT_ENDS = 1
+ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
+KEPT_END_POSITIONS = 1
 """Rows at either end of the sequence that keep their place, for graphs that look at the row beside each: labels."""
-FRAMES = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
-Frames = dict[str, tuple[Size, ...]]
+FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
+FrameMap = dict[str, tuple[Size, ...]]
 """The dealt frames among a call's arguments."""
 
 
-class Deal(Pass):
+class BalanceLayout(Pass):
     """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
 
     requires = frozenset({"proved"})
@@ -58,85 +58,93 @@ class Deal(Pass):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        return cls() if row_order(job.folds).dealt else None
+        return cls() if row_order(job.folds).is_balanced else None
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        calls = [(Call(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _dealt(n))]
-        given = dealt_inputs(job)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        calls = [
+            (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
+        ]
+        given = balanced_inputs(job)
         if calls or given:
-            self.ends = KEPT_ENDS if _goes_on(gm, job) else 0
-            self._order(gm, calls, job.ranks.n, given)
+            self.ends = KEPT_END_POSITIONS if _has_sharded_output(gm, job) else 0
+            self._emit_order(gm, calls, job.ranks.n, given)
         for call, frames in calls:
             self._write(call, frames)
         if calls or given:
             self.drop(*self.made)
         return len(calls)
 
-    def _order(self, gm: GraphModule, calls: Sequence[tuple[Call, Frames]], n: int, given: Sequence[Shard]) -> None:
+    def _emit_order(
+        self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, given: Sequence[Shard]
+    ) -> None:
         """The order, at the head of the graph: ``sp::deal``; or as inputs, that of rows which the graph is `given`."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
         length = given[0].frame.size if given else found[0][1]
         for call, frames in calls:
-            if not all(same(frame[1], length) for frame in frames.values()):
+            if not all(is_same_size(frame[1], length) for frame in frames.values()):
                 raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
         attends = [call for call, frames in calls if "q_frame" in frames]
-        self.known = first_of_each(v for call in attends for v in vectors_of(call.node) if _of_length(v, length))
+        self.known = unique_vectors(v for call in attends for v in mask_vectors(call.node) if _with_length(v, length))
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
-        device = next(x.device for node in inputs for x in tensors_of(node))
-        orders = self._given(inputs, length, n, device) if given else []
+        device = next(x.device for node in inputs for x in node_tensors(node))
+        orders = self._order_inputs(inputs, length, n, device) if given else []
         with self.graph.inserting_before(first):
             if given:
                 made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
-                made = self.compute(sp.deal.default, self._dealing(attends, found, length, n, device), first)
+                made = self.compute(
+                    sp.balanced_order.default, self._balance_arguments(attends, found, length, n, device), first
+                )
             parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
             self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
             self.tables = dict(zip(self.vectors, tables[:count]))
             self.moved = {
-                v: (self._reordered(v, 1, (1, length, 0, length), first), table)
+                v: (self._emit_reorder(v, 1, (1, length, 0, length), first), table)
                 for v, table in zip(self.vectors, tables[count:], strict=True)
             }
             self.positions = where, positions
             self.made = [*parts, where, *(v for v, _ in self.moved.values())]
 
-    def _dealing(
-        self, attends: Sequence[Call], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
+    def _balance_arguments(
+        self, attends: Sequence[OpCall], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
         """The arguments of ``sp::deal``."""
         predicates, weights, numbers = self._work(attends)
-        self._foresee(predicates, weights, numbers, self.sizes(length), n)
-        ends = {(start, size(whole - start - part)) for _, whole, start, part, *_ in found} | {(self.ends, self.ends)}
+        self._report_imbalance(predicates, weights, numbers, self.sizes(length), n)
+        ends = {(start, as_size(whole - start - part)) for _, whole, start, part, *_ in found} | {
+            (self.ends, self.ends)
+        }
         fronts, behinds = (self.sizes.list(dict.fromkeys(x)) for x in zip(*sorted(ends, key=str)))
-        strategies = ((strategy_of(call.node.target), call) for call in attends)
+        strategies = ((op_strategy(call.node.target), call) for call in attends)
         stride = min((strategy.neighbours(call) if strategy else 1 for strategy, call in strategies), default=1)
         return self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device
 
-    def _given(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
+    def _order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """The order of the rows that the graph is given, as inputs."""
-        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, "the balanced order of the inputs is kept"))
+        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "the balanced order of the inputs is kept"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
             values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
         last = inputs[-1]
         with self.graph.inserting_before(last.next):
-            for name, value in zip(GIVEN, values, strict=True):
+            for name, value in zip(ORDER_INPUTS, values, strict=True):
                 orders.append(self.graph.placeholder(name))
                 orders[-1].meta["val"] = value
         if self.sizes.last is last:
             self.sizes.last = orders[-1]
         return orders
 
-    def _work(self, attends: Iterable[Call]) -> tuple[list[str], list[Node | int], list[Node | int]]:
+    def _work(self, attends: Iterable[OpCall]) -> tuple[list[str], list[Node | int], list[Node | int]]:
         """(predicates over all vectors and numbers, how much a pair of each takes, the numbers)"""
         numbers: list[Any] = []
         weights: dict[str, Size] = {}
         for call in attends:
-            if not all(v in self.known for v in vectors_of(call.node)):
+            if not all(v in self.known for v in mask_vectors(call.node)):
                 continue  # of other keys than the sequence's
             names: dict[str, str] = {}
             for kind in ("row", "col"):
@@ -146,25 +154,29 @@ class Deal(Pass):
             for i, number in enumerate(call["sizes"]):
                 numbers += [] if number in numbers else [number]
                 names[f"n{i}"] = f"n{numbers.index(number)}"
-            predicate = _renamed(call["predicate"], names)
+            predicate = _rename_symbols(call["predicate"], names)
             heads, dims = call.shape(0)[1], call.shape(0)[3] + call.shape(2)[3]
-            weights[predicate] = weights.get(predicate, 0) + product((heads, dims))
+            weights[predicate] = weights.get(predicate, 0) + size_product((heads, dims))
         return list(weights), self.sizes.list(weights.values()), numbers
 
-    def _foresee(self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int) -> None:
+    def _report_imbalance(
+        self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int
+    ) -> None:
         """Note what is known of the work before there are documents."""
-        known = tuple(map(of_positions, predicates))
-        made = dealt(known, tuple(map(_now, weights)), tuple(map(_now, numbers)), (), _now(length), n)
-        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.undealt:.2f}"
+        known = tuple(map(position_conditions, predicates))
+        made = balance_rows(
+            known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
+        )
+        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.is_identity:.2f}"
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
-        self.notes.append(Note(NoteKind.REWRITTEN, DEALT.name, why))
+        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, why))
 
-    def _write(self, call: Call, frames: Frames) -> None:
+    def _write(self, call: OpCall, frames: FrameMap) -> None:
         node = call.node
         if "q_frame" in frames:
-            self._attend(call, frames)
+            self._rewrite_attention(call, frames)
         elif node.target in (sp.shard.default, sp.reduce_scatter.default):
             node.args = (self._before(node, node.args[0], call["dim"], frames["frame"]), *node.args[1:])
         elif node.target in (sp.unshard.default, sp.all_gather.default):
@@ -172,17 +184,17 @@ class Deal(Pass):
         elif node.target is sp.all_to_all.default and "scatter_frame" in frames:
             where = call["scatter_dim"], frames["scatter_frame"]
             operands = [self._before(node, x, *where) for x in call.operands]
-            node.args, node.kwargs = call.rebuild(operands)
+            node.args, node.kwargs = call.with_operands(operands)
         elif node.target is sp.all_to_all.default:
             for part in list(node.users):
                 self._after(part, call["gather_dim"], frames["gather_frame"])
         elif node.target not in (sp.mask.default, sp.window.default):
             raise SpError("SP411", f"layout='balanced': {describe_node(node)} does not support it.")
-        call = Call(node)
+        call = OpCall(node)
         plain = {name: list(call[name])[:4] for name in frames}
-        node.args, node.kwargs = call.rebuild(call.operands, **plain)
+        node.args, node.kwargs = call.with_operands(call.operands, **plain)
 
-    def _attend(self, call: Call, frames: Frames) -> None:
+    def _rewrite_attention(self, call: OpCall, frames: FrameMap) -> None:
         """Positions for indices, and vectors and masks in the order; keys stay as they are where they are whole.
 
         An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
@@ -198,8 +210,8 @@ class Deal(Pass):
             for kind, index, frame in (("row", "q", "q_frame"), ("col", "k", "k_frame")):
                 vectors = list(call[f"{kind}s"])
                 if frame in moved_frames:
-                    moved = [self._vector(v, frames[frame], node) for v in vectors]
-                    if index in symbols(call["predicate"]) | score.symbols_in(call["score"]):
+                    moved = [self._reorder_vector(v, frames[frame], node) for v in vectors]
+                    if index in predicate_symbols(call["predicate"]) | score.score_symbols(call["score"]):
                         names[index] = f"{kind}{len(vectors)}"
                         moved.append(self._positions(frames[frame], node))
                     vectors, known = [v for v, _ in moved], [table for _, table in moved]
@@ -209,81 +221,83 @@ class Deal(Pass):
                 tables += known
             mask = call["mask"]
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
-                if mask is not None and frame in moved_frames and not same(shape_of(mask)[dim], 1):
-                    mask = self._reordered(mask, dim, moved_frames[frame], node)
-        given = {"pieces": tables} if None not in tables else {}  # `Lookups` makes what is missing
+                if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
+                    mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
+        given = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` makes what is missing
         if names:
-            changed["score"] = score.renamed(call["score"], names)
-        predicate = _renamed(call["predicate"], names)
-        node.args, node.kwargs = call.rebuild(call.operands, predicate=predicate, mask=mask, **changed, **given)
+            changed["score"] = score.rename_score(call["score"], names)
+        predicate = _rename_symbols(call["predicate"], names)
+        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **given)
 
     def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
         """Of the rows of a frame in the new order, counted from its own first, and their table, if that is made."""
         _, _, start, length, *_ = frame
-        if same(start, 0):
+        if is_same_size(start, 0):
             return self.positions
         aten = torch.ops.aten
-        rows = self.compute(aten.slice.Tensor, (self.order, 0, *self.sizes.list((start, size(start + length)))), like)
+        rows = self.compute(
+            aten.slice.Tensor, (self.order, 0, *self.sizes.list((start, as_size(start + length)))), like
+        )
         own = self.compute(aten.sub.Tensor, (rows, self.sizes(start)), like)
         return self.compute(aten.unsqueeze.default, (own, 0), like), None
 
-    def _vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
+    def _reorder_vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
         """A vector in the order of the frame's rows, and its table, if that is made."""
         if vector in self.known:
             return self.moved[self.known[vector]]
-        return self._reordered(vector, 1, frame, like), None
+        return self._emit_reorder(vector, 1, frame, like), None
 
     def _before(self, node: Node, x: Node, dim: int, frame: tuple[Size, ...]) -> Node:
         with self.graph.inserting_before(node):
-            return self._reordered(x, dim, frame, node)
+            return self._emit_reorder(x, dim, frame, node)
 
     def _after(self, node: Node, dim: int, frame: tuple[Size, ...]) -> None:
         """The program's order for all that reads the node."""
-        with self.behind(node):
-            fresh = self._reordered(node, dim, frame, node, back=True)
-        mark(fresh, origin=record(node).origin)
-        self.interpose(node, fresh)
+        with self.insert_after(node):
+            fresh = self._emit_reorder(node, dim, frame, node, back=True)
+        set_node_info(fresh, origin=node_info(node).origin)
+        self.insert_between(node, fresh)
 
-    def _reordered(self, x: Node, dim: int, frame: tuple[Size, ...], like: Node, back: bool = False) -> Node:
+    def _emit_reorder(self, x: Node, dim: int, frame: tuple[Size, ...], like: Node, back: bool = False) -> Node:
         orders = (self.inverse, self.order) if back else (self.order, self.inverse)
         args = (x, dim, self.sizes.list(frame[:4]), *orders)
         fresh = self.compute(sp.reorder.default, args, like)
-        mark(fresh, requires_grad=record(x).requires_grad)
+        set_node_info(fresh, requires_grad=node_info(x).requires_grad)
         return fresh
 
 
-def dealt_inputs(job: Settings) -> list[Shard]:
+def balanced_inputs(job: PassSettings) -> list[Shard]:
     """Of the rows that come dealt from another graph, how they lie."""
-    return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.dealt]
+    return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 
-def _goes_on(gm: GraphModule, job: Job) -> bool:
+def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
     """Does a result stay in shards, for another graph?"""
-    assert job.planned is not None
-    origins = [record(node).origin for node in gm.graph.output_node().all_input_nodes]
-    return any(isinstance(job.planned.of(one), Shard) for one in origins if one is not None)
+    assert job.input_placements is not None
+    origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
+    return any(isinstance(job.input_placements.of(one), Shard) for one in origins if one is not None)
 
 
-def _dealt(node: Node) -> Frames:
+def _is_balance_op(node: Node) -> FrameMap:
     if namespace_of(node.target) != sp.name:
         return {}
-    call = Call(node)
-    found = {name: sizes(call.get(name) or ()) for name in FRAMES}
-    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == DEALT.folds}
+    call = OpCall(node)
+    found = {name: as_sizes(call.get(name) or ()) for name in FRAME_ARGUMENTS}
+    return {name: frame for name, frame in found.items() if len(frame) == 5 and frame[4] == BALANCED.folds}
 
 
-def _now(value: Any) -> int:
+def _current_size(value: Any) -> int:
     """A size, or the node of one, in the call that is compiled."""
     return size_hint(value.meta["val"] if isinstance(value, Node) else value)
 
 
-def _of_length(vector: Node, length: Size) -> bool:
-    return same(shape_of(vector)[1], length)
+def _with_length(vector: Node, length: Size) -> bool:
+    return is_same_size(node_shape(vector)[1], length)
 
 
-def _renamed(predicate: str, names: dict[str, str]) -> str:
+def _rename_symbols(predicate: str, names: dict[str, str]) -> str:
     """The predicate with other symbols."""
     if not names:
         return predicate
     known = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}
-    return str(parse(predicate).xreplace(known))
+    return str(parse_predicate(predicate).xreplace(known))

@@ -6,7 +6,7 @@ have other ("loose") padded rows:
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
     ring_attention(..)    a padded query attends to nothing (`library.PADDED` says "finite")
     rand_like(x)          each row is a draw of its own
-    a window in a tile    has rows of ones, see `is_finite_of_ones` of passes/tiles/tile_view.py
+    a window in a tile    has rows of ones, see `is_finite_on_ones` of passes/tiles/tile_view.py
 
 Rows that a window cuts off may be infinite or NaN, which may be why the program cuts them off. Only moves, up to a sum,
 which fills its padding, may read them. The others are finite, and smooth operators, which are finite with finite
@@ -23,29 +23,31 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.library import PADDED
 from sp_compile.lowering.torch_compat import namespace_of
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
-from sp_compile.passes.graph.sizes import same
-from sp_compile.passes.sharding.attention_axes import strategy_of
-from sp_compile.passes.sharding.placement import Partial, Placement, Plan, Shard
-from sp_compile.passes.sharding.rule import lookup, transfer_of
+from sp_compile.passes.graph.sizes import is_same_size
+from sp_compile.passes.sharding.attention_axes import op_strategy
+from sp_compile.passes.sharding.placement import Partial, Placement, PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES
-from sp_compile.passes.sharding.rules.pointwise import is_smooth, only_moves
+from sp_compile.passes.sharding.rules.pointwise import is_pure_move, is_smooth
 from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS
 
 
-def nodes_to_restore(gm: GraphModule, plan: Plan, n: int) -> set[Node]:
+def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node]:
     """The nodes of a global graph whose local value has loose padded rows that an operator may notice."""
     if_cut, if_finite = set[Node](), set[Node]()  # whose padded rows something may notice, if they are such
     for node in reversed(gm.graph.nodes):
-        for noticed, passes in ((if_cut, only_moves), (if_finite, is_smooth)):
-            if any(_reaches(node, user, plan, noticed, passes) for user in node.users):
+        for noticed, passes in ((if_cut, is_pure_move), (if_finite, is_smooth)):
+            if any(_reaches_reader(node, user, plan, noticed, passes) for user in node.users):
                 noticed.add(node)
     return {node for node in if_cut if _is_cut(node, plan)} | {node for node in if_finite if _is_loose(node, plan, n)}
 
 
-def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node], passes: Callable[[Node], bool]) -> bool:
+def _reaches_reader(
+    node: Node, user: Node, plan: PlacementPlan, noticed: set[Node], passes: Callable[[Node], bool]
+) -> bool:
     """May the user, or what reads its result, notice what padded rows of the node hold?"""
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
@@ -53,21 +55,23 @@ def _reaches(node: Node, user: Node, plan: Plan, noticed: set[Node], passes: Cal
         return user in noticed
     if not _is_sharded(node, plan) or user not in plan.wants:
         return False
-    operands = [i for i, x in enumerate(Call(user).operands) if x is node]
-    return any(_notices(user, i, plan, passes) for i in operands) or (user in noticed and not drops_padding(user))
+    operands = [i for i, x in enumerate(OpCall(user).operands) if x is node]
+    return any(_depends_on_padding(user, i, plan, passes) for i in operands) or (
+        user in noticed and not drops_padding(user)
+    )
 
 
-def _is_sharded(node: Node, plan: Plan) -> bool:
+def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
     return any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
 
 
-def _is_cut(node: Node, plan: Plan) -> bool:
+def _is_cut(node: Node, plan: PlacementPlan) -> bool:
     """Is the node, or what it is a result of, a shorter window of a sharded value?"""
     source = node.args[0] if node.target is operator.getitem else node
-    return source.op == "call_function" and _is_sharded(source, plan) and cuts(source, plan)
+    return source.op == "call_function" and _is_sharded(source, plan) and is_shorter_window(source, plan)
 
 
-def _is_loose(node: Node, plan: Plan, n: int) -> bool:
+def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
     """Has the node finite padded rows that are not the nearest valid one where its operands' are?"""
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
@@ -75,12 +79,12 @@ def _is_loose(node: Node, plan: Plan, n: int) -> bool:
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
     made = PADDED.get(node.target) == "finite" or is_random(node)
-    return made and not all(p.frame.exact(n) for p in placements)
+    return made and not all(p.frame.is_exact(n) for p in placements)
 
 
-def cuts(node: Node, plan: Plan) -> bool:
+def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
     """Is a result a shorter window of a sharded operand?"""
-    _, rule = lookup(node) or (None, None)
+    _, rule = lookup_rule(node) or (None, None)
     wants = plan.wants.get(node, ())
     return bool(
         rule is not None and rule.spans and wants and isinstance(wants[0], Shard) and wants[0].dim == rule.window
@@ -89,14 +93,14 @@ def cuts(node: Node, plan: Plan) -> bool:
 
 def drops_padding(node: Node) -> bool:
     """Does the node read the valid rows of its operands and no others?"""
-    if transfer_of(node.target) is not None or strategy_of(node.target) is not None:
+    if transfer_of(node.target) is not None or op_strategy(node.target) is not None:
         return True
     if node.target in SHARD_WINDOWS:
-        return Call(node)["frame"] is not None
+        return OpCall(node)["frame"] is not None
     return PADDED.get(node.target) == "nearest"
 
 
-def _notices(user: Node, operand: int, plan: Plan, passes: Callable[[Node], bool]) -> bool:
+def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, passes: Callable[[Node], bool]) -> bool:
     """May a node give other values or derivatives in valid rows, or fail, by what an operand's padded rows hold?
 
     passes: which ops do not, of the kind of rows that these are.
@@ -105,7 +109,7 @@ def _notices(user: Node, operand: int, plan: Plan, passes: Callable[[Node], bool
         return False
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills what a sum reads
-    if user.target in CLASS_LOSSES and Call(user).operands[operand] is Call(user)["target"]:
+    if user.target in CLASS_LOSSES and OpCall(user).operands[operand] is OpCall(user)["target"]:
         return True  # an index
     return not passes(user)
 
@@ -117,7 +121,7 @@ def _reads_padding(reader: str, operand: Node) -> SpError:
 class PaddingProof:
     """Follows loose padded rows through a local graph, in its order."""
 
-    def __init__(self, plan: Plan, n: int) -> None:
+    def __init__(self, plan: PlacementPlan, n: int) -> None:
         self.plan, self.n = plan, n
         self.loose: set[Node] = set()
         self.cut: set[Node] = set()  # those of them that may hold anything
@@ -126,7 +130,7 @@ class PaddingProof:
         """Raise SpError if the node may notice padded rows that are not those of the nearest valid row."""
         if node.op == "output":
             for x in node.all_input_nodes:
-                origin = record(x).origin
+                origin = node_info(x).origin
                 if x in self.loose and origin is not None and isinstance(self.plan.of(origin), Shard):
                     raise _reads_padding("the output", x)
             return
@@ -137,7 +141,7 @@ class PaddingProof:
                 if node.args[0] in known:
                     known.add(node)
             return
-        source = record(node).origin
+        source = node_info(node).origin
         results = () if source is None else self.plan.placements.get(source, ())
         sharded = any(isinstance(p, Shard) for p in results)
         declared = PADDED.get(node.target)
@@ -147,7 +151,7 @@ class PaddingProof:
             return
         read = list(self._loose_operands(node, source))
         for i, operand, is_cut in read:
-            if _notices(source, i, self.plan, only_moves if is_cut else is_smooth):
+            if _depends_on_padding(source, i, self.plan, is_pure_move if is_cut else is_smooth):
                 raise _reads_padding(describe_node(node), operand)
         goes_on = read and not drops_padding(source)
         if goes_on or _is_loose(source, self.plan, self.n):
@@ -157,15 +161,17 @@ class PaddingProof:
 
     def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:
         """Number, operand, and whether a window has cut off what its padded rows hold."""
-        for i, (operand, want) in enumerate(zip(Call(node).operands, self.plan.wants[source])):
+        for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[source])):
             is_cut = isinstance(want, Shard) and (operand in self.cut or self._is_longer(operand, want))
             if isinstance(want, Shard) and (is_cut or operand in self.loose):
                 yield i, operand, is_cut
 
     def _is_longer(self, operand: Node, want: Shard) -> bool:
         """Is it the local value of a longer window than the one that is read?"""
-        origin = record(operand).origin
+        origin = node_info(operand).origin
         have: Placement | None = None if origin is None else self.plan.of(origin)
         if not isinstance(have, Shard):
             return False
-        return not (same(have.frame.start, want.frame.start) and same(have.frame.length, want.frame.length))
+        return not (
+            is_same_size(have.frame.start, want.frame.start) and is_same_size(have.frame.length, want.frame.length)
+        )

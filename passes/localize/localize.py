@@ -20,21 +20,21 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import graph_module, keep_calling_convention
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job, Settings
-from sp_compile.passes.graph.call import Call, is_tensor, results_read
-from sp_compile.passes.graph.edit import INHERITED_META, Editor, drop_dead
+from sp_compile.passes.context import PassContext, PassSettings
+from sp_compile.passes.graph.call import OpCall, is_tensor, read_results
+from sp_compile.passes.graph.edit import INHERITED_META, GraphEditor, erase_dead
 from sp_compile.passes.graph.mutation import is_written
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import Size, same, size
-from sp_compile.passes.sharding.placement import Partial, Placement, Plan, Replicate, Shard
-from sp_compile.passes.sharding.rule import Factors, lookup
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size
+from sp_compile.passes.sharding.placement import Partial, Placement, PlacementPlan, Replicate, Shard
+from sp_compile.passes.sharding.rule import BoundRule, lookup_rule
 
-from .fill_padding import cuts, nodes_to_restore
-from .reduce_gradients import before_first_use, buckets, differentiable_nodes, enters_shards, lifted_nodes
+from .fill_padding import find_loose_padding, is_shorter_window
+from .reduce_gradients import differentiable_nodes, has_sharded_user, lifted_nodes, make_buckets, move_before_use
 from .validate_shapes import local_shape
 
 sp, aten = torch.ops.sp, torch.ops.aten
-KEPT_META = (*INHERITED_META, "original_aten", "seq_nr")
+COPIED_META = (*INHERITED_META, "original_aten", "seq_nr")
 
 
 class Localize(Pass):
@@ -43,8 +43,8 @@ class Localize(Pass):
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        plan = job.planned = job.plan(gm)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
             raise SpError("SP913", f"{describe_node(first.node)} has a demand left ({first.kind}): {first.why}.")
@@ -52,8 +52,8 @@ class Localize(Pass):
         return len(plan.wants)
 
 
-class _Localizer(Editor):
-    def __init__(self, gm: GraphModule, plan: Plan, job: Settings) -> None:
+class _Localizer(GraphEditor):
+    def __init__(self, gm: GraphModule, plan: PlacementPlan, job: PassSettings) -> None:
         self.old, self.plan, self.ranks, self.param_grads = gm, plan, job.ranks, job.param_grads
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
@@ -62,19 +62,19 @@ class _Localizer(Editor):
         self.converted: dict[tuple[Node, Placement], Node] = {}
         self.differentiable = differentiable_nodes(gm)
         self.lifted = lifted_nodes(gm, plan, self.differentiable)
-        self.restored = nodes_to_restore(gm, plan, self.ranks.n)
+        self.restored = find_loose_padding(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
         """The local GraphModule; the record of a node that stands for one of the global view says which: `origin`."""
         assert not self.plan.demands, [str(d) for d in self.plan.demands]
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in [n for n in sources if n.op == "placeholder"]:
-            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
+            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
         self.edit(self.graph)
         self._localize_symbols(sources)
         params = [n for n in sources if n.op == "get_attr" and is_tensor(n)]
         for node in params:
-            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
+            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
         sums = self._reduce_param_grads(sources)
         for node in self.old.graph.nodes:
             if node.op == "output":
@@ -83,50 +83,50 @@ class _Localizer(Editor):
                 self._emit(node)
         local = graph_module(self.old, self.graph)
         local.meta.update(self.old.meta)
-        drop_dead(local.graph)
-        before_first_use([made for made in sums if made.users], local.graph)
+        erase_dead(local.graph)
+        move_before_use([made for made in sums if made.users], local.graph)
         local.recompile()
         return local
 
-    def _keep(self, old: Node, new: Node) -> None:
+    def _record(self, old: Node, new: Node) -> None:
         """`new` computes on this rank what `old` computes in the global view."""
         new.meta.update(old.meta)
-        mark(new, origin=old, requires_grad=old in self.differentiable)
-        self.env[old] = self._restored(old, new)
+        set_node_info(new, origin=old, requires_grad=old in self.differentiable)
+        self.env[old] = self._restore_padding(old, new)
 
-    def _restored(self, old: Node, local: Node) -> Node:
+    def _restore_padding(self, old: Node, local: Node) -> Node:
         """The local value with the nearest valid row in padded rows, where something may notice others there."""
         have = self.plan.of(old)
         if old not in self.restored or not isinstance(have, Shard):
             return local
         args = (local, have.dim, self.sizes.list(have.frame_arg()), self.ranks.n, self.ranks.group)
         new = self._call(sp.window.default, args, old)
-        mark(new, origin=old, requires_grad=old in self.differentiable)
+        set_node_info(new, origin=old, requires_grad=old in self.differentiable)
         return new
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
         """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
         for node in sources:
-            if record(node).local is not None:
-                self.env[node].meta["val"] = record(node).local
+            if node_info(node).local is not None:
+                self.env[node].meta["val"] = node_info(node).local
         for node in sources:
-            scale = record(node).scale
+            scale = node_info(node).scale
             if scale:
-                self.sizes.known[size(record(node).local)] = self.env[node]
+                self.sizes.known[as_size(node_info(node).local)] = self.env[node]
                 with self.graph.inserting_after(self.sizes.last):
                     self.sizes.last = self.emit(operator.mul, (self.env[node], scale), node.meta["val"], node)
                 self.env[node] = self.sizes.last
-                self.sizes.known[size(node.meta["val"])] = self.sizes.last
+                self.sizes.known[as_size(node.meta["val"])] = self.sizes.last
 
     def _emit(self, node: Node) -> None:
         if node.op != "call_function":
-            self._keep(node, self.graph.node_copy(node, self.env.__getitem__))
+            self._record(node, self.graph.node_copy(node, self.env.__getitem__))
         elif node.target is operator.getitem and node.args[0] in self.aliases:
             self.env[node] = self.aliases[node.args[0]][node.args[1]]
         elif node in self.plan.wants:
             self._emit_on_shards(node)
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
-            self.env[node] = self._value(size(node.meta["val"]))  # sizes keep their global meaning
+            self.env[node] = self._value(as_size(node.meta["val"]))  # sizes keep their global meaning
         else:
             # A node that runs alike on every rank; a lifted one has partial gradients throughout.
             summand = Replicate(partial_grad=True) if node in self.lifted else None
@@ -134,7 +134,7 @@ class _Localizer(Editor):
                 (node.args, node.kwargs),
                 lambda a: self._convert(a, summand, node) if summand and is_tensor(a) else self.env[a],
             )
-            self._keep(node, self._call(node.target, args, node, kwargs, node.name))
+            self._record(node, self._call(node.target, args, node, kwargs, node.name))
 
     def _is_local(self, node: Node) -> bool:
         return is_tensor(node) and isinstance(self.plan.of(node), Shard)
@@ -144,66 +144,68 @@ class _Localizer(Editor):
         return node if isinstance(node, Node) else self.graph.call_function(operator.add, (node, 0))
 
     def _emit_on_shards(self, node: Node) -> None:
-        found = lookup(node)
+        found = lookup_rule(node)
         assert found is not None
         call, rule = found
         wants = self.plan.wants[node]
         operands = [self._convert(o, w, node) for o, w in zip(call.operands, wants)]
         if rule is None:  # an exchange
-            self._keep(node, self._rebuilt(call, operands))
-        elif cuts(node, self.plan):
-            self._cut(node, operands[0])
+            self._record(node, self._rebuild_call(call, operands))
+        elif is_shorter_window(node, self.plan):
+            self._cut_window(node, operands[0])
         elif rule.alias:
             self.env[node] = operands[0]
         elif rule.reshapes:
             args = (operands[0], self._local_shape(node))
-            self._keep(node, self._call(aten.reshape.default, args, node, name=node.name))
+            self._record(node, self._call(aten.reshape.default, args, node, name=node.name))
         else:
-            operands = self._masked(call, rule, operands, wants)
+            operands = self._mask_padding(call, rule, operands, wants)
             changed = {}
             if rule.sizes and isinstance(self.plan.of(node), Shard):
                 changed[rule.sizes] = self._local_shape(node)
-            self._keep(node, self._rebuilt(call, operands, **changed))
+            self._record(node, self._rebuild_call(call, operands, **changed))
 
-    def _rebuilt(self, call: Call, operands: list[Node], **changed: Any) -> Node:
-        args, kwargs = call.rebuild(operands, **changed)
+    def _rebuild_call(self, call: OpCall, operands: list[Node], **changed: Any) -> Node:
+        args, kwargs = call.with_operands(operands, **changed)
         args, kwargs = torch.fx.map_arg((args, kwargs), lambda a: self.env.get(a, a))
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
-    def _cut(self, node: Node, local: Node) -> None:
+    def _cut_window(self, node: Node, local: Node) -> None:
         """A shorter window is the same local value, whose padded rows are restored where something may notice them."""
         if isinstance(node.meta["val"], (list, tuple)):
-            pieces = results_read(node)
+            pieces = read_results(node)
             self.aliases[node] = tuple(
-                self._restored(pieces[i], local) if i in pieces else local
+                self._restore_padding(pieces[i], local) if i in pieces else local
                 for i in range(len(self.plan.placements[node]))
             )
         else:
-            self.env[node] = self._restored(node, local)
+            self.env[node] = self._restore_padding(node, local)
 
     def _local_shape(self, node: Node) -> list[int | Node]:
         return self.sizes.list(local_shape(self.plan.of(node), node.meta["val"], self.ranks.n))
 
-    def _masked(self, call: Call, rule: Factors, operands: list[Node], wants: tuple[Placement, ...]) -> list[Node]:
+    def _mask_padding(
+        self, call: OpCall, rule: BoundRule, operands: list[Node], wants: tuple[Placement, ...]
+    ) -> list[Node]:
         """Make padded rows vanish from a sum over the sharded factor: of a product all operands, as 0 * inf is NaN.
 
         Where the fill of one is enough, the others' padded rows have to be finite, as rows that a window cuts off need
         not be.
         """
-        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or record(call.node).combines:
+        if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or node_info(call.node).combines:
             return operands
         n, group = self.ranks.n, self.ranks.group
-        fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_window(want)}
+        fills = {i: 0 for i, want in enumerate(wants) if rule.pad is None or _is_sequence_part(want)}
         for index, value in {**fills, **dict([rule.pad] if rule.pad else [])}.items():
             want = wants[index]
-            if isinstance(want, Shard) and not want.frame.exact(n):
+            if isinstance(want, Shard) and not want.frame.is_exact(n):
                 args = (operands[index], want.dim, self.sizes.list(want.frame_arg()), value, n, group)
                 operands[index] = self._call(sp.mask.default, args, call.node)
         return operands
 
     def _call(self, target: Any, args: Iterable[Any], like: Node, kwargs: Any = None, name: str | None = None) -> Node:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=name)
-        node.meta.update({k: like.meta[k] for k in KEPT_META if k in like.meta})
+        node.meta.update({k: like.meta[k] for k in COPIED_META if k in like.meta})
         return node
 
     def _convert(self, source: Node, want: Placement, user: Node) -> Node:
@@ -212,18 +214,18 @@ class _Localizer(Editor):
         if isinstance(want, Replicate) and not isinstance(have, Replicate):
             raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
         if isinstance(want, Shard) and isinstance(have, Replicate):
-            return self._converted(source, want, user)
+            return self._convert_once(source, want, user)
         summand = have == want or source in self.lifted or source not in self.differentiable
         if isinstance(want, Replicate) and want.partial_grad and not summand:
-            return self._converted(source, want, user)
+            return self._convert_once(source, want, user)
         return self.env[source]
 
-    def _converted(self, source: Node, want: Placement, user: Node) -> Node:
+    def _convert_once(self, source: Node, want: Placement, user: Node) -> Node:
         if is_written(source):  # its value changes: take it as it is when the user reads it
             return self._conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
-            with self.behind(self.env[source]):
+            with self.insert_after(self.env[source]):
                 self.converted[key] = self._conversion(source, want, user)
         return self.converted[key]
 
@@ -232,35 +234,37 @@ class _Localizer(Editor):
         if isinstance(want, Shard):
             new = self._call(sp.shard.default, (local, want.dim, self.sizes.list(want.frame_arg()), n, group), user)
         else:
-            both = self._call(sp.reduce_grad.default, ([local], self._how(source), n, group), user)
+            both = self._call(sp.reduce_grad.default, ([local], self._grad_conversion(source), n, group), user)
             new = self._call(operator.getitem, (both, 0), user)
-        mark(new, requires_grad=source in self.differentiable)
+        set_node_info(new, requires_grad=source in self.differentiable)
         return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
         """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
         sums = []
         want = Replicate(partial_grad=True)
-        wanted = [s for s in sources if s in self.differentiable and enters_shards(s, self.plan, self.lifted)]
+        wanted = [s for s in sources if s in self.differentiable and has_sharded_user(s, self.plan, self.lifted)]
         parameters = [s for s in wanted if _is_parameter(s)]
         inputs = [s for s in wanted if not _is_parameter(s)]
-        for bucket in buckets(parameters) + buckets(inputs):
-            args = ([self.env[s] for s in bucket], self._how(bucket[0]), self.ranks.n, self.ranks.group)
+        for bucket in make_buckets(parameters) + make_buckets(inputs):
+            args = ([self.env[s] for s in bucket], self._grad_conversion(bucket[0]), self.ranks.n, self.ranks.group)
             sums.append(self.graph.call_function(sp.reduce_grad.default, args))
             for i, source in enumerate(bucket):
                 self.converted[source, want] = self.graph.call_function(operator.getitem, (sums[-1], i))
         return sums
 
-    def _how(self, source: Node) -> str:
+    def _grad_conversion(self, source: Node) -> str:
         """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
         return self.param_grads if _is_parameter(source) else "reduce"
 
 
-def _is_window(want: Placement) -> bool:
+def _is_sequence_part(want: Placement) -> bool:
     """Is it a part of a sequence?"""
-    return isinstance(want, Shard) and not (same(want.frame.start, 0) and same(want.frame.length, want.frame.size))
+    return isinstance(want, Shard) and not (
+        is_same_size(want.frame.start, 0) and is_same_size(want.frame.length, want.frame.size)
+    )
 
 
 def _is_parameter(source: Node) -> bool:
-    known = record(source)
+    known = node_info(source)
     return not known.constant if source.op == "get_attr" else bool(known.parameter)

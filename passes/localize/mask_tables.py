@@ -19,60 +19,62 @@ from torch.fx import GraphModule, Node, map_arg
 
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.closure import closure
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.mutation import is_pure
 
 sp = torch.ops.sp
 
 
-class Lookups(Pass):
+class HoistMaskTables(Pass):
     """Gives every attention the tables of its vectors."""
 
     requires = frozenset({"dealt", "strides are restored"})  # it moves vectors, with their copies, and adds no others
     provides = frozenset({"tables are made"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _looks_up(n)]
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
         while waiting:
             first = waiting[0]
-            together = [n for n in waiting if all(may_precede(v, first) for v in vectors_of(n))]
+            together = [n for n in waiting if all(can_precede(v, first) for v in mask_vectors(n))]
             self._give(first, together)
             waiting = [n for n in waiting if n not in together]
             calls += 1
         return calls
 
     def _give(self, first: Node, readers: list[Node]) -> None:
-        known = first_of_each(v for n in readers for v in vectors_of(n))
+        known = unique_vectors(v for n in readers for v in mask_vectors(n))
         vectors = list(dict.fromkeys(known.values()))
         move_before(first, vectors)
         last = max(vectors)
-        with self.behind(last):
+        with self.insert_after(last):
             found = self.compute(sp.pieces.default, (vectors,), last)
             values = found.meta["val"]
             tables = {v: self.emit(operator.getitem, (found, i), values[i], last) for i, v in enumerate(vectors)}
         for node in readers:
-            call = Call(node)
-            node.args, node.kwargs = call.rebuild(call.operands, pieces=[tables[known[v]] for v in vectors_of(node)])
+            call = OpCall(node)
+            node.args, node.kwargs = call.with_operands(
+                call.operands, pieces=[tables[known[v]] for v in mask_vectors(node)]
+            )
 
 
-def _looks_up(node: Node) -> bool:
+def _needs_tables(node: Node) -> bool:
     """Is it an attention with vectors, of which it has no tables yet?"""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "sp":
         return False
-    call = Call(node)
-    return "pieces" in call.args and not call["pieces"] and bool(vectors_of(node))
+    call = OpCall(node)
+    return "pieces" in call.args and not call["pieces"] and bool(mask_vectors(node))
 
 
-def vectors_of(node: Node) -> list[Node]:
+def mask_vectors(node: Node) -> list[Node]:
     """What the predicate of an attention on shards looks up."""
-    call = Call(node)
+    call = OpCall(node)
     return [*call["rows"], *call["cols"]]
 
 
-def first_of_each(vectors: Iterable[Node]) -> dict[Node, Node]:
+def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
     """For each vector the first of those that are computed alike."""
     known: dict[Node, Node] = {}
     for vector in vectors:
@@ -91,15 +93,15 @@ def _same_computation(a: Node, b: Node) -> bool:
 
 def move_before(first: Node, vectors: Sequence[Node]) -> None:
     """Compute the vectors, which may precede the node, in front of it."""
-    for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_behind(v, first) for v in vectors))]:
+    for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_nodes_to_move(v, first) for v in vectors))]:
         first.prepend(node)
 
 
-def _behind(vector: Node, first: Node) -> set[Node]:
+def _nodes_to_move(vector: Node, first: Node) -> set[Node]:
     """What a vector is computed from that does not come before the node, the vector too."""
-    return closure([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
+    return reachable_set([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
 
 
-def may_precede(vector: Node, first: Node) -> bool:
+def can_precede(vector: Node, first: Node) -> bool:
     """Can the vector be computed before the node, whatever else happens between them?"""
-    return all(n is not first and is_pure(n) for n in _behind(vector, first))
+    return all(n is not first and is_pure(n) for n in _nodes_to_move(vector, first))

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.fakes import infer
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, same, sizes
-from sp_compile.passes.graph.strides import order_of_strides, restore, strides_differ
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.fakes import infer_value
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.graph.strides import has_other_strides, order_of_strides, restore_strides
 
 sp = torch.ops.sp
-GIVE_WHOLE = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
+GATHERING_OPS = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
 """Ops whose result every rank goes on to use alike."""
 
 
@@ -36,49 +36,51 @@ class RestoreStrides(Pass):
     requires = frozenset({"proved", "dealt"})  # what is reordered is whole, too
     provides = frozenset({"strides are restored"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        found = [(n, record(n).origin) for n in gm.graph.nodes if n.target in GIVE_WHOLE]
-        apart = [(n, o.meta["val"]) for n, o in found if o is not None and strides_differ(o.meta["val"], n.meta["val"])]
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        found = [(n, node_info(n).origin) for n in gm.graph.nodes if n.target in GATHERING_OPS]
+        apart = [
+            (n, o.meta["val"]) for n, o in found if o is not None and has_other_strides(o.meta["val"], n.meta["val"])
+        ]
         for node, value in apart:
-            restore(gm.graph, node, value)
+            restore_strides(gm.graph, node, value)
         return len(apart)
 
 
-class KeepOrder(Pass):
-    """Every value below autograd, in a graph whose `meta["val"]` is local and whose `record(node).origin` is global."""
+class KeepDimOrder(Pass):
+    """Every value below autograd, in a graph whose `meta["val"]` is local and whose `node_info(node).origin` is global."""
 
     requires = frozenset({"proved"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         nodes, changed = list(gm.graph.nodes), set[Node]()
         for node in nodes:
             if node.op != "call_function":
                 continue
             if not changed.isdisjoint(node.all_input_nodes):
-                node.meta["val"] = infer(node.target, node.args, node.kwargs)
+                node.meta["val"] = infer_value(node.target, node.args, node.kwargs)
                 changed.add(node)
-            source, here = record(node).origin, node.meta.get("val")
+            source, here = node_info(node).origin, node.meta.get("val")
             there = None if source is None else source.meta["val"]
-            if isinstance(here, Tensor) and isinstance(there, Tensor) and not _in_order(here, there):
-                changed.add(restore(gm.graph, node, there))
+            if isinstance(here, Tensor) and isinstance(there, Tensor) and not _has_dim_order(here, there):
+                changed.add(restore_strides(gm.graph, node, there))
         return len(gm.graph.nodes) - len(nodes)
 
 
-def _in_order(here: Tensor, there: Tensor) -> bool:
+def _has_dim_order(here: Tensor, there: Tensor) -> bool:
     """Do the dims lie in memory in the order of the other's? Where that one has no gaps, without gaps."""
-    order = order_of_strides(sizes(there.stride()))
-    if _dense(there, order):
-        return _dense(here, order)
-    wide = [d for d in order if not same(sizes(here.shape)[d], 1)]
-    return wide == [d for d in order_of_strides(sizes(here.stride())) if d in wide]
+    order = order_of_strides(as_sizes(there.stride()))
+    if _make_dense(there, order):
+        return _make_dense(here, order)
+    wide = [d for d in order if not is_same_size(as_sizes(here.shape)[d], 1)]
+    return wide == [d for d in order_of_strides(as_sizes(here.stride())) if d in wide]
 
 
-def _dense(x: Tensor, order: Sequence[int]) -> bool:
-    shape, strides = sizes(x.shape), sizes(x.stride())
+def _make_dense(x: Tensor, order: Sequence[int]) -> bool:
+    shape, strides = as_sizes(x.shape), as_sizes(x.stride())
     step: Size = 1
     for d in reversed(order):
-        if not same(shape[d], 1):
-            if not same(strides[d], step):
+        if not is_same_size(shape[d], 1):
+            if not is_same_size(strides[d], step):
                 return False
             step = step * shape[d]
     return True

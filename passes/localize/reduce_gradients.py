@@ -1,7 +1,7 @@
 """Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
 
 `x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
-parameters share a reduction, one for each of the `buckets`. A node can be lifted if nothing wants its gradient
+parameters share a reduction, one for each of the `make_buckets`. A node can be lifted if nothing wants its gradient
 invariant.
 """
 
@@ -14,10 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, set_grad_enabled
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import size
-from sp_compile.passes.propagate import wanted
-from sp_compile.passes.sharding.placement import REPLICATE, Placement, Plan, Replicate
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.propagate import demanded_placements
+from sp_compile.passes.sharding.placement import REPLICATE, Placement, PlacementPlan, Replicate
 from sp_compile.passes.sharding.rule import transfer_of
 
 # As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
@@ -34,7 +34,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op in ("placeholder", "get_attr"):
-            passes = is_tensor(node) and record(node).requires_grad is not False
+            passes = is_tensor(node) and node_info(node).requires_grad is not False
         else:
             passes = node.op == "call_function" and node.target is not torch.ops.aten.detach.default
             passes = passes and any(a in out for a in node.all_input_nodes)
@@ -43,22 +43,22 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
     return out
 
 
-def lifted_nodes(gm: GraphModule, plan: Plan, differentiable: set[Node]) -> set[Node]:
+def lifted_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
     """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
     lifted: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         if (
             node in differentiable
-            and _liftable(node, plan)
+            and _is_liftable(node, plan)
             and node.users
-            and all(_takes_summand(node, u, plan, lifted) for u in node.users)
+            and all(_accepts_summand(node, u, plan, lifted) for u in node.users)
         ):
             lifted.add(node)
     # One of several results takes summands only if all do: they are converted before the op, or each behind it.
     return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
 
 
-def _liftable(node: Node, plan: Plan) -> bool:
+def _is_liftable(node: Node, plan: PlacementPlan) -> bool:
     if node.op != "call_function" or node in plan.wants or transfer_of(node.target) is not None:
         return False
     if node.target is not operator.getitem and not isinstance(node.target, OpOverload):
@@ -66,27 +66,27 @@ def _liftable(node: Node, plan: Plan) -> bool:
     return all(p == REPLICATE for p in plan.placements.get(node, ()))
 
 
-def _takes_summand(node: Node, user: Node, plan: Plan, lifted: set[Node]) -> bool:
-    wants = wanted(node, user, plan)
+def _accepts_summand(node: Node, user: Node, plan: PlacementPlan, lifted: set[Node]) -> bool:
+    wants = demanded_placements(node, user, plan)
     return user in lifted or (bool(wants) and all(_is_summand(w) for w in wants))
 
 
-def enters_shards(node: Node, plan: Plan, lifted: set[Node]) -> bool:
+def has_sharded_user(node: Node, plan: PlacementPlan, lifted: set[Node]) -> bool:
     """Does a user take a replicated value as a summand of the gradient?"""
-    return any(user in lifted or any(map(_is_summand, wanted(node, user, plan))) for user in node.users)
+    return any(user in lifted or any(map(_is_summand, demanded_placements(node, user, plan))) for user in node.users)
 
 
 def _is_summand(want: Placement) -> bool:
     return isinstance(want, Replicate) and want.partial_grad
 
 
-def buckets(sources: list[Node]) -> list[list[Node]]:
+def make_buckets(sources: list[Node]) -> list[list[Node]]:
     """Runs of parameters, in the order of their use, of at most `_bucket_bytes` (but at least one parameter) each."""
     out: list[list[Node]] = []
     most = _bucket_bytes(sources)
     filled = most + 1
     for source in sources:
-        nbytes = _known_bytes(source)
+        nbytes = _static_bytes(source)
         if filled + nbytes > most and filled:
             out.append([])
             filled = 0
@@ -96,17 +96,17 @@ def buckets(sources: list[Node]) -> list[list[Node]]:
 
 
 def _bucket_bytes(sources: list[Node]) -> int:
-    share = int(sum(map(_known_bytes, sources)) * BUCKET_SHARE)
+    share = int(sum(map(_static_bytes, sources)) * BUCKET_SHARE)
     return min(BUCKET_BYTES, max(SMALL_BUCKET, share))
 
 
-def _known_bytes(source: Node) -> int:
+def _static_bytes(source: Node) -> int:
     value = source.meta["val"]
-    numel = size(value.numel())
+    numel = as_size(value.numel())
     return numel * value.element_size() if isinstance(numel, int) else 0
 
 
-def before_first_use(sums: list[Node], graph: Graph) -> None:
+def move_before_use(sums: list[Node], graph: Graph) -> None:
     """Move ops on inputs and parameters in front of the first reader of what they give, or of its no_grad region.
 
     Autograd runs first what came last: so the gradients of a layer are summed when they are made, not all at the end.

@@ -21,38 +21,46 @@ from sp_compile.lowering.torch_compat import (
     OpOverload,
     detect_fake_mode,
     enable_python_dispatcher,
-    follows,
+    follows_from_guards,
     namespace_of,
 )
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import is_tensor, tensors_of
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, same, sizes
-from sp_compile.passes.sharding.group_names import is_under_way
-from sp_compile.passes.sharding.placement import Placement, Plan, Shard
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import is_tensor, node_tensors
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.sharding.group_names import is_pending_exchange
+from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
 
 from .fill_padding import PaddingProof
 
 sp = torch.ops.sp
-PYTHON = ("_operator", "math", "torch", "torch._C", "torch.amp.autocast_mode", "torch.nn.attention", "torch.sym")
+PYTHON_FUNCTIONS = (
+    "_operator",
+    "math",
+    "torch",
+    "torch._C",
+    "torch.amp.autocast_mode",
+    "torch.nn.attention",
+    "torch.sym",
+)
 """Modules of what else a program may call."""
-OF_SORTED = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
+SORTED_OPS = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
 
 
-class Prove(Pass):
+class ValidateShapes(Pass):
     """The proof as the pipeline runs it, behind Localize."""
 
     requires = frozenset({"local", "ops"})
     provides = frozenset({"proved"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert job.planned is not None
-        validate(gm, job.planned, job.ranks.n)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        assert job.input_placements is not None
+        validate(gm, job.input_placements, job.ranks.n)
         return 0
 
 
-def validate(local: GraphModule, plan: Plan, n: int) -> None:
+def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
     """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
@@ -62,9 +70,9 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
-                _check_waited(node)
+                _check_wait(node)
                 _check_sorted(node, in_order_of_keys)
-                _infer(node, plan)
+                _infer_local(node, plan)
                 _check_shape(node, plan, n, mode)
             padding.check(node)
 
@@ -72,16 +80,16 @@ def validate(local: GraphModule, plan: Plan, n: int) -> None:
 def _check_target(node: Node) -> None:
     target = node.target
     known = isinstance(target, (OpOverload, HigherOrderOperator))
-    if not known and getattr(target, "__module__", "") not in PYTHON:
+    if not known and getattr(target, "__module__", "") not in PYTHON_FUNCTIONS:
         raise SpError("SP921", f"{describe_node(node)} is neither an op overload nor an operator.")
 
 
-def _check_waited(node: Node) -> None:
+def _check_wait(node: Node) -> None:
     """No op of ours may read what another exchange has not brought yet."""
     if namespace_of(node.target) != sp.name:
         return
     for source in node.all_input_nodes:
-        if is_under_way(source):
+        if is_pending_exchange(source):
             raise SpError("SP922", f"{describe_node(node)} reads {source.name} before its exchange has ended.")
 
 
@@ -90,14 +98,14 @@ def _check_sorted(node: Node, known: set[Node]) -> None:
     if node.target in (sp.sort_rows.default, sp.to_sorted.default) or any(x in known for x in node.all_input_nodes):
         if node.target is not sp.from_sorted.default:
             known.add(node)
-        if namespace_of(node.target) == sp.name and node.target not in OF_SORTED:
+        if namespace_of(node.target) == sp.name and node.target not in SORTED_OPS:
             cause = f"{describe_node(node)} reads by position rows that each rank has sorted by a key."
             raise SpError("SP309", cause)
 
 
-def _infer(node: Node, plan: Plan) -> None:
+def _infer_local(node: Node, plan: PlacementPlan) -> None:
     """The node's local value. A node that runs alike on every rank keeps its global one."""
-    source = record(node).origin
+    source = node_info(node).origin
     local = namespace_of(node.target) == sp.name or node.target is operator.getitem
     if source is not None and source not in plan.wants and not local:
         return
@@ -111,28 +119,28 @@ def _infer(node: Node, plan: Plan) -> None:
         raise SpError("SP925", f"{describe_node(node)} fails on local operands of shapes {shapes}: {e}.") from e
 
 
-def _check_shape(node: Node, plan: Plan, n: int, mode: Any) -> None:
-    source = record(node).origin
+def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
+    source = node_info(node).origin
     if source is None:
         return
-    for placement, here, there in zip(plan.placements.get(source, ()), tensors_of(node), tensors_of(source)):
-        expected, found = local_shape(placement, there, n), sizes(here.shape)
-        if len(expected) != len(found) or not all(_equal(a, b, mode) for a, b in zip(expected, found)):
+    for placement, here, there in zip(plan.placements.get(source, ()), node_tensors(node), node_tensors(source)):
+        expected, found = local_shape(placement, there, n), as_sizes(here.shape)
+        if len(expected) != len(found) or not all(_is_equal_size(a, b, mode) for a, b in zip(expected, found)):
             raise SpError(
                 "SP926",
                 f"{describe_node(node)}: expected the local shape {list(expected)} of the global shape "
-                f"{list(sizes(there.shape))}, placed {placement} over {n} ranks, got {list(found)}.",
+                f"{list(as_sizes(there.shape))}, placed {placement} over {n} ranks, got {list(found)}.",
             )
 
 
-def _equal(expected: Size, found: Size, mode: Any) -> bool:
+def _is_equal_size(expected: Size, found: Size, mode: Any) -> bool:
     """For every value of the symbols that the guards of the user's program let through."""
-    return same(expected, found) or follows(mode, sympy.Eq(expected, found))
+    return is_same_size(expected, found) or follows_from_guards(mode, sympy.Eq(expected, found))
 
 
 def local_shape(placement: Placement, whole: torch.Tensor, n: int) -> tuple[Size, ...]:
     """The shape that one of `n` ranks holds of a value."""
-    shape = list(sizes(whole.shape))
+    shape = list(as_sizes(whole.shape))
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local_size(n)
     return tuple(shape)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.dtypes import LEAST_FILL
+from sp_compile.lowering.base.dtypes import MIN_FILL
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.masks.predicate import symbols
+from sp_compile.lowering.masks.predicate import predicate_symbols
 from sp_compile.lowering.torch_compat import flex_attention_op, pytree, varlen_attention
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
 """q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
@@ -29,7 +29,7 @@ ATTENTION_OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_a
 """Attention that no spelling took: it runs on whole values. Of q, k and v, its first arguments, the dim of tokens."""
 
 
-def strategy_of(op: Any) -> Any:
+def op_strategy(op: Any) -> Any:
     """The strategy whose op this is, made of an attention: q, k, v first, and exchanges of its own. None for others."""
     return next((s for s in STRATEGIES.values() if s.op is not None and s.op == op), None)
 
@@ -39,12 +39,12 @@ def attention_nodes(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
 
 
-def attending_nodes(gm: GraphModule) -> list[Node]:
+def all_attention_nodes(gm: GraphModule) -> list[Node]:
     """Every attention of the graph, sharded or not, in its order."""
-    return [n for n in gm.graph.nodes if n.op == "call_function" and (n.target in ATTENTION or strategy_of(n.target))]
+    return [n for n in gm.graph.nodes if n.op == "call_function" and (n.target in ATTENTION or op_strategy(n.target))]
 
 
-def predicate_of(call: Call) -> str | None:
+def mask_predicate(call: OpCall) -> str | None:
     """The predicate of an attention's mask; None if data describes it, and nothing beside that."""
     if call.get("attn_mask") is not None:
         return call.get("predicate") or None
@@ -53,43 +53,43 @@ def predicate_of(call: Call) -> str | None:
     return "k <= q" if call["is_causal"] else ""
 
 
-def reads_position(call: Call) -> bool:
+def depends_on_query(call: OpCall) -> bool:
     """Does the mask read the index of the query, directly or through a vector that is looked up by it?"""
-    names = symbols(predicate_of(call) or "")
+    names = predicate_symbols(mask_predicate(call) or "")
     return any(name == "q" or name.startswith("row") for name in names)
 
 
-def keeps_no_weight(call: Call) -> bool:
+def masks_all_weight(call: OpCall) -> bool:
     """Does a fill leave nothing of a weight even where all keys have one, as learned sinks are no fills?"""
     sinks = call.get("sinks")
-    return sinks is not None and sinks not in filling_nodes(sinks.graph.owning_module)
+    return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
 
 
 SLICE_ENDS = 2**40
 
 
-def filling_nodes(gm: GraphModule) -> set[Node]:
+def fill_nodes(gm: GraphModule) -> set[Node]:
     """The float values of the graph that may hold fills, by one sweep: constants, sources, and what depends on them."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            grad = record(node).requires_grad
-            if _floats(node) and not (node.op == "get_attr" if grad is None else grad):
+            grad = node_info(node).requires_grad
+            if _has_floats(node) and not (node.op == "get_attr" if grad is None else grad):
                 found.add(node)
         elif node.op == "call_function":
             leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-            if any(a in found for a in node.all_input_nodes) or any(map(_large, leaves)):
+            if any(a in found for a in node.all_input_nodes) or any(map(_is_large, leaves)):
                 found.add(node)
     return found
 
 
-def _floats(node: Node) -> bool:
+def _has_floats(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _large(leaf: Any) -> bool:
+def _is_large(leaf: Any) -> bool:
     """A float of either sign, for `(mask - 1) * 1e9`; an int only if it is negative and no end of a slice."""
     if isinstance(leaf, float):
-        return math.isfinite(leaf) and abs(leaf) >= LEAST_FILL
-    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -LEAST_FILL
+        return math.isfinite(leaf) and abs(leaf) >= MIN_FILL
+    return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -MIN_FILL

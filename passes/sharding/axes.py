@@ -16,15 +16,15 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.passes.graph.call import Call, is_tensor, result_number, shape_of
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, product, same, size, typical
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, result_number
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_size, assume_large, is_same_size, size_product
 
-from .attention_axes import ATTENTION_OF_TORCH, attending_nodes
-from .factors import Dims, Factors, parts
+from .attention_axes import ATTENTION_OF_TORCH, all_attention_nodes
+from .factors import BoundRule, Dims, dim_factors
 from .placement import Frame, Shard
-from .reshape import reshaping
-from .rule import lookup, transfer_of
+from .reshape import reshape_rule
+from .rule import lookup_rule, transfer_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Axes:
     dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     sequences: set[int] = field(default_factory=set)
-    picked: list[tuple[Dim, Dim]] = field(default_factory=list)  # a dim, and the dim some positions of which it holds
+    selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # a dim, and the dim some positions of which it holds
     folds: int = 1  # of the frames of sequences: as `RowOrder` has them
 
     def find(self, name: int) -> int:
@@ -55,14 +55,14 @@ class Axes:
             name = self.parent[name]
         return name
 
-    def fresh(self, size: Size) -> Atom:
+    def new_atom(self, size: Size) -> Atom:
         """An atom of a class of its own."""
         self.parent.append(len(self.parent))
         return Atom(len(self.parent) - 1, size)
 
     def join(self, a: Dim, b: Dim) -> None:
         """Make two dims one class, atom by atom; nothing if they are products of other sizes."""
-        if len(a) == len(b) and all(same(x.size, y.size) for x, y in zip(a, b)):
+        if len(a) == len(b) and all(is_same_size(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
 
@@ -75,10 +75,10 @@ class Axes:
         dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
 
-    def longest(self) -> Size:
+    def longest_sequence(self) -> Size:
         """Of the sequences' lengths: that of which all others are windows."""
         atoms = (a for dims in self.dims.values() for dim in dims for a in dim if self.is_sequence(a))
-        return max((a.size for a in atoms), key=typical, default=0)
+        return max((a.size for a in atoms), key=assume_large, default=0)
 
     def shard(self, node: Node) -> Shard | None:
         """How the value would be sharded: on its only sequence factor; None if it has none or several."""
@@ -87,9 +87,9 @@ class Axes:
             return None
         dim = self.dims[node, 0][found[0]]
         at = [i for i, a in enumerate(dim) if self.is_sequence(a)]
-        if len(at) != 1 or same(dim[at[0]].size, 1):
+        if len(at) != 1 or is_same_size(dim[at[0]].size, 1):
             return None
-        before, after = product(a.size for a in dim[: at[0]]), product(a.size for a in dim[at[0] + 1 :])
+        before, after = size_product(a.size for a in dim[: at[0]]), size_product(a.size for a in dim[at[0] + 1 :])
         return Shard(found[0], Frame.full(dim[at[0]].size, self.folds), before, after)
 
 
@@ -97,7 +97,7 @@ def name_axes(gm: GraphModule) -> Axes:
     """Name every dim of every value of the graph; `sequences` stays empty until `find_sequences`."""
     axes = Axes()
     for node in gm.graph.nodes:
-        found = lookup(node)
+        found = lookup_rule(node)
         if found is not None and transfer_of(node.target) is not None:  # the identity, in the global view
             axes.dims.update({(node, i): axes.dims[operand, 0] for i, operand in enumerate(found[0].operands)})
         elif found is not None and found[1] is not None:
@@ -110,74 +110,76 @@ def name_axes(gm: GraphModule) -> Axes:
             if is_tensor(node) and isinstance(index, int) and (source, result_number(node)) in axes.dims:
                 axes.dims[node, 0] = axes.dims[source, result_number(node)]
         if is_tensor(node) and (node, 0) not in axes.dims:
-            axes.dims[node, 0] = tuple((axes.fresh(size(s)),) for s in node.meta["val"].shape)
-    for node in attending_nodes(gm):
-        _join_vectors(axes, Call(node))
+            axes.dims[node, 0] = tuple((axes.new_atom(as_size(s)),) for s in node.meta["val"].shape)
+    for node in all_attention_nodes(gm):
+        _join_vectors(axes, OpCall(node))
     return axes
 
 
-def _join_vectors(axes: Axes, call: Call) -> None:
+def _join_vectors(axes: Axes, call: OpCall) -> None:
     """What a predicate looks up by query or key is as long as they are, though its rule has every rank read it all."""
     for name, operand in (("rows", 0), ("cols", 1)):
         for vector in call.get(name, []):
             axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
 
 
-def _name_results(axes: Axes, call: Call, rule: Factors) -> None:
+def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
     """The dims of the results are made of the factors that the operands' dims are made of."""
     known: dict[str, Dim] = {}
     for i, operand in enumerate(call.operands):
         if i in rule.lenders:
             continue
-        for dim, f in _factors(axes, operand, rule, rule.operands[i]):
+        for dim, f in _value_factors(axes, operand, rule, rule.operands[i]):
             if f in known:
                 axes.join(dim, known[f])
             if f not in known or len(dim) > len(known[f]):  # the finer naming tells more
                 known[f] = dim
     for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
-        axes.dims[call.node, i] = tuple(_result(axes, known, d, rule, s) for s, d in zip(shape, dims))
+        axes.dims[call.node, i] = tuple(_result_dim(axes, known, d, rule, s) for s, d in zip(shape, dims))
         for dim, f in zip(axes.dims[call.node, i], dims):
             source = known.get(f if rule.kind(f) == "window" else rule.picks.get(f, ""))
             if source is not None and dim != source:
-                axes.picked.append((dim, source))
+                axes.selected.append((dim, source))
 
 
-def _factors(axes: Axes, operand: Node, rule: Factors, dims: Dims) -> Iterator[tuple[Dim, str]]:
+def _value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
     """Every factor of a value, and the atoms that it is made of."""
     for dim, name in zip(axes.dims[operand, 0], dims):
         if name[:1] == "(":
-            yield from zip(_split(axes, dim, [rule.extents[f] for f in parts(name)]), parts(name))
+            yield from zip(_split_dim(axes, dim, [rule.extents[f] for f in dim_factors(name)]), dim_factors(name))
         elif name:
             yield dim, name
 
 
-def _split(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
+def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
     """The atoms of each factor of a dim; a factor that would cut an atom gets a fresh one."""
-    atoms = [a for a in dim if not same(a.size, 1)]
-    ours = reshaping(tuple(a.size for a in atoms), tuple(extents))
+    atoms = [a for a in dim if not is_same_size(a.size, 1)]
+    ours = reshape_rule(tuple(a.size for a in atoms), tuple(extents))
     owner = dict(zip(ours.operands[0], atoms))
     for name, extent in zip(ours.results[0], extents):
-        found = [owner.get(f) for f in parts(name)]
-        yield tuple(a for a in found if a) if found and all(found) else (axes.fresh(extent),)
+        found = [owner.get(f) for f in dim_factors(name)]
+        yield tuple(a for a in found if a) if found and all(found) else (axes.new_atom(extent),)
 
 
-def _result(axes: Axes, known: Mapping[str, Dim], name: str, rule: Factors, new: Size) -> Dim:
+def _result_dim(axes: Axes, known: Mapping[str, Dim], name: str, rule: BoundRule, new: Size) -> Dim:
     """What a dim is called in a result: by its factors, those that are there in full."""
     if name[:1] != "(":
-        return _passed(axes, known.get(name), name, rule, new)
-    each = (_passed(axes, known.get(f), f, rule, rule.extents[f]) for f in parts(name))
-    return tuple(a for dim in each for a in dim if not same(a.size, 1)) or (axes.fresh(new),)
+        return _passed_factor(axes, known.get(name), name, rule, new)
+    each = (_passed_factor(axes, known.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
+    return tuple(a for dim in each for a in dim if not is_same_size(a.size, 1)) or (axes.new_atom(new),)
 
 
-def _passed(axes: Axes, dim: Dim | None, factor: str, rule: Factors, new: Size) -> Dim:
+def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, new: Size) -> Dim:
     """What a factor of an operand is called in a result; a window of a sequence is still that sequence."""
     if dim is None:
-        return (axes.fresh(new),)
-    rows = product(a.size for a in dim)
-    if same(rows, new):
+        return (axes.new_atom(new),)
+    rows = size_product(a.size for a in dim)
+    if is_same_size(rows, new):
         return dim
-    follows = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].fits(rows))
-    return (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not same(new, 1) else (axes.fresh(new),)
+    follows = rule.kind(factor) == "window" or (factor in rule.slides and rule.slides[factor].is_within(rows))
+    return (
+        (Atom(dim[0].name, new),) if follows and len(dim) == 1 and not is_same_size(new, 1) else (axes.new_atom(new),)
+    )
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
@@ -187,8 +189,8 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
     ranks is one sequence only.
     """
     _find_sequences(gm, axes, seq_dims)
-    for dim, source in axes.picked if picks else ():
-        names = {axes.find(a.name) for a in dim if not same(a.size, 1)} - axes.sequences
+    for dim, source in axes.selected if picks else ():
+        names = {axes.find(a.name) for a in dim if not is_same_size(a.size, 1)} - axes.sequences
         if len(names) == 1 and any(axes.is_sequence(a) for a in source) and not _has_rivals(axes, *names):
             axes.sequences |= names
 
@@ -202,15 +204,15 @@ def _has_rivals(axes: Axes, name: int) -> bool:
 def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None) -> None:
     if seq_dims is not None:
         for node, dim in seq_dims.items():
-            shape = shape_of(node)
+            shape = node_shape(node)
             if not -len(shape) <= dim < len(shape):
                 raise SpError("SP303", f"seq_dims: {argument_name(node)!r} has {len(shape)} dims, so no dim {dim}.")
             axes.sequences.update(axes.find(a.name) for a in axes.dims[node, 0][dim % len(shape)])
         return
-    for tier in (_attended, _softmax_attended, _scanned, _combined):
+    for tier in (_attended_dims, _softmax_attended_dims, _scanned_dims, _combined_dims):
         found = list(tier(gm, axes))
         atoms = [a for _, dim in found for a in dim]
-        longer = [a for a in atoms if not same(a.size, 1)]
+        longer = [a for a in atoms if not is_same_size(a.size, 1)]
         if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
             axes.sequences = {axes.find(a.name) for a in longer or atoms}
             _drop_rivals(axes, dict.fromkeys(node for node, _ in found))
@@ -230,56 +232,56 @@ def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
         axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
 
 
-Evidence = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence because of it
+EvidenceFunction = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence because of it
 
 
-def _attended(gm: GraphModule, axes: Axes) -> Evidence:
+def _attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
     """q and k of attention."""
-    for node in attending_nodes(gm):
-        yield from ((node, axes.dims[operand, 0][-2]) for operand in Call(node).operands[:2])
+    for node in all_attention_nodes(gm):
+        yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
     for op, dim in ATTENTION_OF_TORCH.items():
         for node in gm.graph.find_nodes(op="call_function", target=op):
             yield from ((node, axes.dims[operand, 0][dim]) for operand in node.args[:2])
 
 
-def _softmax_attended(gm: GraphModule, axes: Axes) -> Evidence:
+def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
     """Attention spelt out: a dim that a softmax normalises over and a later matmul contracts."""
     normalised: set[int] = set()
-    for call, rule in _calls(gm):
-        for dim, kind in _classified(axes, call, rule):
+    for call, rule in _ruled_calls(gm):
+        for dim, kind in _classify_factors(axes, call, rule):
             names = {axes.find(a.name) for a in dim}
-            if rule.normalises and kind == "whole":
+            if rule.normalizes and kind == "whole":
                 normalised |= names
             elif kind == "sum" and len(call.operands) > 1 and names & normalised:
                 yield call.node, tuple(a for a in dim if axes.find(a.name) in normalised)
 
 
-def _scanned(gm: GraphModule, axes: Axes) -> Evidence:
+def _scanned_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
     """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
-    for call, rule in (found for found in _calls(gm) if not record(found[0].node).aside):
-        for dim, kind in _classified(axes, call, rule):
+    for call, rule in (found for found in _ruled_calls(gm) if not node_info(found[0].node).is_aside):
+        for dim, kind in _classify_factors(axes, call, rule):
             if kind == "scan" and dim:
-                yield call.node, (max(reversed(dim), key=lambda a: typical(a.size)),)
+                yield call.node, (max(reversed(dim), key=lambda a: assume_large(a.size)),)
 
 
-def _combined(gm: GraphModule, axes: Axes) -> Evidence:
+def _combined_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
     """What scans run along that have no rule."""
     for node in gm.graph.nodes:
-        if (scanned := record(node).scanned) is not None:
+        if (scanned := node_info(node).scanned) is not None:
             given, dim = node.args[scanned[0]], scanned[1]
             for x in given if isinstance(given, list | tuple) else [given]:
                 yield x, axes.dims[x, 0][dim]
 
 
-def _calls(gm: GraphModule) -> Iterable[tuple[Call, Factors]]:
+def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
     for node in gm.graph.nodes:
-        found = lookup(node)
+        found = lookup_rule(node)
         if found is not None and found[1] is not None:
             yield found[0], found[1]
 
 
-def _classified(axes: Axes, call: Call, rule: Factors) -> Iterable[tuple[Dim, str]]:
+def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:
     """Every factor of the operands, and its kind."""
     for operand, dims in zip(call.operands, rule.operands):
-        for dim, f in _factors(axes, operand, rule, dims):
+        for dim, f in _value_factors(axes, operand, rule, dims):
             yield dim, rule.kind(f)

@@ -11,35 +11,35 @@ from functools import cache, lru_cache
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes.graph.sizes import Size, mostly, product, quotient, same
+from sp_compile.passes.graph.sizes import Size, exact_quotient, is_most_of, is_same_size, size_product
 
 from .placement import Placement, Shard
 from .window_rules import SlidingRows
 
-KINDS = ("sum", "mean", "total", "whole", "attend", "scan", "halo", "window")
+FACTOR_KINDS = ("sum", "mean", "total", "whole", "attend", "scan", "halo", "window")
 Dims = tuple[str, ...]
 
 
 @cache
-def parts(dim: str) -> tuple[str, ...]:
+def dim_factors(dim: str) -> tuple[str, ...]:
     """The factors of a dim: those of a group, the one that it is, or none."""
     return tuple(dim.strip("()").split())
 
 
-def group(factors: Iterable[str]) -> str:
-    """The dim that these are the factors of: what `parts` undoes."""
+def group_factors(factors: Iterable[str]) -> str:
+    """The dim that these are the factors of: what `dim_factors` undoes."""
     found = [f for f in factors if f]
     return f"({' '.join(found)})" if len(found) > 1 else "".join(found)
 
 
 @lru_cache(maxsize=4096)
-def flat(dims: Dims) -> tuple[str, ...]:
+def flatten_dims(dims: Dims) -> tuple[str, ...]:
     """The factors of all the dims, in row-major order."""
-    return tuple(f for dim in dims for f in (parts(dim) if dim[:1] == "(" else (dim,)) if f)
+    return tuple(f for dim in dims for f in (dim_factors(dim) if dim[:1] == "(" else (dim,)) if f)
 
 
 @dataclass(frozen=True)
-class Factors:
+class BoundRule:
     """A rule at one call: factor names for every dim of every operand and result, and what mixes them.
 
     extents: the sizes of the factors that stand in groups.
@@ -64,13 +64,13 @@ class Factors:
     kinds: Mapping[str, str] = field(default_factory=dict)
     sizes: str | None = None
     lazy: bool = False
-    begins: bool = False
+    starts_sequence: bool = False
     pad: tuple[int, Any] | None = None
     masks: tuple[int, ...] = ()
-    normalises: bool = False
+    normalizes: bool = False
     slides: Mapping[str, SlidingRows] = field(default_factory=dict)
-    wants: tuple[Placement, ...] | None = None
-    gives: Placement | None = None
+    operand_placements: tuple[Placement, ...] | None = None
+    result_placements: Placement | None = None
     alias: bool = False
     reshapes: bool = False
     lenders: tuple[int, ...] = ()
@@ -80,8 +80,8 @@ class Factors:
 
     def __post_init__(self) -> None:
         """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""
-        named = {f for dims in self.operands for f in flat(dims)}
-        kept = {f for dims in self.results for f in flat(dims)}
+        named = {f for dims in self.operands for f in flatten_dims(dims)}
+        kept = {f for dims in self.results for f in flatten_dims(dims)}
         lost = sorted(named - kept - set(self.kinds))
         if lost:
             raise SpError("SP935", f"rule {self}: {lost} are in no result and are not classified.")
@@ -89,7 +89,7 @@ class Factors:
             object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
 
     def __str__(self) -> str:
-        """The text that `Pattern.parse` reads; the numbers of windows are the call's."""
+        """The text that `RulePattern.parse` reads; the numbers of windows are the call's."""
         sides = (
             ", ".join(" ".join(dim or "1" for dim in dims) for dims in side) for side in (self.operands, self.results)
         )
@@ -114,17 +114,17 @@ class Factors:
         return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")
 
     @property
-    def lost(self) -> list[str]:
+    def vanishing(self) -> list[str]:
         """The factors of the operands, as often as they stand there, that no result has."""
-        kept = {f for dims in self.results for f in flat(dims)}
-        return [f for dims in self.operands for f in flat(dims) if f not in kept]
+        kept = {f for dims in self.results for f in flatten_dims(dims)}
+        return [f for dims in self.operands for f in flatten_dims(dims) if f not in kept]
 
     @property
-    def contracts(self) -> bool:
+    def is_contraction(self) -> bool:
         """Is it a product that sums over a factor of two operands?"""
-        return len(self.lost) > len(set(self.lost))
+        return len(self.vanishing) > len(set(self.vanishing))
 
-    def inside(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
+    def local_part(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
         """Which factor of a value of these dims the shard cuts, and how; "" if it cuts no single one.
 
         In a dim that is the factor alone it is the same shard; in a group, outer and inner count within the factor.
@@ -132,42 +132,42 @@ class Factors:
         dim = dims[shard.dim]
         if dim[:1] != "(":
             return dim, shard
-        factors = parts(dim)
+        factors = dim_factors(dim)
         for i, factor in enumerate(factors):
-            outer = quotient(shard.outer, self._size(factors[:i]))
-            inner = quotient(shard.inner, self._size(factors[i + 1 :]))
+            outer = exact_quotient(shard.outer, self._size(factors[:i]))
+            inner = exact_quotient(shard.inner, self._size(factors[i + 1 :]))
             if outer is None or inner is None:
                 continue
             own = replace(shard, outer=outer, inner=inner)
-            if same(product((outer, shard.frame.length, inner)), self.extents[factor]):
+            if is_same_size(size_product((outer, shard.frame.length, inner)), self.extents[factor]):
                 return factor, own
         return "", shard
 
-    def outside(self, dim: str, factor: str, shard: Shard) -> Shard:
+    def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
         """The shard of a factor, as one of the dim that it is in: what `inside` undoes."""
         if dim == factor:
             return shard
-        factors = parts(dim)
+        factors = dim_factors(dim)
         at = factors.index(factor)
         before, after = self._size(factors[:at]), self._size(factors[at + 1 :])
         return replace(shard, outer=before * shard.outer, inner=shard.inner * after)
 
-    def cut(self, shard: Shard) -> tuple[Shard, ...] | None:
+    def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:
         """Where a shard of the window's factor lies in each result; None if it would have no single place there.
 
         A piece is the same frame with a shorter window, and no data moves. A short one would have every rank compute on
         mostly invalid rows: gathering is cheaper. A single row may broadcast, which its local shape would not show.
         """
         whole = shard.outer * shard.frame.length * shard.inner
-        if all(same(start, 0) and same(length, whole) for start, length in self.spans):  # all rows
+        if all(is_same_size(start, 0) and is_same_size(length, whole) for start, length in self.spans):  # all rows
             return (shard,) * len(self.spans)
         out = []
         for start, length in self.spans:
-            if same(length, 1) or not mostly(length, shard.frame.size):
+            if is_same_size(length, 1) or not is_most_of(length, shard.frame.size):
                 return None
             frame = replace(shard.frame, start=shard.frame.start + start, length=length)
             out.append(replace(shard, frame=frame))
-        return tuple(out) if same(shard.outer, 1) and same(shard.inner, 1) else None
+        return tuple(out) if is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1) else None
 
     def _size(self, factors: Iterable[str]) -> Size:
-        return product(self.extents[f] for f in factors)
+        return size_product(self.extents[f] for f in factors)

@@ -26,8 +26,8 @@ from sp_compile.lowering.torch_compat import (
     pytree,
     schema_of,
 )
-from sp_compile.passes.cost.known_groups import declared
-from sp_compile.passes.graph.call import packet_of
+from sp_compile.passes.cost.known_groups import declared_groups
+from sp_compile.passes.graph.call import node_packet
 
 from .placement import REPLICATE, VARYING, Placement
 
@@ -37,27 +37,27 @@ ALL_REDUCES = (c10d.all_reduce, c10d.all_reduce_, c10d.all_reduce_coalesced, c10
 GROUP_ARGUMENTS = ("group_name", "group")
 LISTS_OF_GROUPS = ("forward", "backward")  # "sum 3", as sp::reduce_pair has it
 
-Ask = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
+AskRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
 
 
-def groups_of(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
+def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
 
     Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
-    several = _of_several([*_named(gm, _may_merge), *tensors])
-    rows = {*_named(gm, _exchanges_rows), *tensors}
+    several = _multi_rank_names([*_named_groups(gm, _is_mergeable), *tensors])
+    rows = {*_named_groups(gm, _is_row_exchange), *tensors}
     return several if len(several) > 1 or not rows.isdisjoint(r.group for r in several) else []
 
 
-def exchanges_by_itself(gm: GraphModule) -> bool:
+def has_user_exchanges(gm: GraphModule) -> bool:
     """Does the program name a group of more than one rank in any exchange?"""
-    return bool(_of_several(_named(gm, is_collective)))
+    return bool(_multi_rank_names(_named_groups(gm, is_collective)))
 
 
-def _of_several(names: Iterable[str]) -> list[Ranks]:
+def _multi_rank_names(names: Iterable[str]) -> list[Ranks]:
     """The names that are those of groups of more than one rank, once each."""
     found = [n for n in dict.fromkeys(names) if known_process_group(n)] if dist.is_initialized() else []
     return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
@@ -66,43 +66,43 @@ def _of_several(names: Iterable[str]) -> list[Ranks]:
 def check_groups(gm: GraphModule) -> None:
     """Does every collective name a process group that there is? Raises SpError where one does not."""
     for node in gm.graph.nodes if dist.is_initialized() else ():
-        group = group_of(node)
+        group = exchange_group(node)
         if group and namespace_of(node.target).startswith(c10d.name) and not known_process_group(group):
             raise SpError("SP612", f"this rank has no process group {group!r}, which {describe_node(node)} uses.")
 
 
-def _named(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
+def _named_groups(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
     """The groups of the exchanges that count, in bodies of regions too."""
-    for node in every_node(gm):
+    for node in iterate_nodes(gm):
         names = named_groups(node)
         if names and counts(node):
             yield from sorted(names)
 
 
-def every_node(gm: GraphModule) -> Iterator[Node]:
+def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
     """The nodes of a graph, in order; of a region's body its nodes in place of the one that names it."""
     for node in gm.graph.nodes:
         body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule):
-            yield from every_node(body)
+            yield from iterate_nodes(body)
         else:
             yield node
 
 
-def _may_merge(node: Node) -> bool:
+def _is_mergeable(node: Node) -> bool:
     """Also: is it a reduction over a declared group?"""
-    declares = not declared().members.keys().isdisjoint(named_groups(node))
-    return _exchanges_rows(node) or (packet_of(node) in ALL_REDUCES and declares)
+    declares = not declared_groups().members.keys().isdisjoint(named_groups(node))
+    return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and declares)
 
 
-def _exchanges_rows(node: Node) -> bool:
+def _is_row_exchange(node: Node) -> bool:
     """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
 
     Whatever the reduction: ranks that disagree on it must meet to find out.
     """
     if namespace_of(node.target) not in TORCH_EXCHANGES:
-        return packet_of(node) is sp.all_to_all_permute
-    if packet_of(node) not in ALL_REDUCES:
+        return node_packet(node) is sp.all_to_all_permute
+    if node_packet(node) not in ALL_REDUCES:
         return True
     operands = [n.meta.get("example_value") for n in node.all_input_nodes]
     ranks_of = [x.ndim for x in operands if isinstance(x, torch.Tensor)]
@@ -116,7 +116,7 @@ def is_collective(node: Node) -> bool:
     return written_by_hand or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
 
 
-def is_under_way(node: Node) -> bool:
+def is_pending_exchange(node: Node) -> bool:
     """Is it an exchange that has begun, and that somebody has to wait for?"""
     return namespace_of(node.target) == c10d.name and node.target is not c10d.wait_tensor.default
 
@@ -124,19 +124,19 @@ def is_under_way(node: Node) -> bool:
 def named_groups(node: Node) -> set[str]:
     """The groups that an exchange names; none of any other node."""
     has_words = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-    places = _places(node.target) if has_words and is_collective(node) else ()
+    places = _group_arguments(node.target) if has_words and is_collective(node) else ()
     given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
     return {leaf.rpartition(" ")[2] for leaf in pytree.tree_leaves(given) if isinstance(leaf, str) and leaf}
 
 
-def group_of(node: Node) -> str | None:
+def exchange_group(node: Node) -> str | None:
     """The one group that an exchange names; None where it names none, or several."""
     names = named_groups(node)
     return names.pop() if len(names) == 1 else None
 
 
 @cache
-def _places(target: Any) -> tuple[tuple[int, str], ...]:
+def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """Which arguments of an exchange name groups: their places and names in its schema, or in its signature."""
     op = getattr(target, "default", target)  # Dynamo writes an op without its overload
     if isinstance(op, OpOverload):
@@ -154,7 +154,7 @@ def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Grid:
+class GroupGrid:
     """Other groups, by name, as the ranks of one group see them.
 
     level: all its ranks have the same rank there. beside: all the ranks there have the same rank in it. around: those
@@ -162,22 +162,22 @@ class Grid:
     """
 
     level: frozenset[str] = frozenset()
-    beside: frozenset[str] = frozenset()
-    around: frozenset[str] = frozenset()
+    parallel: frozenset[str] = frozenset()
+    enclosing: frozenset[str] = frozenset()
 
-    def leaves(self, over: str, whole: bool) -> Placement | None:
+    def placement_after(self, over: str, whole: bool) -> Placement | None:
         """What an exchange of equal values leaves; None: the same on all ranks, row by row if its operand is cut.
 
         whole: its results are the same on all ranks that take part.
         """
-        if over in self.level and over in self.beside:
+        if over in self.level and over in self.parallel:
             return None
-        return REPLICATE if whole and over in self.around else VARYING
+        return REPLICATE if whole and over in self.enclosing else VARYING
 
 
-def grids(groups: Sequence[Ranks], ask: Ask) -> dict[str, Grid]:
+def group_grids(groups: Sequence[Ranks], ask: AskRanks) -> dict[str, GroupGrid]:
     """The Grid of every group; `ask`: every rank's answer, over a group. Every rank calls it, with its own groups."""
-    members = {r.group: _members(r) for r in groups}
+    members = {r.group: _member_ranks(r) for r in groups}
     mine = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
     level: dict[str, frozenset[str]] = {}
     for ranks in groups:
@@ -185,7 +185,7 @@ def grids(groups: Sequence[Ranks], ask: Ask) -> dict[str, Grid]:
         alike = [len({places[i] for places in everyone}) == 1 for i in range(len(groups))]
         level[ranks.group] = frozenset(g.group for g, is_alike in zip(groups, alike) if is_alike)
     return {
-        name: Grid(
+        name: GroupGrid(
             level[name],
             frozenset(other for other, theirs in level.items() if name in theirs),
             frozenset(other for other, theirs in members.items() if members[name] <= theirs),
@@ -194,6 +194,6 @@ def grids(groups: Sequence[Ranks], ask: Ask) -> dict[str, Grid]:
     }
 
 
-def _members(ranks: Ranks) -> frozenset[int]:
+def _member_ranks(ranks: Ranks) -> frozenset[int]:
     group = ranks.process_group
     return frozenset() if group is None else frozenset(dist.get_process_group_ranks(group))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
-from .group_names import Grid
+from .group_names import GroupGrid
 
 
 @dataclass(frozen=True)
-class Facts:
+class InputFacts:
     """What is known of a graph's inputs, by name.
 
     differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
@@ -21,14 +21,14 @@ class Facts:
     gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
     """
 
-    differ: frozenset[str] = frozenset()
+    differing: frozenset[str] = frozenset()
     equal: frozenset[str] | None = None
-    blank: frozenset[str] = frozenset()
-    grid: Grid | None = None
+    constants: frozenset[str] = frozenset()
+    grid: GroupGrid | None = None
     tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
     gradients: Mapping[str, Node] = field(default_factory=dict)
 
-    def after(self, gone: Mapping[Node, Node]) -> Facts:
+    def for_graph(self, gone: Mapping[Node, Node]) -> InputFacts:
         """The same of a graph in which other nodes, that are there, stand for those that are gone."""
         gradients = {name: gone.get(node, node) for name, node in self.gradients.items()}
         tangents = {name: [gone.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}

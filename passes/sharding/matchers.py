@@ -8,7 +8,8 @@
     constant_of(zeros(3).view(3, 1).clone())   0.0
 
 What moves elements, and where it moves them, is read off the op's rule (`rule.py`), so that an op which gets a rule is
-known here, too. `origin` reads through what changes nothing: copies, and views that undo each other. No node is made.
+known here, too. `value_origin` reads through what changes nothing: copies, and views that undo each other. No node
+is made.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import FakeTensor
-from sp_compile.passes.graph.call import Call, is_tensor, overloads, shape_of, tensors_of
-from sp_compile.passes.graph.closure import reached
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, node_tensors, parse_overloads
+from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure, is_written
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, all_same, from_front, product, same, size
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_shape, is_same_size, normalize_position, size_product
 from sp_compile.passes.graph.strides import is_identity
 
-from .factors import Factors, flat
-from .rule import lookup
-from .window_rules import slides_of
+from .factors import BoundRule, flatten_dims
+from .rule import lookup_rule
+from .window_rules import sliding_calls
 
 aten = torch.ops.aten
 Number = int | float
-FULL_OF: dict[Any, Number] = {
-    **dict.fromkeys(overloads("zeros zeros_like new_zeros"), 0),
-    **dict.fromkeys(overloads("ones ones_like new_ones"), 1),
+FULL_OPS: dict[Any, Number] = {
+    **dict.fromkeys(parse_overloads("zeros zeros_like new_zeros"), 0),
+    **dict.fromkeys(parse_overloads("ones ones_like new_ones"), 1),
 }
-FILLS = overloads("full full_like new_full")
-LITERALS = overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
-GRADIENT_ENDS = {*LITERALS, aten.detach.default}  # no gradient goes past them
-JOINS = overloads("cat concat concatenate stack hstack vstack row_stack dstack")
-PADS = overloads("constant_pad_nd pad")
-NO_MOVES = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
+FILL_OPS = parse_overloads("full full_like new_full")
+LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
+DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # no gradient goes past them
+CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
+PAD_OPS = parse_overloads("constant_pad_nd pad")
+NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
 
 
-def _movement(node: Any) -> tuple[Node, Factors] | None:
+def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
     """The operand whose elements are all that the result has, and the rule that says where they go.
 
     None of a detach that stops a gradient: what is behind it is another value to whoever differentiates.
     """
-    found = lookup(node) if is_tensor(node) and not _is_private(node) and not _stops_gradient(node) else None
-    if found is None or node.target.namespace not in ("aten", "prims") or NO_MOVES.match(str(node.target)[5:]):
+    found = lookup_rule(node) if is_tensor(node) and not _is_private(node) and not _stops_gradient(node) else None
+    if found is None or node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
         return None
     call, rule = found
     if not call.operands:
@@ -76,33 +77,35 @@ def _stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Is it made of floats that may need a gradient?"""
-    made_of = reached([node], lambda n: n.all_input_nodes if _floats(n) and n.target not in GRADIENT_ENDS else ())
-    leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _floats(n))
-    return any(record(leaf).requires_grad is not False for leaf in leaves)
+    made_of = iterate_reachable(
+        [node], lambda n: n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
+    )
+    leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
+    return any(node_info(leaf).requires_grad is not False for leaf in leaves)
 
 
-def _floats(node: Node) -> bool:
+def _has_float_result(node: Node) -> bool:
     """Are there floats in what it gives? A size of floats is none."""
-    return any(x.is_floating_point() or x.is_complex() for x in tensors_of(node))
+    return any(x.is_floating_point() or x.is_complex() for x in node_tensors(node))
 
 
-def source_of(node: Any) -> Node | None:
+def move_source(node: Any) -> Node | None:
     """The operand that the op moves, cuts, repeats, copies or casts: every element of the result is one of it."""
-    found = _movement(node)
+    found = _match_movement(node)
     return found[0] if found is not None else None
 
 
-def is_cast(node: Any) -> bool:
+def is_cast_op(node: Any) -> bool:
     """Is the result the operand in another dtype, or on another device?"""
-    found = _movement(node)
-    return found is not None and not _same_type(found[0], node) and _stays(_order(node, *found))
+    found = _match_movement(node)
+    return found is not None and not _has_same_type(found[0], node) and _is_identity_order(_derive_order(node, *found))
 
 
-def uncast(node: Any) -> Node | None:
+def skip_widening_cast(node: Any) -> Node | None:
     """x, if the node is x in a wider dtype, which has all its values, and in its own again."""
-    wide = source_of(node) if is_cast(node) else None
-    x = source_of(wide) if is_cast(wide) else None
-    if wide is None or x is None or not _same_type(x, node):
+    wide = move_source(node) if is_cast_op(node) else None
+    x = move_source(wide) if is_cast_op(wide) else None
+    if wide is None or x is None or not _has_same_type(x, node):
         return None
     a, b = (n.meta["val"].dtype for n in (x, wide))
     kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
@@ -115,45 +118,45 @@ def is_copy(node: Any) -> bool:
 
     A detach is one where no gradient would pass.
     """
-    return _stays(order_of(node))
+    return _is_identity_order(permutation_of(node))
 
 
-def _same_type(a: Node, b: Node) -> bool:
+def _has_same_type(a: Node, b: Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return x.dtype == y.dtype and x.device == y.device
 
 
-def _stays(order: tuple[int, ...] | None) -> bool:
+def _is_identity_order(order: tuple[int, ...] | None) -> bool:
     return order is not None and is_identity(order)
 
 
-def order_of(node: Any) -> tuple[int, ...] | None:
+def permutation_of(node: Any) -> tuple[int, ...] | None:
     """The dims of the operand in the order of the result's, if the op permutes dims or copies; None for all else."""
-    found = _movement(node)
-    return _order(node, *found) if found is not None and _same_type(found[0], node) else None
+    found = _match_movement(node)
+    return _derive_order(node, *found) if found is not None and _has_same_type(found[0], node) else None
 
 
-def _order(node: Node, source: Node, rule: Factors) -> tuple[int, ...] | None:
+def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] | None:
     before, after = rule.operands[0], rule.results[0]
     if rule.reshapes or rule.spans:
-        return tuple(range(len(after))) if _sameshape_of(source, node) else None
+        return tuple(range(len(after))) if _same_shape_value(source, node) else None
     permuted = "" not in before and sorted(before) == sorted(after)
     return tuple(before.index(f) for f in after) if permuted else None
 
 
 def keeps_order(node: Any) -> bool:
     """Does the op change nothing but the shape: view, flatten, unsqueeze, squeeze, and copies?"""
-    found = _movement(node)
-    if found is None or not _same_type(found[0], node):
+    found = _match_movement(node)
+    if found is None or not _has_same_type(found[0], node):
         return False
     source, rule = found
-    kept = flat(rule.operands[0]) == flat(rule.results[0])
-    return rule.reshapes or (kept and same(product(shape_of(source)), product(shape_of(node))))
+    kept = flatten_dims(rule.operands[0]) == flatten_dims(rule.results[0])
+    return rule.reshapes or (kept and is_same_size(size_product(node_shape(source)), size_product(node_shape(node))))
 
 
-def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
+def map_coordinates(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
     """The operand, and which of its elements the result has at the coordinates; None where the op does not say."""
-    found = _movement(node)
+    found = _match_movement(node)
     if found is None:
         return None
     source, rule = found
@@ -166,68 +169,68 @@ def element_of(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | 
     return source, tuple(coords)
 
 
-def behind(node: Node, passes: Callable[[Node], bool]) -> Node:
+def skip_ops(node: Node, passes: Callable[[Node], bool]) -> Node:
     """The value that ops of one operand, those that `passes` lets through, have made this one of."""
     while node.op == "call_function" and passes(node):
-        node = Call(node).operands[0]
+        node = OpCall(node).operands[0]
     return node
 
 
-def before_reshapes(node: Node) -> Node:
+def skip_reshapes(node: Node) -> Node:
     """The value that all changes of the shape began with."""
-    node = origin(node)
+    node = value_origin(node)
     while keeps_order(node):
-        node = origin(Call(node).operands[0])
+        node = value_origin(OpCall(node).operands[0])
     return node
 
 
-def _sameshape_of(a: Node, b: Node) -> bool:
-    return all_same(shape_of(a), shape_of(b))
+def _same_shape_value(a: Node, b: Node) -> bool:
+    return is_same_shape(node_shape(a), node_shape(b))
 
 
-def origin(node: Any) -> Any:
+def value_origin(node: Any) -> Any:
     """The first value that holds the same elements at the same places: without copies, and views undone again."""
-    if not rearranges(node):
+    if not is_rearrangement(node):
         return node
     chain, at = [], node
-    while rearranges(at):
+    while is_rearrangement(at):
         chain.append(at)
-        at = Call(at).operands[0]
+        at = OpCall(at).operands[0]
     found = {at: at}
     for step in reversed(chain):
-        before = found[Call(step).operands[0]]
-        found[step] = before if is_copy(step) else _undone(step, before, found)
+        before = found[OpCall(step).operands[0]]
+        found[step] = before if is_copy(step) else _cancel_chain(step, before, found)
     return found[node]
 
 
-def rearranges(node: Any) -> bool:
+def is_rearrangement(node: Any) -> bool:
     """The same elements, each once, in other places or another shape, and all of the gradient: can that be undone?"""
-    return order_of(node) is not None or keeps_order(node)
+    return permutation_of(node) is not None or keeps_order(node)
 
 
-def _undone(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
+def _cancel_chain(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
     """What a chain of permutations, or one of changes of the shape, ends where it began."""
-    order, at = order_of(node), operand
-    while order is not None and rearranges(at) and (inner := order_of(at)) is not None:
-        order, at = tuple(inner[d] for d in order), Call(at).operands[0]
+    order, at = permutation_of(node), operand
+    while order is not None and is_rearrangement(at) and (inner := permutation_of(at)) is not None:
+        order, at = tuple(inner[d] for d in order), OpCall(at).operands[0]
         if is_identity(order):
             return found[at]
     at = operand
     while keeps_order(node):
-        if _sameshape_of(at, node):
+        if _same_shape_value(at, node):
             return found[at]
-        if not rearranges(at) or not keeps_order(at):
+        if not is_rearrangement(at) or not keeps_order(at):
             break
-        at = Call(at).operands[0]
+        at = OpCall(at).operands[0]
     return node
 
 
-def steps_to(node: Node, source: Node) -> list[Node]:
-    """From the source, without it, to the node, where the source is `origin(node)`; in the graph's order."""
+def steps_between(node: Node, source: Node) -> list[Node]:
+    """From the source, without it, to the node, where the source is `value_origin(node)`; in the graph's order."""
     steps: list[Node] = []
     while node is not source:
         steps.insert(0, node)
-        node = Call(node).operands[0]
+        node = OpCall(node).operands[0]
     return steps
 
 
@@ -237,41 +240,41 @@ def steps_from(node: Node) -> list[Node]:
     last, at = 0, node
     while len(at.users) == 1:
         (at,) = at.users
-        if not rearranges(at):
+        if not is_rearrangement(at):
             break
         steps.append(at)
-        last = len(steps) if origin(at) is origin(node) else last
+        last = len(steps) if value_origin(at) is value_origin(node) else last
     return steps[:last]
 
 
-def readers(node: Node) -> list[Node]:
-    """Who reads the value, directly or through what `origin` reads through."""
+def value_readers(node: Node) -> list[Node]:
+    """Who reads the value, directly or through what `value_origin` reads through."""
     found: dict[Node, None] = {}
     waiting = [node]
     while waiting:
         value = waiting.pop(0)
         for user in value.users:
-            if rearranges(user) and user.users and Call(user).operands[0] is value:
+            if is_rearrangement(user) and user.users and OpCall(user).operands[0] is value:
                 waiting.append(user)
             else:
-                found[user if origin(value) is origin(node) else value] = None
+                found[user if value_origin(value) is value_origin(node) else value] = None
     return list(found)
 
 
-def same_call(a: Node, b: Node) -> bool:
+def is_same_call(a: Node, b: Node) -> bool:
     """Are they one value: the same node, or the same call of a pure op?"""
     alike = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
     return a is b or (alike and is_pure(a))
 
 
-def dies_with(value: Node, node: Node) -> bool:
+def is_only_read_by(value: Node, node: Node) -> bool:
     """Does all that reads the value, at any distance, lead to the node and nowhere else?"""
-    readers = reached([value], lambda n: n.users if n < node else ())
+    readers = iterate_reachable([value], lambda n: n.users if n < node else ())
     return all(n is node or (n.users and n < node) for n in readers)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlicePiece:
     """Positions start, start + step, ... of a dim of the source; keeps: the piece has that dim, too."""
 
     source: Node
@@ -279,50 +282,52 @@ class Piece:
     start: Size
     length: Size
     step: int = 1
-    keeps: bool = True
+    keeps_dim: bool = True
 
 
-def piece_of(node: Any) -> Piece | None:
+def match_piece(node: Any) -> SlicePiece | None:
     """A slice, a select, or one result of a split, a chunk or an unbind; None where its place is not provable."""
     if not is_tensor(node) or node.op != "call_function":
         return None
-    return nth_piece(*node.args) if node.target is operator.getitem else nth_piece(node, 0)
+    return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)
 
 
-def nth_piece(of: Node, which: Any) -> Piece | None:
+def nth_result(of: Node, which: Any) -> SlicePiece | None:
     """One of the results of a node."""
-    found = lookup(of)
+    found = lookup_rule(of)
     if found is None or not isinstance(which, int):
         return None
     call, rule = found
     if rule is not None and rule.window is not None:
-        return Piece(call.operands[0], rule.window, *rule.spans[which])
+        return SlicePiece(call.operands[0], rule.window, *rule.spans[which])
     if of.target in (aten.select.int, aten.unbind.int):
-        at = size(call["index"]) if of.target is aten.select.int else which
+        at = as_size(call["index"]) if of.target is aten.select.int else which
         if not isinstance(at, int):  # of a sign that is not known
             return None
-        return Piece(call.operands[0], call.dim(), from_front(at, call.shape()[call.dim()]), 1, keeps=False)
-    return _strided(call) if of.target is aten.slice.Tensor else None
+        return SlicePiece(
+            call.operands[0], call.dim(), normalize_position(at, call.shape()[call.dim()]), 1, keeps_dim=False
+        )
+    return _strided_slice(call) if of.target is aten.slice.Tensor else None
 
 
-def _strided(call: Call) -> Piece | None:
+def _strided_slice(call: OpCall) -> SlicePiece | None:
     """A slice that leaves rows out, where numbers tell which."""
     dim, start, step = call.dim(), call["start"] or 0, call["step"]
-    extent, length = call.shape()[dim], shape_of(call.node)[dim]
+    extent, length = call.shape()[dim], node_shape(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
         return None
-    return Piece(call.operands[0], dim, min(max(from_front(start, extent), 0), extent), length, step)
+    return SlicePiece(call.operands[0], dim, min(max(normalize_position(start, extent), 0), extent), length, step)
 
 
-def slice_of(node: Any) -> Piece | None:
+def match_slice(node: Any) -> SlicePiece | None:
     """A contiguous piece that keeps its dim: a slice, a narrow, or one result of a split or a chunk."""
-    piece = piece_of(node)
-    return piece if piece is not None and piece.keeps and piece.step == 1 else None
+    piece = match_piece(node)
+    return piece if piece is not None and piece.keeps_dim and piece.step == 1 else None
 
 
-def join_of(node: Any) -> tuple[int, bool] | None:
+def match_join(node: Any) -> tuple[int, bool] | None:
     """The dim along which a cat or a stack joins several operands, and whether that is a new one."""
-    found = lookup(node) if node.target in JOINS else None
+    found = lookup_rule(node) if node.target in CONCAT_OPS else None
     if found is None or found[1] is None:
         return None
     before, after = found[1].operands[0], found[1].results[0]
@@ -331,7 +336,7 @@ def join_of(node: Any) -> tuple[int, bool] | None:
 
 
 @dataclass(frozen=True)
-class Pad:
+class PadMatch:
     """The source with `before` and `after` rows of a number around it along a dim; negative ones cut it."""
 
     source: Node
@@ -341,56 +346,60 @@ class Pad:
     fill: Any
 
 
-def pad_of(node: Node) -> Pad | None:
+def match_pad(node: Node) -> PadMatch | None:
     """A pad of one dim by a constant."""
-    along = slides_of(Call(node)) if node.target in PADS else {}
+    along = sliding_calls(OpCall(node)) if node.target in PAD_OPS else {}
     if len(along) != 1:
         return None
     ((dim, slides),) = along.items()
-    call, before = Call(node), slides.sliding.before
-    after = slides.sliding.after(call.shape()[dim])
-    return Pad(call.operands[0], dim, before, after, slides.tail[0]) if slides.first is None else None
+    call, before = OpCall(node), slides.sliding.before
+    after = slides.sliding.num_after(call.shape()[dim])
+    return PadMatch(call.operands[0], dim, before, after, slides.tail[0]) if slides.first is None else None
 
 
-def counts_up(node: Any) -> bool:
+def is_arange(node: Any) -> bool:
     """Is it 0, 1, 2, ...?"""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
     if node.target is aten.arange.default:
         return True
-    call = Call(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
+    call = OpCall(node) if node.target in (aten.arange.start, aten.arange.start_step) else None
     return call is not None and call["start"] == 0 and call.get("step", 1) == 1
 
 
-def constant_of(node: Any) -> Number | None:
+def constant_value(node: Any) -> Number | None:
     """The number that every element of a tensor holds, where the graph itself says it; None if it is not known."""
     if not is_tensor(node) or is_written(node):
         return None
     if node.op == "get_attr":
-        return _held(node) if not node.meta["val"].ndim else None
-    if node.op != "call_function" or node.target in FULL_OF:
-        return FULL_OF.get(node.target)
-    if node.target in FILLS or node.target is aten.scalar_tensor.default:
-        fill = Call(node)["fill_value" if node.target in FILLS else "s"]
-        held = fill if isinstance(fill, Number) else constant_of(fill)
-        return None if held is None else _in_dtype(held, node.meta["val"].dtype)
+        return _literal_tensor(node) if not node.meta["val"].ndim else None
+    if node.op != "call_function" or node.target in FULL_OPS:
+        return FULL_OPS.get(node.target)
+    if node.target in FILL_OPS or node.target is aten.scalar_tensor.default:
+        fill = OpCall(node)["fill_value" if node.target in FILL_OPS else "s"]
+        held = fill if isinstance(fill, Number) else constant_value(fill)
+        return None if held is None else _round_to_dtype(held, node.meta["val"].dtype)
     if node.target is aten.repeat.default:
-        return constant_of(node.args[0])
+        return constant_value(node.args[0])
     if node.target is aten.sqrt.default:
-        root = constant_of(node.args[0])
+        root = constant_value(node.args[0])
         return math.sqrt(root) if root is not None and root >= 0 else None
-    source = source_of(node)
-    held = constant_of(source) if source is not None else None
-    return held if held is None or source is None or _same_type(source, node) else _cast(held, node.meta["val"].dtype)
+    source = move_source(node)
+    held = constant_value(source) if source is not None else None
+    return (
+        held
+        if held is None or source is None or _has_same_type(source, node)
+        else _cast_exactly(held, node.meta["val"].dtype)
+    )
 
 
-def _cast(held: Number, dtype: torch.dtype) -> Number | None:
+def _cast_exactly(held: Number, dtype: torch.dtype) -> Number | None:
     """The same number in the dtype, if that holds it exactly."""
-    found = _in_dtype(held, dtype)
+    found = _round_to_dtype(held, dtype)
     return found if found == held else None
 
 
-def _in_dtype(held: Number, dtype: torch.dtype) -> Number | None:
+def _round_to_dtype(held: Number, dtype: torch.dtype) -> Number | None:
     """What a tensor of the dtype holds that is filled with the number; None if it cannot hold it."""
     try:
         return torch.tensor(held, dtype=dtype, device="cpu").item()
@@ -398,15 +407,15 @@ def _in_dtype(held: Number, dtype: torch.dtype) -> Number | None:
         return None
 
 
-def _held(x: Node) -> Number | None:
+def _literal_tensor(x: Node) -> Number | None:
     """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
     held = operator.attrgetter(x.target)(x.graph.owning_module)
-    constant = record(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
+    constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
     return held.item() if constant and not isinstance(held, FakeTensor) else None
 
 
-def scalar(x: Any, dtype: torch.dtype) -> float | None:
+def scalar_value(x: Any, dtype: torch.dtype) -> float | None:
     """A Python number, or what a tensor of no dims and of this dtype holds; None if it is not known, or not exactly."""
     if is_tensor(x) and not x.meta["val"].ndim and x.meta["val"].dtype == dtype:
-        x = constant_of(x)
+        x = constant_value(x)
     return float(x) if isinstance(x, Number) and not isinstance(x, bool) else None

@@ -16,102 +16,102 @@ from functools import cache, lru_cache
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.sizes import Size, product, quotient, same
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_size, size_product
 
-from .factors import KINDS, Dims, Factors, flat, group, parts
+from .factors import FACTOR_KINDS, BoundRule, Dims, dim_factors, flatten_dims, group_factors
 
-OPTIONS = ("sizes", "lazy", "begins", "pad", "masks", "reshapes", "lenders")
-MOST_SHAPES = 1024  # of one rule that are remembered
+RULE_OPTIONS = ("sizes", "lazy", "begins", "pad", "masks", "reshapes", "lenders")
+MAX_BOUND_SHAPES = 1024  # of one rule that are remembered
 _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 
 
 @dataclass(frozen=True)
-class Pattern:
+class RulePattern:
     """A parsed rule text, not yet tied to a call."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     kinds: Mapping[str, str]
     options: Mapping[str, Any]
-    _bound: dict[Any, Factors | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bound: dict[Any, BoundRule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
-    def parse(text: str, **options: Any) -> Pattern:
+    def parse(text: str, **options: Any) -> RulePattern:
         """Read a rule text. Raises SpError as `rule` does."""
         if "pad" in options:  # with a value, of which 0, 0.0 and False are different ones
-            return _read(text, options)
-        return _known(text, tuple(sorted(options.items())))
+            return _read_sides(text, options)
+        return _check_known(text, tuple(sorted(options.items())))
 
-    def at(self, call: Call) -> Factors | None:
+    def bind(self, call: OpCall) -> BoundRule | None:
         """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
         results = call.result_shapes()
         if (shapes, results) not in self._bound:  # layers are alike, and every analysis asks again
-            if len(self._bound) >= MOST_SHAPES:
+            if len(self._bound) >= MAX_BOUND_SHAPES:
                 self._bound.clear()
-            self._bound[shapes, results] = self._at(shapes, results)
+            self._bound[shapes, results] = self._bind(shapes, results)
         return self._bound[shapes, results]
 
-    def _at(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> Factors | None:
+    def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
         given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
-        bound = [_at_depth(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
+        bound = [_expand_ellipsis(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
         if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
             return None
         depth = max((len(s) - len(d) + 1 for d, s in zip(given, shapes) if "..." in d), default=0)
-        results = tuple(_at_depth(dims, depth) for dims in self.results)
-        kinds = {f: kind for name, kind in self.kinds.items() for f in _at_depth((name,), depth)}
+        results = tuple(_expand_ellipsis(dims, depth) for dims in self.results)
+        kinds = {f: kind for name, kind in self.kinds.items() for f in _expand_ellipsis((name,), depth)}
         pairs = [*zip(bound, shapes), *zip(results, result_shapes)]
-        extent = _extents(pairs)
-        grouped = _grouped(pairs, extent)
+        extent = _factor_sizes(pairs)
+        grouped = _solve_groups(pairs, extent)
         if grouped is None:
             return None
         operands = tuple(
             tuple("" if s == 1 and extent.get(f, 1) != 1 else f for f, s in zip(dims, shape))
             for dims, shape in zip(bound, shapes)
         )
-        return Factors(operands, results, kinds, **self.options, extents=grouped)
+        return BoundRule(operands, results, kinds, **self.options, extents=grouped)
 
 
 @lru_cache(maxsize=1024)
-def _known(text: str, options: tuple[tuple[str, Any], ...]) -> Pattern:
-    return _read(text, dict(options))
+def _check_known(text: str, options: tuple[tuple[str, Any], ...]) -> RulePattern:
+    return _read_sides(text, dict(options))
 
 
-def _read(text: str, options: dict[str, Any]) -> Pattern:
+def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
     text, *said = (part.strip() for part in text.split(";"))
     try:
-        options.update(_option(part) for part in said)
-        operands, results = _sides(text)
-        kinds = {f: kind for kind in KINDS for f in str(options.pop(kind, "")).split()}
-        _check(operands, results, kinds, options)
+        options.update(_read_option(part) for part in said)
+        operands, results = _split_sides(text)
+        kinds = {f: kind for kind in FACTOR_KINDS for f in str(options.pop(kind, "")).split()}
+        _check_rule(operands, results, kinds, options)
     except SpError as error:
         raise error.with_context(f"rule {text!r}: ") from None
-    return Pattern(operands, results, kinds, options)
+    return RulePattern(operands, results, kinds, options)
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _read_option(text: str) -> tuple[str, Any]:
     """What a rule's text says behind its dims."""
     name, given, value = text.partition("=")
     if not given:
         return name, True
     try:
-        return name, value if name in (*KINDS, "sizes") else ast.literal_eval(value)
+        return name, value if name in (*FACTOR_KINDS, "sizes") else ast.literal_eval(value)
     except (SyntaxError, ValueError):
         raise SpError("SP933", f"{name}: expected a Python constant, got {value!r}.") from None
 
 
 @cache
-def _sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     if text.count("->") != 1:
         raise SpError("SP931", f"expected one '->' between operands and results, got {text.count('->')}.")
     operands, results = (
-        tuple(_dims(value) for value in side.split(",")) if side.strip() else () for side in text.split("->")
+        tuple(_read_dims(value) for value in side.split(",")) if side.strip() else () for side in text.split("->")
     )
     return operands, results or ((),)
 
 
-def _dims(text: str) -> Dims:
+def _read_dims(text: str) -> Dims:
     """The dims of one operand or result."""
     dims: list[str] = []
     inside: list[str] | None = None
@@ -123,7 +123,7 @@ def _dims(text: str) -> Dims:
         elif token == ")":
             if not inside:
                 raise SpError("SP931", f"{text.strip()!r} has {'an empty group' if inside == [] else 'a ) without ('}.")
-            dims.append(group(inside))
+            dims.append(group_factors(inside))
             inside = None
         elif inside is not None and token in ("...", "1"):
             raise SpError("SP931", f"{text.strip()!r} has {token!r} in a group.")
@@ -133,21 +133,23 @@ def _dims(text: str) -> Dims:
             (dims if inside is None else inside).append("" if token == "1" else token)
     if inside is not None:
         raise SpError("SP931", f"{text.strip()!r} has a ( without ).")
-    named = flat(tuple(dims))
+    named = flatten_dims(tuple(dims))
     if twice := sorted({f for f in named if named.count(f) > 1}):
         raise SpError("SP931", f"{text.strip()!r} has {twice} twice.")
     return tuple(dims)
 
 
-def _check(
+def _check_rule(
     operands: tuple[Dims, ...], results: tuple[Dims, ...], kinds: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
     """Every factor that vanishes is classified, every one classified is there, and every size is known."""
-    unknown = set(options) - set(OPTIONS)
+    unknown = set(options) - set(RULE_OPTIONS)
     if unknown:
-        raise SpError("SP932", f"expected options out of {', '.join((*KINDS, *OPTIONS))}, got {sorted(unknown)}.")
-    had = {f for dims in operands for f in flat(dims)}
-    kept = {f for dims in results for f in flat(dims)}
+        raise SpError(
+            "SP932", f"expected options out of {', '.join((*FACTOR_KINDS, *RULE_OPTIONS))}, got {sorted(unknown)}."
+        )
+    had = {f for dims in operands for f in flatten_dims(dims)}
+    kept = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
         if f not in had and (kind != "whole" or f not in kept):
             raise SpError("SP934", f"{f!r} is classified but is no dim of an operand.")
@@ -155,26 +157,26 @@ def _check(
     if lost:
         raise SpError("SP935", f"{lost} are in no result and are not classified.")
     dims = [dim for side in (*operands, *results) for dim in side]
-    unsized = (had | kept) - set(_sized(dims, {f for f in dims if f[:1] != "("}))
+    unsized = (had | kept) - set(_solve_sizes(dims, {f for f in dims if f[:1] != "("}))
     if unsized:
         raise SpError("SP936", f"the sizes of {sorted(unsized)} are not known, as they are in groups only.")
 
 
-def _sized(dims: Iterable[str], known: set[str]) -> set[str]:
+def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
     """The factors whose sizes follow from those of the dims, given these."""
-    groups = [parts(dim) for dim in dims if dim[:1] == "("]
+    groups = [dim_factors(dim) for dim in dims if dim[:1] == "("]
     while found := {f for g in groups for f in g if f not in known and known.issuperset({*g} - {f})}:
         known = known | found
     return known
 
 
-def _at_depth(dims: Dims, depth: int) -> Dims:
+def _expand_ellipsis(dims: Dims, depth: int) -> Dims:
     """The dims with so many for "...", counted from its last."""
     dots = tuple(f"~{i}" for i in range(depth - 1, -1, -1))
     return tuple(f for name in dims for f in (dots if name == "..." else (name,)))
 
 
-def _extents(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
+def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
     """The size of each factor that is a dim: that of a dim that does not broadcast."""
     out: dict[str, Size] = {}
     for dims, shape in pairs:
@@ -184,22 +186,22 @@ def _extents(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str,
     return out
 
 
-def _grouped(
+def _solve_groups(
     pairs: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
     """The size of each factor of a group; None if a group is not as long as they are together."""
-    groups = [(parts(dim), s) for dims, shape in pairs for dim, s in zip(dims, shape) if dim[:1] == "("]
+    groups = [(dim_factors(dim), s) for dims, shape in pairs for dim, s in zip(dims, shape) if dim[:1] == "("]
     out: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
     waiting = groups
     while waiting:
         later = []
         for dim, extent in waiting:
             missing = [f for f in dim if f not in out]
-            others = product(out[f] for f in dim if f in out)
-            rest = quotient(extent, others)
+            others = size_product(out[f] for f in dim if f in out)
+            rest = exact_quotient(extent, others)
             if len(missing) > 1:
                 later.append((dim, extent))
-            elif (missing and rest is None) or not (missing or same(extent, others)):
+            elif (missing and rest is None) or not (missing or is_same_size(extent, others)):
                 return None
             elif missing:
                 out[missing[0]] = rest

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from sp_compile.lowering.base.frames import RowOrder, row_order
-from sp_compile.passes.graph.sizes import Size, ceil_div, divides, product, same
+from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_size, size_product
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,23 @@ class Frame:
         """What `folds` stands for."""
         return row_order(self.folds)
 
-    def local(self, n: int) -> Size:
+    def local_length(self, n: int) -> Size:
         """How many positions each of `n` ranks holds, padding included."""
         chunks = self.order.chunks
         return chunks * ceil_div(self.size, chunks * n)
 
-    def exact(self, n: int) -> bool:
+    def is_exact(self, n: int) -> bool:
         """Every position of every rank is valid: no padding to mask."""
-        return same(self.start, 0) and same(self.length, self.size) and divides(self.order.chunks * n, self.size)
+        return (
+            is_same_size(self.start, 0)
+            and is_same_size(self.length, self.size)
+            and divides(self.order.chunks * n, self.size)
+        )
 
-    def like(self, other: Frame) -> bool:
+    def is_same_window(self, other: Frame) -> bool:
         """Are both the same window of the same axis, whatever the symbols are?"""
         mine, others = (self.size, self.start, self.length), (other.size, other.start, other.length)
-        return self.folds == other.folds and all(same(a, b) for a, b in zip(mine, others))
+        return self.folds == other.folds and all(is_same_size(a, b) for a, b in zip(mine, others))
 
 
 @dataclass(frozen=True)
@@ -81,17 +85,21 @@ class Shard:
     def __str__(self) -> str:
         return f"S({self.dim})"
 
-    def on(self, dim: int) -> Shard:
+    def on_dim(self, dim: int) -> Shard:
         """The same shard with its factor in another dim."""
         return self if dim == self.dim else replace(self, dim=dim)
 
-    def matches(self, other: Shard) -> bool:
+    def has_same_positions(self, other: Shard) -> bool:
         """The same positions on the same ranks, whatever dim they lie in."""
-        return self.frame.like(other.frame) and same(self.outer, other.outer) and same(self.inner, other.inner)
+        return (
+            self.frame.is_same_window(other.frame)
+            and is_same_size(self.outer, other.outer)
+            and is_same_size(self.inner, other.inner)
+        )
 
     def local_size(self, n: int) -> Size:
         """The size of the sharded dim on one of `n` ranks."""
-        return product((self.outer, self.frame.local(n), self.inner))
+        return size_product((self.outer, self.frame.local_length(n), self.inner))
 
     def frame_arg(self) -> tuple[Size, ...]:
         """The frame as sp:: ops take it: outer, size, start, length, and folds where that is not 1."""
@@ -140,7 +148,7 @@ class Demand:
 
 
 @dataclass
-class Plan:
+class PlacementPlan:
     """What propagation found; recomputed after every rewrite, never patched.
 
     placements: of each node's results.

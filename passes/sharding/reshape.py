@@ -13,64 +13,64 @@ from operator import mul
 
 import sympy
 
-from sp_compile.passes.graph.sizes import Size, gcd, lcm, quotient, same, size, typical
+from sp_compile.passes.graph.sizes import Size, as_size, assume_large, exact_quotient, is_same_size, size_gcd, size_lcm
 
-from .factors import Dims, Factors, group, parts
+from .factors import BoundRule, Dims, dim_factors, group_factors
 
-_EMPTY = sympy.Symbol("empty", integer=True, positive=True)  # stands for 0, which everything divides
-Cut = tuple[str, Size, Size]  # a factor, and how many elements of the slower ones are before and with it
+_EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # stands for 0, which everything divides
+DimCut = tuple[str, Size, Size]  # a factor, and how many elements of the slower ones are before and with it
 
 
 @lru_cache(maxsize=4096)
-def reshaping(before: tuple[Size, ...], after: tuple[Size, ...]) -> Factors:
+def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule:
     """The rule of an op that gives the same elements other dims."""
-    old, new = _strides(before), _strides(after)
-    cuts: tuple[list[list[Cut]], list[list[Cut]]] = ([[] for _ in before], [[] for _ in after])
+    old, new = _dim_strides(before), _dim_strides(after)
+    cuts: tuple[list[list[DimCut]], list[list[DimCut]]] = ([[] for _ in before], [[] for _ in after])
     extents: dict[str, Size] = {}
-    for i, j, start, end, extent in _shared(old, new):
+    for i, j, start, end, extent in _shared_factors(old, new):
         factor = f"d{len(extents)}"
         extents[factor] = extent
         cuts[0][i].append((factor, start, end))
         cuts[1][j].append((factor, start, end))
     shared = len(extents)
-    operand, result = _dims(old, cuts[0], "old", extents), _dims(new, cuts[1], "new", extents)
+    operand, result = _group_dims(old, cuts[0], "old", extents), _group_dims(new, cuts[1], "new", extents)
     across = dict.fromkeys([*extents][shared:], "whole")
-    grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in parts(dim)}
-    sizes = {f: size(sympy.sympify(s).subs(_EMPTY, 0)) for f, s in extents.items() if f in grouped}
-    return Factors((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
+    grouped = {f for dim in (*operand, *result) if dim[:1] == "(" for f in dim_factors(dim)}
+    sizes = {f: as_size(sympy.sympify(s).subs(_EMPTY_RULE, 0)) for f, s in extents.items() if f in grouped}
+    return BoundRule((operand,), (result,), across, lazy=True, reshapes=True, extents=sizes)
 
 
-def _strides(shape: Sequence[Size]) -> list[Size]:
+def _dim_strides(shape: Sequence[Size]) -> list[Size]:
     """How many elements of the slower dims there are before each dim, and in all."""
-    return list(accumulate((_EMPTY if s == 0 else s for s in shape), mul, initial=1))
+    return list(accumulate((_EMPTY_RULE if s == 0 else s for s in shape), mul, initial=1))
 
 
-def _shared(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
+def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
     """(old dim, new dim, start, end, extent) of every factor that is whole in both."""
     i = j = 0
     while i + 1 < len(old) and j + 1 < len(new):
         ends = old[i + 1], new[j + 1]
-        start, end = lcm(old[i], new[j]), gcd(*ends)
-        extent = quotient(end, start)
-        if extent is not None and not same(extent, 1):
+        start, end = size_lcm(old[i], new[j]), size_gcd(*ends)
+        extent = exact_quotient(end, start)
+        if extent is not None and not is_same_size(extent, 1):
             yield i, j, start, end, extent
-        first, second = (same(end, e) for e in ends)
+        first, second = (is_same_size(end, e) for e in ends)
         if not (first or second):  # neither divides the other: whichever is longer goes on
-            lengths = [typical(e) for e in ends]
+            lengths = [assume_large(e) for e in ends]
             first, second = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
         i, j = i + first, j + second
 
 
-def _dims(ends: Sequence[Size], cuts: Sequence[Sequence[Cut]], name: str, extents: dict[str, Size]) -> Dims:
+def _group_dims(ends: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
     """The dims as groups of the shared factors, and of what lies between them, which gets a name and an extent."""
     dims = []
     for (at, end), own in zip(pairwise(ends), cuts):
         factors = []
         for factor, start, stop in (*own, ("", end, end)):
-            if not same(at, start):
+            if not is_same_size(at, start):
                 factors.append(f"{name}{len(extents)}")
-                extents[factors[-1]] = quotient(start, at) or start / at
+                extents[factors[-1]] = exact_quotient(start, at) or start / at
             factors.append(factor)
             at = stop
-        dims.append(group(factors))
+        dims.append(group_factors(factors))
     return tuple(dims)

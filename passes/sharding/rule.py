@@ -12,12 +12,13 @@ One that vanishes must be classified, or registration fails:
     whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
     scan=    every position needs what all before it combine to         cumsum's dim (it stays in the result)
-    halo=    a position needs its neighbours (see `Factors.slides`)      conv1d's dim (it stays in the result)
-    window=  a result is a contiguous piece of it (see `Factors.spans`) slice's dim (it stays in the result)
+    halo=    a position needs its neighbours (see `BoundRule.slides`)      conv1d's dim (it stays in the result)
+    window=  a result is a contiguous piece of it (see `BoundRule.spans`) slice's dim (it stays in the result)
 
 A dim that is a product of factors is a group, slowest first: `"b s d -> (b s) d"` flattens.
 
-Ops whose behaviour depends on arguments register a function from the Call to a rule with `@rule_of(op, ...)`.
+Ops whose behaviour depends on arguments register a function from the Call to a rule with
+`@register_rule_function(op, ...)`.
 The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is ours.
 """
 
@@ -33,31 +34,33 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 
-from .factors import Dims, Factors
-from .notation import Pattern
+from .factors import BoundRule, Dims
+from .notation import RulePattern
 from .placement import Placement
 
-__all__ = ["POINTWISE", "Call", "Dims", "Factors", "Pattern", "RuleFunction", "rule", "rule_of"]
+__all__ = ["POINTWISE", "BoundRule", "Dims", "OpCall", "RuleFunction", "RulePattern", "register_rule_function", "rule"]
 
-RuleFunction = Callable[[Call], Factors | None]
+RuleFunction = Callable[[OpCall], BoundRule | None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # a decorated function keeps its own type
-TransferFunction = Callable[[Call], tuple[Placement, ...]]
+TransferFunction = Callable[[OpCall], tuple[Placement, ...]]
 POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
 RULES: Table[RuleFunction] = Table("sharding rules", again=True)
 TRANSFERS: Table[TransferFunction] = Table("placements of exchanges")
-_SEEN: ContextVar[dict[Node, tuple[Call, Factors | None]] | None] = ContextVar("calls and their rules", default=None)
+_LOOKUP_CACHE: ContextVar[dict[Node, tuple[OpCall, BoundRule | None]] | None] = ContextVar(
+    "calls and their rules", default=None
+)
 
 
-def lookup(node: Node) -> tuple[Call, Factors | None] | None:
+def lookup_rule(node: Node) -> tuple[OpCall, BoundRule | None] | None:
     """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    seen = _SEEN.get()
+    seen = _LOOKUP_CACHE.get()
     if seen is not None and node in seen:
         return seen[node]
-    call, function = Call(node), _function_of(node.target)
+    call, function = OpCall(node), _rule_function(node.target)
     found = call, function(call) if function is not None else None
     if seen is not None:
         seen[node] = found
@@ -65,39 +68,39 @@ def lookup(node: Node) -> tuple[Call, Factors | None] | None:
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
-    """While no graph changes, a call and its rule stay what they are: `lookup` makes them once."""
-    token = _SEEN.set({})
+def cache_lookups() -> Iterator[None]:
+    """While no graph changes, a call and its rule stay what they are: `lookup_rule` makes them once."""
+    token = _LOOKUP_CACHE.set({})
     try:
         yield
     finally:
-        _SEEN.reset(token)
+        _LOOKUP_CACHE.reset(token)
 
 
 def has_rule(target: Any) -> bool:
     """Does an op have a rule, whether or not that fits the operands of a call?"""
-    return isinstance(target, OpOverload) and _function_of(target) is not None
+    return isinstance(target, OpOverload) and _rule_function(target) is not None
 
 
-def _function_of(op: OpOverload) -> RuleFunction | None:
+def _rule_function(op: OpOverload) -> RuleFunction | None:
     found = RULES.get(op)
     if found is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, and writes
         found = RULES[POINTWISE]
     return found
 
 
-def rule_of(*ops: Any) -> Callable[[FunctionT], FunctionT]:
+def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Decorator: the rule of these op overloads depends on their arguments."""
     return RULES.of(*ops)
 
 
-def transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
+def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
     """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
     return TRANSFERS.of(*ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
-    """What `transfer` registered for the op; None for any op that computes."""
+    """What `register_transfer` registered for the op; None for any op that computes."""
     return TRANSFERS.get(target)
 
 
@@ -109,11 +112,11 @@ def rule(op: Any, *texts: str, **options: Any) -> None:
     pad, masks, reshapes, lenders as in Factors.
     Raises SpError for a malformed text, when a vanishing factor is not classified or an option is unknown.
     """
-    parsed = [Pattern.parse(text, **options) for text in texts]
+    parsed = [RulePattern.parse(text, **options) for text in texts]
     by_count = {len(p.operands): p for p in parsed}
 
-    def instantiate(call: Call) -> Factors | None:
+    def instantiate(call: OpCall) -> BoundRule | None:
         pattern = by_count.get(len(call.operands))
-        return pattern.at(call) if pattern is not None else None
+        return pattern.bind(call) if pattern is not None else None
 
-    rule_of(*op if isinstance(op, (list, tuple)) else [op])(instantiate)
+    register_rule_function(*op if isinstance(op, (list, tuple)) else [op])(instantiate)

@@ -20,8 +20,8 @@ import torch
 from torch.fx import map_arg
 
 from sp_compile.lowering.windows import window_ops as ops
-from sp_compile.passes.graph.call import Call, overloads
-from sp_compile.passes.graph.sizes import Size, divides, mostly, quotient, same, size, typical
+from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.sizes import Size, as_size, assume_large, divides, exact_quotient, is_most_of, is_same_size
 
 from .placement import Frame, Shard
 
@@ -41,64 +41,64 @@ class SlidingRows:
     stride: int = 1
     rolls: Size | None = None
 
-    def after(self, rows: Size) -> Size:
+    def num_after(self, rows: Size) -> Size:
         """How many constants follow an operand of so many rows; negative if the last rows are not read."""
-        return plain((self.length - 1) * self.stride + self.width - self.before - rows)
+        return simplify_size((self.length - 1) * self.stride + self.width - self.before - rows)
 
-    def fits(self, rows: Size) -> bool:
+    def is_within(self, rows: Size) -> bool:
         """Is the result no longer than a sequence of so many rows, one for every `stride` of which it has?"""
-        return _at_most(self.length * self.stride, rows)
+        return _is_at_most(self.length * self.stride, rows)
 
 
-def plain(a: Size) -> Size:
+def simplify_size(a: Size) -> Size:
     """The size with its terms collected: an int where the symbols cancel."""
-    return a if isinstance(a, int) else size(sympy.expand(a))
+    return a if isinstance(a, int) else as_size(sympy.expand(a))
 
 
-def place(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
+def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     """Where the result lies if the operand lies as in `shard`, or why it has to be whole instead."""
     frame = shard.frame
-    if not frame.order.in_order:
+    if not frame.order.is_in_order:
         return f"its neighbours are elsewhere in the {frame.order.name} layout"
-    if not (same(shard.outer, 1) and same(shard.inner, 1)):
+    if not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:
-        return _rolled(sliding, shard, n)
-    size = frame.size if sliding.stride == 1 else quotient(frame.size, sliding.stride)
+        return _place_roll(sliding, shard, n)
+    size = frame.size if sliding.stride == 1 else exact_quotient(frame.size, sliding.stride)
     if size is None or (sliding.stride > 1 and not divides(n, size)):
         return f"{n} ranks times its stride of {sliding.stride} do not provably divide the sequence of {frame.size}"
     found = _result_frame(sliding, frame, size)
     if found is None:
         return f"a result of {sliding.length} rows does not fit into a sequence of {size}"
-    if same(found.length, 1) or not mostly(found.length, found.size):
+    if is_same_size(found.length, 1) or not is_most_of(found.length, found.size):
         return f"a result of {sliding.length} rows would leave most ranks idle"
-    low = plain(frame.start - sliding.before - sliding.stride * found.start)
+    low = simplify_size(frame.start - sliding.before - sliding.stride * found.start)
     if not isinstance(low, int) or not isinstance(sliding.width, int):
         return "how far it reaches is not known"
     reach = max(-low, 0) + max(low + sliding.width - sliding.stride, 0)
-    if sliding.width > 1 and 2 * reach > typical(frame.size):
+    if sliding.width > 1 and 2 * reach > assume_large(frame.size):
         return f"it reaches over {reach} rows, more than half of the sequence of {frame.size}"
     return replace(shard, frame=found)
 
 
-def _rolled(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
+def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     sizes = (sliding.rolls, shard.frame.size, shard.frame.start, shard.frame.length)
-    if isinstance(sliding.rolls, int) and (shard.frame.exact(n) or all(isinstance(s, int) for s in sizes)):
+    if isinstance(sliding.rolls, int) and (shard.frame.is_exact(n) or all(isinstance(s, int) for s in sizes)):
         return shard
     return f"{n} ranks do not provably divide the sequence of {shard.frame.size} that it goes round"
 
 
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
-    """The result's window of `size` positions: next to the operand's, else at the front, else at the end."""
-    last = plain(size - sliding.length)
-    beside = quotient(frame.start, sliding.stride)
+    """The result's window of `as_size` positions: next to the operand's, else at the front, else at the end."""
+    last = simplify_size(size - sliding.length)
+    beside = exact_quotient(frame.start, sliding.stride)
     for start in (beside, 0, last):
-        if start is not None and _at_most(start, last) and _at_most(0, start):
+        if start is not None and _is_at_most(start, last) and _is_at_most(0, start):
             return Frame(size, start, sliding.length)
     return None
 
 
-def _at_most(a: Size, b: Size) -> bool:
+def _is_at_most(a: Size, b: Size) -> bool:
     """Is a <= b whatever the symbols, which are positive, are?"""
     difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
     return bool(difference.is_nonnegative)
@@ -121,111 +121,111 @@ class WindowCall:
         """What follows an x of so many rows."""
         if self.sliding.rolls is not None:
             return self.head
-        return (*self.head, self.sliding.before, self.sliding.after(rows), *self.tail)
+        return (*self.head, self.sliding.before, self.sliding.num_after(rows), *self.tail)
 
 
-def slides_of(call: Call) -> Mapping[int, WindowCall]:
+def sliding_calls(call: OpCall) -> Mapping[int, WindowCall]:
     """By dim of the first operand: how the call slides along it. Empty where it does not, or not in known steps."""
     function = WINDOW_CALLS.get(call.node.target)
     found = function(call) if function is not None else {}
-    return {d: s for d, s in found.items() if _known(s.sliding, call.shape()[d])}
+    return {d: s for d, s in found.items() if _has_known_rows(s.sliding, call.shape()[d])}
 
 
-def _known(sliding: SlidingRows, rows: Size) -> bool:
+def _has_known_rows(sliding: SlidingRows, rows: Size) -> bool:
     if sliding.rolls is not None:
         return isinstance(sliding.rolls, int)
-    numbers = (sliding.before, sliding.width, sliding.stride, sliding.after(rows))
-    return all(isinstance(s, int) for s in numbers) and not same(sliding.length, 0)
+    numbers = (sliding.before, sliding.width, sliding.stride, sliding.num_after(rows))
+    return all(isinstance(s, int) for s in numbers) and not is_same_size(sliding.length, 0)
 
 
-Along = Mapping[int, WindowCall]
+SlideFunction = Mapping[int, WindowCall]
 
 
-def _number(value: Any, default: Any = None) -> Any:
+def _single_number(value: Any, default: Any = None) -> Any:
     """The number in a list argument of an op of one spatial dim; the default if the list is empty."""
     listed = value if isinstance(value, Sequence) else [value]
-    return size(listed[0]) if listed else default
+    return as_size(listed[0]) if listed else default
 
 
-def _last(call: Call, before: Size, width: Size, stride: int) -> SlidingRows:
+def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> SlidingRows:
     """Along the last dim."""
     return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
-def _conv(call: Call) -> Along:
+def _conv_windows(call: OpCall) -> SlideFunction:
     weight, padding = call.shape("weight"), call["padding"]
     if len(weight) != 3 or call.get("transposed") or not isinstance(weight[-1], int):
         return {}
-    stride, dilation = _number(call["stride"], 1), _number(call["dilation"], 1)
+    stride, dilation = _single_number(call["stride"], 1), _single_number(call["dilation"], 1)
     width = dilation * (weight[-1] - 1) + 1
     if isinstance(padding, str):
         before = (width - 1) // 2 if padding == "same" else 0
     else:
-        before = _number(padding, 0)
+        before = _single_number(padding, 0)
     head, tail = (call["weight"], call["bias"]), (stride, dilation, call["groups"])
-    return {call.ndim() - 1: WindowCall(_last(call, before, width, stride), sp.conv1d.default, head, tail)}
+    return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.conv1d.default, head, tail)}
 
 
-def _avg_pool(call: Call) -> Along:
+def _avg_pool_windows(call: OpCall) -> SlideFunction:
     """Windows that end beyond the padding, or do not count it, divide by fewer rows."""
-    width, before = _number(call["kernel_size"]), _number(call["padding"], 0)
-    stride = _number(call["stride"], width)
-    sliding = _last(call, before, width, stride)
-    after = sliding.after(call.shape()[-1])
+    width, before = _single_number(call["kernel_size"]), _single_number(call["padding"], 0)
+    stride = _single_number(call["stride"], width)
+    sliding = _along_last_dim(call, before, width, stride)
+    after = sliding.num_after(call.shape()[-1])
     if not (isinstance(after, int) and after <= before) or not (before == 0 or call["count_include_pad"]):
         return {}
     return {call.ndim() - 1: WindowCall(sliding, sp.avg_pool1d.default, (), (width, stride))}
 
 
-def _max_pool(call: Call) -> Along:
-    rows, before, dilation = (_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
-    stride, width = _number(call["stride"], rows), dilation * (rows - 1) + 1
+def _max_pool_windows(call: OpCall) -> SlideFunction:
+    rows, before, dilation = (_single_number(call[name]) for name in ("kernel_size", "padding", "dilation"))
+    stride, width = _single_number(call["stride"], rows), dilation * (rows - 1) + 1
     if not call.results()[0].is_floating_point():
         return {}
     tail = (-math.inf, width, stride, dilation)
-    return {call.ndim() - 1: WindowCall(_last(call, before, width, stride), sp.max_pool1d.default, (), tail)}
+    return {call.ndim() - 1: WindowCall(_along_last_dim(call, before, width, stride), sp.max_pool1d.default, (), tail)}
 
 
-def _unfold(call: Call) -> Along:
-    at, width, stride = call.dim("dimension"), size(call["size"]), size(call["step"])
+def _unfold_windows(call: OpCall) -> SlideFunction:
+    at, width, stride = call.dim("dimension"), as_size(call["size"]), as_size(call["step"])
     if call.ndim() == 0 or not isinstance(stride, int):
         return {}
     sliding = SlidingRows(call.result_shapes()[0][at], 0, width, stride)
     return {at: WindowCall(sliding, sp.unfold.default, (at,), (0, width, stride))}
 
 
-def _pad(call: Call) -> Along:
+def _pad_windows(call: OpCall) -> SlideFunction:
     """Dims are padded one after the other, so that the others may come first."""
     fill = call["value"] if call["value"] is not None else 0
     if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
         return {}
-    widths = [size(w) for w in call["pad"]]
+    widths = [as_size(w) for w in call["pad"]]
     out = {}
     for i in range(0, len(widths), 2):
         at, pair = call.ndim() - 1 - i // 2, widths[i : i + 2]
         others = [*widths[:i], 0, 0, *widths[i + 2 :]]
-        if not all(same(w, 0) for w in pair):
+        if not all(is_same_size(w, 0) for w in pair):
             first = (aten.constant_pad_nd.default, (others, fill)) if any(others) else None
             sliding = SlidingRows(call.result_shapes()[0][at], pair[0])
             out[at] = WindowCall(sliding, sp.shift.default, (at,), (fill,), first)
     return out
 
 
-def _roll(call: Call) -> Along:
+def _roll_windows(call: OpCall) -> SlideFunction:
     shape, shifts, by_dim = call.shape(), call["shifts"], dict[int, Size]()
     for d, shift in zip(call["dims"] or (), shifts if isinstance(shifts, Sequence) else [shifts]):
         at = int(d) % max(len(shape), 1)
-        by_dim[at] = plain(by_dim.get(at, 0) + size(shift))
+        by_dim[at] = simplify_size(by_dim.get(at, 0) + as_size(shift))
     out = {}
     for at, shift in by_dim.items():
         others = [d for d in by_dim if d != at]
         first = (aten.roll.default, ([by_dim[d] for d in others], others)) if others else None
-        by = _short_way(shift, shape[at])
+        by = _shorter_shift(shift, shape[at])
         out[at] = WindowCall(SlidingRows(shape[at], rolls=by), sp.roll.default, (at, by), first=first)
     return out
 
 
-def _short_way(shift: Size, length: Size) -> Size:
+def _shorter_shift(shift: Size, length: Size) -> Size:
     """The same roll by at most half of the length, where numbers tell."""
     if not isinstance(shift, int) or not isinstance(length, int) or length == 0:
         return shift
@@ -233,7 +233,7 @@ def _short_way(shift: Size, length: Size) -> Size:
     return forward if 2 * forward <= length else forward - length
 
 
-def _ours(call: Call) -> Along:
+def _sp_windows(call: OpCall) -> SlideFunction:
     """The arguments of an sp:: op spell it all."""
     op, arguments = call.node.target, list(call.args)
     at = call.dim() if "dim" in call.args else call.ndim() - 1
@@ -252,22 +252,22 @@ def _ours(call: Call) -> Along:
 SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
 """The ops that take shards, if their frame says where these lie."""
 
-WINDOW_CALLS: Mapping[Any, Callable[[Call], Along]] = {
-    **dict.fromkeys(overloads("conv1d conv1d.padding convolution"), _conv),
-    **dict.fromkeys(overloads("constant_pad_nd pad"), _pad),
-    aten.avg_pool1d.default: _avg_pool,
-    aten.max_pool1d.default: _max_pool,
-    aten.roll.default: _roll,
-    aten.unfold.default: _unfold,
-    **dict.fromkeys(SHARD_WINDOWS, _ours),
+WINDOW_CALLS: Mapping[Any, Callable[[OpCall], SlideFunction]] = {
+    **dict.fromkeys(parse_overloads("conv1d conv1d.padding convolution"), _conv_windows),
+    **dict.fromkeys(parse_overloads("constant_pad_nd pad"), _pad_windows),
+    aten.avg_pool1d.default: _avg_pool_windows,
+    aten.max_pool1d.default: _max_pool_windows,
+    aten.roll.default: _roll_windows,
+    aten.unfold.default: _unfold_windows,
+    **dict.fromkeys(SHARD_WINDOWS, _sp_windows),
 }
 
 
-def shifts_of(call: Call, n: int) -> list[tuple[int, Any]]:
+def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
     """(ranks further on, rows) of every shift in the forward of a call on shards; those of the backward go back."""
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
-    ((_, slides),) = _ours(call).items()
+    ((_, slides),) = _sp_windows(call).items()
     lies = (call["frame"], call.get("result") or call["frame"])
     frame, result = map_arg(lies, lambda node: node.meta["val"])
     sliding = slides.sliding

@@ -13,79 +13,81 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.closure import reached
-from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.closure import iterate_reachable
+from sp_compile.passes.graph.sizes import is_same_size
 
-from .placement import Demand, Frame, Plan, Shard
+from .placement import Demand, Frame, PlacementPlan, Shard
 
-MOST_ROUNDS = 8
+MAX_ALIGN_ROUNDS = 8
 """Windows of windows: each round lets those begin elsewhere that the one before has made differ."""
-Begins = Mapping[Node, Frame]
+WindowStarts = Mapping[Node, Frame]
 
 
-def begun_in_windows(propagated: Callable[[Begins], Plan]) -> Plan:
+def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> PlacementPlan:
     """The plan with the fewest values that lie otherwise than what they meet. propagated: with such frames."""
     begins: dict[Node, Frame] = {}
     best = plan = propagated(begins)
-    for _ in range(MOST_ROUNDS):
-        demands = _otherwise(plan)
-        best = _better(best, plan)
-        found = {node: frame for demand in demands for node, frame in _moved(demand, plan).items()}
+    for _ in range(MAX_ALIGN_ROUNDS):
+        demands = _misaligned_demands(plan)
+        best = _choose_better(best, plan)
+        found = {node: frame for demand in demands for node, frame in _start_candidates(demand, plan).items()}
         if found.items() <= begins.items():
             break
         begins = {**begins, **found}
         plan = propagated(begins)
-    return _better(best, plan)
+    return _choose_better(best, plan)
 
 
-def _better(known: Plan, other: Plan) -> Plan:
+def _choose_better(known: PlacementPlan, other: PlacementPlan) -> PlacementPlan:
     """The other one, if it has fewer such values, and no more of all that has to be exchanged."""
-    fewer = len(_otherwise(other)) < len(_otherwise(known))
+    fewer = len(_misaligned_demands(other)) < len(_misaligned_demands(known))
     return other if fewer and len(other.demands) <= len(known.demands) else known
 
 
-def _otherwise(plan: Plan) -> list[Demand]:
+def _misaligned_demands(plan: PlacementPlan) -> list[Demand]:
     """Of values that lie in another sequence than what they meet, with as many rows."""
-    return [demand for demand in plan.demands if demand.kind == "align" and _frames(demand, plan) is not None]
+    return [demand for demand in plan.demands if demand.kind == "align" and _demand_frames(demand, plan) is not None]
 
 
-def _frames(demand: Demand, plan: Plan) -> tuple[Frame, Frame] | None:
+def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] | None:
     """Where the operand lies, and where it is wanted."""
     wants, have = plan.wants.get(demand.node, ()), demand.have
     want = wants[demand.operand] if demand.operand < len(wants) else None
     if not isinstance(have, Shard) or not isinstance(want, Shard):
         return None
-    other = same(have.frame.length, want.frame.length) and not same(have.frame.size, want.frame.size)
+    other = is_same_size(have.frame.length, want.frame.length) and not is_same_size(have.frame.size, want.frame.size)
     return (have.frame, want.frame) if other else None
 
 
-def _moved(demand: Demand, plan: Plan) -> dict[Node, Frame]:
+def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
     """Nodes where what lies otherwise begins, or else where what it meets does, and where they had better."""
-    frames = _frames(demand, plan)
+    frames = _demand_frames(demand, plan)
     assert frames is not None
     have, want = frames
-    operands = Call(demand.node).operands
-    found = _beginnings(operands[demand.operand], have, plan)
+    operands = OpCall(demand.node).operands
+    found = _start_nodes(operands[demand.operand], have, plan)
     if found:
         return dict.fromkeys(found, want)
-    others = [x for x, p in zip(operands, plan.wants[demand.node]) if isinstance(p, Shard) and _lies(x, want, plan)]
-    begun = [_beginnings(x, want, plan) for x in others]
+    others = [
+        x for x, p in zip(operands, plan.wants[demand.node]) if isinstance(p, Shard) and _has_frame(x, want, plan)
+    ]
+    begun = [_start_nodes(x, want, plan) for x in others]
     return dict.fromkeys((node for nodes in begun for node in nodes), have) if all(begun) else {}
 
 
-def _lies(node: Node, frame: Frame, plan: Plan) -> bool:
-    return any(isinstance(p, Shard) and p.frame.like(frame) for p in plan.placements.get(node, ()))
+def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
+    return any(isinstance(p, Shard) and p.frame.is_same_window(frame) for p in plan.placements.get(node, ()))
 
 
-def _beginnings(x: Node, frame: Frame, plan: Plan) -> list[Node]:
+def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
     """The nodes at which what makes x begins on shards of the frame; [] if a part of it is given so, or cut so."""
 
     def sharded(node: Node) -> list[Node]:
         given = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as it is wanted
         return [i for i in given if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
 
-    nodes = list(reached([x], sharded))
-    if not all(node.op == "call_function" and _lies(node, frame, plan) for node in nodes):
+    nodes = list(iterate_reachable([x], sharded))
+    if not all(node.op == "call_function" and _has_frame(node, frame, plan) for node in nodes):
         return []
     return [node for node in nodes if not sharded(node)]

@@ -7,27 +7,27 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.passes.base import Pass, Passes
-from sp_compile.passes.context import Job
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.sizes import Size
-from sp_compile.passes.sharding.placement import Demand, Plan
+from sp_compile.passes.sharding.placement import Demand, PlacementPlan
 
 aten = torch.ops.aten
-MAX_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+MAX_REWRITE_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
 
 
-class Rewrite(Pass):
+class DemandPass(Pass):
     """Discharges the demands it claims by inserting exchanges that are identities in the global view.
 
-    By hand: `Ulysses(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    By hand: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
     Every call analyses the graph anew, so that passes can be run in any order, and more than once.
     """
 
     requires = frozenset({"canonical", "attention is chosen"})
     provides = frozenset({"claimed"})
     kinds: frozenset[str] = frozenset()
-    plan: Plan
+    plan: PlacementPlan
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         self.plan = job.plan(gm)
         by_node: dict[Node, list[Demand]] = {}
         for demand in self.plan.demands:
@@ -35,15 +35,15 @@ class Rewrite(Pass):
                 by_node.setdefault(demand.node, []).append(demand)
         changes = 0
         for node, demands in by_node.items():
-            refusal = self.refuses(node, demands)
+            refusal = self.refusal(node, demands)
             if refusal is None:
                 self.rewrite(node, demands)
                 changes += 1
             elif refusal:
-                self.refused(node, refusal)
+                self.note_refusal(node, refusal)
         return changes
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
         return None
 
@@ -62,14 +62,14 @@ class Rewrite(Pass):
         return self.compute(aten.reshape.default, (here, shape), like)
 
 
-class Rounds(Passes):
+class RepeatPasses(Passes):
     """Rewrites, round after round, until no demand is left."""
 
     provides = frozenset({"no demands"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         changes = 0
-        for _ in range(MAX_ROUNDS):
+        for _ in range(MAX_REWRITE_ROUNDS):
             if not job.plan(gm).demands:
                 return changes
             changes += super().apply(gm, job)

@@ -21,27 +21,27 @@ from torch.fx import Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import OpOverload
 from sp_compile.passes.context import NoteKind
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.graph.node_info import mark
-from sp_compile.passes.propagate import SUMMAND
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.node_info import set_node_info
+from sp_compile.passes.propagate import SUMMAND_DEMAND
 from sp_compile.passes.sharding.placement import Demand, Shard
 
-from .discharge import Rewrite
+from .discharge import DemandPass
 
 sp = torch.ops.sp
 
 
-class Gather(Rewrite):
+class GatherOperands(DemandPass):
     """Claims every demand for a whole operand."""
 
-    requires = Rewrite.requires | {"claimed"}  # by whoever does better
+    requires = DemandPass.requires | {"claimed"}  # by whoever does better
     provides = frozenset({"gathered"})
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
-        reasons = "; ".join(self._reason(d) for d in demands)
+        reasons = "; ".join(self._gather_reason(d) for d in demands)
         raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -53,28 +53,28 @@ class Gather(Rewrite):
 
     def _regather(self, node: Node, demand: Demand) -> None:
         """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
-        gathered = operand_of(node, demand.operand)
-        with self.behind(gathered):
+        gathered = demanded_operand(node, demand.operand)
+        with self.insert_after(gathered):
             whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
         replace_operand(node, demand.operand, whole)
 
-    def _reason(self, demand: Demand) -> str:
-        operand = operand_of(demand.node, demand.operand)
+    def _gather_reason(self, demand: Demand) -> str:
+        operand = demanded_operand(demand.node, demand.operand)
         return f"{demand.why} (operand {operand.name}, global shape {list(operand.meta['val'].shape)})"
 
     def _gather(self, node: Node, demand: Demand) -> None:
-        source = operand_of(node, demand.operand)
+        source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        mark(node, whole=True)  # propagation is not to begin a sequence here, of what is gathered or was whole
+        set_node_info(node, whole=True)  # propagation is not to begin a sequence here, of what is gathered or was whole
         if not isinstance(have, Shard):
-            if have == SUMMAND:
+            if have == SUMMAND_DEMAND:
                 self._regather(node, demand)
             return
         op = sp.all_gather.default if demand.keeps_sharding else sp.unshard.default
         whole = next((u for u in source.users if u.target is op and u.args[0] is source), None)
         if whole is None:
             args = (source, have.dim, self.sizes.list(have.frame_arg()), self.job.ranks.n, self.job.ranks.group)
-            with self.behind(source):
+            with self.insert_after(source):
                 whole = self.emit(op, args, source.meta["val"], node)
         replace_operand(node, demand.operand, whole)
         if node.op != "output":
@@ -82,33 +82,33 @@ class Gather(Rewrite):
             self.note(node, text, kind=NoteKind.GATHERED)
 
 
-def operand_of(node: Node, index: int) -> Node:
+def demanded_operand(node: Node, index: int) -> Node:
     """The operand that a demand numbers."""
     if node.op == "output":
         return node.all_input_nodes[index]
     if isinstance(node.target, OpOverload):
-        return Call(node).operands[index]
+        return OpCall(node).operands[index]
     return [a for a in node.all_input_nodes if is_tensor(a)][index]
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
     """Give the node another operand at the place that a demand numbers."""
     if node.op == "output" or not isinstance(node.target, OpOverload):
-        node.replace_input_with(operand_of(node, index), new)
+        node.replace_input_with(demanded_operand(node, index), new)
         return
-    call = Call(node)
+    call = OpCall(node)
     operands = list(call.operands)
     operands[index] = new
-    node.args, node.kwargs = call.rebuild(operands)
+    node.args, node.kwargs = call.with_operands(operands)
 
 
-class Undo(Rewrite):
+class RevertStaleExchanges(DemandPass):
     """Claims the demands of exchanges whose operands are not placed as they were written for."""
 
     kinds = frozenset({"stale"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        operands = Call(node).operands
+        operands = OpCall(node).operands
         if is_tensor(node):
             self.replace(node, operands[0])
         else:

@@ -15,55 +15,62 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import is_same_size
 from sp_compile.passes.sharding.placement import Demand, Partial, Placement, Replicate, Shard
-from sp_compile.passes.sharding.window_rules import SlidingRows, WindowCall, place, shifts_of, slides_of
+from sp_compile.passes.sharding.window_rules import (
+    SlidingRows,
+    WindowCall,
+    place_window,
+    sliding_calls,
+    window_shift_sizes,
+)
 
-from .discharge import Rewrite
-from .gather_demands import operand_of, replace_operand
+from .discharge import DemandPass
+from .gather_demands import demanded_operand, replace_operand
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-class Halo(Rewrite):
+class ExchangeHalos(DemandPass):
     """Claims the demands of windows on shards, of a row in front of a shard, and of shards one beside the other."""
 
-    requires = Rewrite.requires | {"picked"}  # one row is sent alone
+    requires = DemandPass.requires | {"picked"}  # one row is sent alone
     kinds = frozenset({"halo", "whole", "align"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        claimed = self._joined(node) is not None or (
-            node in self.plan.wants and any(d.kind == "halo" or self._beside(node, d) is not None for d in demands)
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        claimed = self._match_cat(node) is not None or (
+            node in self.plan.wants
+            and any(d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
         )
         return None if claimed else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        joined = self._joined(node)
+        joined = self._match_cat(node)
         if joined is not None:
             self._join(node, *joined)
         elif any(d.kind == "halo" for d in demands):
-            self._slide(node)
+            self._rewrite_window(node)
         else:
             for demand in demands:
                 self._move(node, demand)
 
     # Windows.
 
-    def _slide(self, node: Node) -> None:
-        call, (have, *_), (result,) = Call(node), self.plan.wants[node], self.plan.placements[node]
+    def _rewrite_window(self, node: Node) -> None:
+        call, (have, *_), (result,) = OpCall(node), self.plan.wants[node], self.plan.placements[node]
         assert isinstance(have, Shard)
         assert isinstance(result, Shard)
-        slides = slides_of(call)[have.dim]
+        slides = sliding_calls(call)[have.dim]
         with self.graph.inserting_before(node):
             x = call.operands[0]
             if slides.first is not None:
                 op, args = slides.first
                 x = self.compute(op, (x, *args), node)
-            new = self._on_shards(slides, x, have, result, node.meta["val"], node)
+            new = self._rewrite_on_shards(slides, x, have, result, node.meta["val"], node)
         self.replace(node, new)
 
-    def _on_shards(
+    def _rewrite_on_shards(
         self, slides: WindowCall, x: Node, have: Shard, result: Shard, value: torch.Tensor, like: Node
     ) -> Node:
         ranks, frames = self.job.ranks, [self.sizes.list(shard.frame_arg()) for shard in (have, result)]
@@ -71,17 +78,17 @@ class Halo(Rewrite):
             frames = frames[:1]
         args = (x, *slides.args(have.frame.length), *frames, ranks.n, ranks.group)
         new = self.emit(slides.op, args, value, like)
-        shifts = [_from(hop, rows) for hop, rows in shifts_of(Call(new), ranks.n)]
+        shifts = [_from_hop(hop, rows) for hop, rows in window_shift_sizes(OpCall(new), ranks.n)]
         self.note(new, ", ".join(shifts) or "no rows of other ranks")
         return new
 
     # A row and a slice.
 
-    def _joined(self, node: Node) -> tuple[int, Shard, Shard] | None:
+    def _match_cat(self, node: Node) -> tuple[int, Shard, Shard] | None:
         """(number of the sharded operand, where it lies, where the cat will lie) of a cat with one row."""
         if node.target is not aten.cat.default:
             return None
-        call = Call(node)
+        call = OpCall(node)
         have = [self.plan.of(o) for o in call.operands]
         sharded = [i for i, p in enumerate(have) if isinstance(p, Shard) and p.dim == call.dim()]
         if len(have) != 2 or len(sharded) != 1 or not isinstance(have[1 - sharded[0]], (Replicate, Partial)):
@@ -90,21 +97,21 @@ class Halo(Rewrite):
         shard, row = have[i], call.operands[1 - i]
         assert isinstance(shard, Shard)
         alike = all(o.meta["val"].dtype == node.meta["val"].dtype for o in call.operands)
-        if not alike or not same(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
+        if not alike or not is_same_size(call.shape(1 - i)[shard.dim], 1) or row is call.operands[i]:
             return None
-        placed = place(self._one_more(call, i), shard, self.job.ranks.n)
+        placed = place_window(self._extend_by_row(call, i), shard, self.job.ranks.n)
         return (i, shard, placed) if isinstance(placed, Shard) else None
 
-    def _one_more(self, call: Call, i: int) -> SlidingRows:
+    def _extend_by_row(self, call: OpCall, i: int) -> SlidingRows:
         """x with a row in front of it, or behind it if it comes first."""
         return SlidingRows(call.result_shapes()[0][call.dim()], before=i)
 
     def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
-        call = Call(node)
-        slides = WindowCall(self._one_more(call, i), sp.shift.default, (have.dim,), (0,))
+        call = OpCall(node)
+        slides = WindowCall(self._extend_by_row(call, i), sp.shift.default, (have.dim,), (0,))
         length = call.result_shapes()[0][have.dim]
         with self.graph.inserting_before(node):
-            shifted = self._on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
+            shifted = self._rewrite_on_shards(slides, call.operands[i], have, result, node.meta["val"], node)
             position = self.sizes(0 if i else length - 1)
             here = self.is_at(position, length, have.dim, call.ndim(), node)
             row = call.operands[1 - i]
@@ -113,30 +120,30 @@ class Halo(Rewrite):
 
     # Two windows of one sequence.
 
-    def _beside(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
+    def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
         """(where an operand lies, where the node wants it) if the two differ in where they start."""
         wants = self.plan.wants.get(node, ())
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have
         if demand.kind != "align" or not isinstance(have, Shard) or not isinstance(want, Shard):
             return None
-        found = place(SlidingRows(have.frame.length), have, self.job.ranks.n)
-        if isinstance(found, str) or have.dim != want.dim or not want.frame.order.in_order:
+        found = place_window(SlidingRows(have.frame.length), have, self.job.ranks.n)
+        if isinstance(found, str) or have.dim != want.dim or not want.frame.order.is_in_order:
             return None
-        alike = same(have.frame.size, want.frame.size) and same(have.frame.length, want.frame.length)
-        return (have, want) if alike and same(want.outer, 1) and same(want.inner, 1) else None
+        alike = is_same_size(have.frame.size, want.frame.size) and is_same_size(have.frame.length, want.frame.length)
+        return (have, want) if alike and is_same_size(want.outer, 1) and is_same_size(want.inner, 1) else None
 
     def _move(self, node: Node, demand: Demand) -> None:
-        found = self._beside(node, demand)
+        found = self._match_neighbors(node, demand)
         if found is None:
             return
         have, want = found
-        x = operand_of(node, demand.operand)
+        x = demanded_operand(node, demand.operand)
         slides = WindowCall(SlidingRows(have.frame.length), sp.shift.default, (have.dim,), (0,))
         with self.graph.inserting_before(node):
-            moved = self._on_shards(slides, x, have, want, x.meta["val"], node)
+            moved = self._rewrite_on_shards(slides, x, have, want, x.meta["val"], node)
         replace_operand(node, demand.operand, moved)
 
 
-def _from(hop: int, rows: object) -> str:
+def _from_hop(hop: int, rows: object) -> str:
     return f"{rows} row{'' if rows == 1 else 's'} from rank r {'-' if hop > 0 else '+'} {abs(hop)}"

@@ -14,44 +14,44 @@ import math
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.scan_table import Problem, is_of_torch
+from sp_compile.lowering.scan.scan_table import ScanProblem, is_torch_lowering
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.scan_calls import CUMULATIVE, TORCH_SCANS, has_scan, to_sp_scan
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.canonical.scan_calls import CUMULATIVE_OPS, TORCH_SCANS, is_scannable_call, to_sp_scan
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
 
 LARGE_CARRY = 1 << 14  # elements; below them the call is what takes time
 
 
-class SlowScans(Pass):
+class UseFastScans(Pass):
     """Takes torch's scans that nothing has to be exchanged for."""
 
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Replace the slow ones."""
         waiting = {d.node for d in job.plan(gm).demands}
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
             fresh = to_sp_scan(self, node)
-            why = f"{TORCH_SCANS[node.target]} along dim {Call(fresh).dim()}, which torch is slow at"
+            why = f"{TORCH_SCANS[node.target]} along dim {OpCall(fresh).dim()}, which torch is slow at"
             self.note(fresh, why, "scan")
         return len(slow)
 
 
 def is_slow(node: Node) -> bool:
     """Would the lowering table run the scan by anything but torch?"""
-    call, result = Call(node), Call(node).results()[0]
+    call, result = OpCall(node), OpCall(node).results()[0]
     op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
-    if math.prod(extents) < LARGE_CARRY or not extents or not has_scan(call):
+    if math.prod(extents) < LARGE_CARRY or not extents or not is_scannable_call(call):
         return False
     wide = accumulate_dtype(op, result.dtype, result.device)
-    kind = "scan" if node.target in CUMULATIVE else "extremes"
+    kind = "scan" if node.target in CUMULATIVE_OPS else "extremes"
     outer, inner = (math.prod(part) for part in (extents[:dim], extents[dim + 1 :]))
     rows = (outer, extents[dim], inner)
     dtypes = (call.operands[0].meta["val"].dtype, result.dtype, wide)
-    problem = Problem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
-    return not is_of_torch(problem)
+    problem = ScanProblem(kind, result.device.type, *rows, *dtypes, op=op, total=False)
+    return not is_torch_lowering(problem)

@@ -12,19 +12,19 @@ import torch
 from torch.fx import Node
 
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.propagate import drawn
+from sp_compile.passes.propagate import random_results
 from sp_compile.passes.sharding.placement import Demand
 
-from .discharge import Rewrite
+from .discharge import DemandPass
 
 sp = torch.ops.sp
 
 
-class Draws(Rewrite):
+class BroadcastDraws(DemandPass):
     """Claims draws that would differ from rank to rank on a value that must not."""
 
     name = "draw"
-    requires = Rewrite.requires | {"gathered"}  # what runs on shards draws its own
+    requires = DemandPass.requires | {"gathered"}  # what runs on shards draws its own
     provides = frozenset({"drawn"})
     kinds = frozenset({"draw"})
 
@@ -36,7 +36,7 @@ class Draws(Rewrite):
                 if value.is_floating_point() or value.is_complex():
                     args = (operand, group)
                     node.replace_input_with(operand, self.emit(sp.broadcast_grad.default, args, value, node))
-        for result in drawn(node):
-            with self.behind(result):
-                self.interpose(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))
+        for result in random_results(node):
+            with self.insert_after(result):
+                self.insert_between(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))
         self.note(node, "drawn alike on every rank: rank 0's draw")

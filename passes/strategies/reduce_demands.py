@@ -14,64 +14,64 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import HALF, accumulation_dtype
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.modes import settle_dtypes
-from sp_compile.passes.graph.sizes import Size, product
+from sp_compile.passes.graph.sizes import Size, size_product
 from sp_compile.passes.sharding.placement import Demand, Partial
 from sp_compile.passes.sharding.rules.norms import CLASS_LOSSES, NONE, SUM
 
-from .discharge import Rewrite
+from .discharge import DemandPass
 
 sp, aten = torch.ops.sp, torch.ops.aten
-MEANS = (aten.mean.default, aten.mean.dim)
+MEAN_OPS = (aten.mean.default, aten.mean.dim)
 
 
-class Means(Rewrite):
+class DecomposeMeans(DemandPass):
     """Splits means, and losses that sum more than one operand, into a sum that ranks can share and a count."""
 
     name = "mean"
     provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         settle_dtypes(gm.graph)  # of half types it takes wider sums
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         with self.graph.inserting_before(node):
-            if node.target in MEANS:
+            if node.target in MEAN_OPS:
                 new = self._mean(node)
-            elif node.target in CLASS_LOSSES and Call(node).ndim("target") != Call(node).ndim("self"):
+            elif node.target in CLASS_LOSSES and OpCall(node).ndim("target") != OpCall(node).ndim("self"):
                 new = self._class_loss(node)
             else:
-                new = self._elementwise(node, mean=any(d.kind == "mean" for d in demands))
+                new = self._elementwise_loss(node, mean=any(d.kind == "mean" for d in demands))
         self.replace(node, new)
         self.note(new, "the sum over all ranks, divided by the count of the whole sequence")
 
     def _mean(self, node: Node) -> Node:
-        call, value = Call(node), node.meta["val"]
+        call, value = OpCall(node), node.meta["val"]
         dims = call.get("dim") or list(range(call.ndim()))
-        count = product(call.shape()[d] for d in dims)
+        count = size_product(call.shape()[d] for d in dims)
         x = call.operands[0]
         if torch.finfo(value.dtype).bits > torch.finfo(x.meta["val"].dtype).bits:  # mean(dtype=)
             x = self.cast(x, value.dtype, node)
         total = self._sum(x, node, dims, bool(call.get("keepdim")))
         return self.cast(self._divide(total, count, node), value.dtype, node)
 
-    def _elementwise(self, node: Node, mean: bool) -> Node:
-        call = Call(node)
-        args, kwargs = call.rebuild(call.operands, reduction=NONE)
+    def _elementwise_loss(self, node: Node, mean: bool) -> Node:
+        call = OpCall(node)
+        args, kwargs = call.with_operands(call.operands, reduction=NONE)
         each = self.compute(node.target, args, node, kwargs)
         total = self._sum(each, node)
-        out = self._divide(total, product(shape_of(each)), node) if mean else total
+        out = self._divide(total, size_product(node_shape(each)), node) if mean else total
         return self.cast(out, node.meta["val"].dtype, node)
 
     def _class_loss(self, node: Node) -> Node:
-        call = Call(node)
+        call = OpCall(node)
         dtype = node.meta["val"].dtype
         half = dtype in HALF  # then the loss of each position is rounded, and their sum is not
-        args, kwargs = call.rebuild(call.operands, reduction=NONE if half else SUM)
+        args, kwargs = call.with_operands(call.operands, reduction=NONE if half else SUM)
         total = self.compute(node.target, args, node, kwargs)
         total = self._sum(total, node) if half else total
         target, weight = call["target"], call["weight"]
@@ -98,17 +98,17 @@ class Means(Rewrite):
         return self.compute(aten.div.Tensor, (total, self.sizes(count)), node)
 
 
-class Reduce(Rewrite):
+class ReducePartials(DemandPass):
     """Turns Partial values into whole ones, once each, right after they are produced."""
 
-    requires = Rewrite.requires | {"means are sums"}
+    requires = DemandPass.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
             reduced = any(u.target is sp.all_reduce.default for u in source.users)
             if isinstance(self.plan.of(source), Partial) and not reduced:
-                with self.behind(source):
+                with self.insert_after(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
-                    self.interpose(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
+                    self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
                 self.note(source, "partial sums of the ranks added")

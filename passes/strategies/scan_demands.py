@@ -32,72 +32,84 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 from sp_compile.lowering.torch_compat import size_hint
-from sp_compile.passes.canonical.scan_calls import EXTREMES, TORCH_SCANS, has_scan, reads_indices, scan, to_sp_scan
-from sp_compile.passes.context import Job
+from sp_compile.passes.canonical.scan_calls import (
+    EXTREME_OPS,
+    TORCH_SCANS,
+    emit_scan,
+    has_index_reader,
+    is_scannable_call,
+    to_sp_scan,
+)
+from sp_compile.passes.context import PassContext
 from sp_compile.passes.cost.scan_cost import choose_exchange, message_bytes
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.node_info import mark
-from sp_compile.passes.graph.sizes import same, sizes
-from sp_compile.passes.sharding.placement import Demand, Plan, Shard
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.node_info import set_node_info
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size
+from sp_compile.passes.sharding.placement import Demand, PlacementPlan, Shard
 
-from .discharge import Rewrite
-from .local_scan import SlowScans
+from .discharge import DemandPass
+from .local_scan import UseFastScans
 
 aten, sp = torch.ops.aten, torch.ops.sp
-COMBINE = {"sum": aten.add.Tensor, "prod": aten.mul.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
+COMBINE_OPS = {
+    "sum": aten.add.Tensor,
+    "prod": aten.mul.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
 
 
-class NestedScan(Rewrite):
+class SplitNestedScans(DemandPass):
     """Claims the demands of scans along a dim of several factors."""
 
     provides = frozenset({"claimed", "scans are flat"})
     kinds = frozenset({"scan"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
         changes = 0
         while found := super().apply(gm, job):
             changes += found
-            job.forget()
+            job.invalidate()
         return changes
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        return "" if is_flat(scanned_rows(self.plan, node)) else _cannot(node)
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_error(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        shard = scanned_rows(self.plan, node)
+        shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
-            parts = _TwoScans(self, fresh).run(shard)
+            parts = _TwoLevelScan(self, fresh).run(shard)
         self.replace(fresh, parts)
         self.note(parts, f"a scan of {shard.frame.length} positions within a dim of {shard}")
 
 
-def scanned_rows(plan: Plan, node: Node) -> Shard:
+def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
     """Where the rows of a scan that states a demand lie."""
     return next(w for w in plan.wants[node] if isinstance(w, Shard))
 
 
-def is_flat(shard: Shard) -> bool:
+def is_only_sequence(shard: Shard) -> bool:
     """Does the dim hold the sequence and nothing else?"""
-    return same(shard.outer, 1) and same(shard.inner, 1)
+    return is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)
 
 
-def _cannot(node: Node) -> str | None:
-    call = Call(node)
+def _unsupported_error(node: Node) -> str | None:
+    call = OpCall(node)
     op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
-    known = node.target in (sp.scan.default, *TORCH_SCANS) and has_scan(call)
-    if not known or call.get("segments") is not None or (node.target in EXTREMES and reads_indices(node)):
+    known = node.target in (sp.scan.default, *TORCH_SCANS) and is_scannable_call(call)
+    if not known or call.get("segments") is not None or (node.target in EXTREME_OPS and has_index_reader(node)):
         return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
-    if op not in COMBINE or (op in ("max", "min") and value.is_floating_point()):
+    if op not in COMBINE_OPS or (op in ("max", "min") and value.is_floating_point()):
         return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"
     return None
 
 
-class _TwoScans:
-    def __init__(self, editor: Editor, node: Node) -> None:
-        call = Call(node)
+class _TwoLevelScan:
+    def __init__(self, editor: GraphEditor, node: Node) -> None:
+        call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
@@ -107,59 +119,59 @@ class _TwoScans:
 
     def run(self, shard: Shard) -> Node:
         dim, length = self.dim, shard.frame.length
-        parts = (shard.outer, length) if same(shard.inner, 1) else (shard.outer * length, shard.inner)
-        x, whole = self.editor.cast(self.x, self.wide, self.node), sizes(self.value.shape)
-        x = self.editor.reshaped(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
+        parts = (shard.outer, length) if is_same_size(shard.inner, 1) else (shard.outer * length, shard.inner)
+        x, whole = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
+        x = self.editor.reshape(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
         each, before = self.two_levels(x, dim)
-        mark(before if same(shard.inner, 1) else each, aside=True)
-        both = self.call(COMBINE[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
-        return self.editor.cast(self.editor.reshaped(both, whole, self.node), self.value.dtype, self.node)
+        set_node_info(before if is_same_size(shard.inner, 1) else each, aside=True)
+        both = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
+        return self.editor.cast(self.editor.reshape(both, whole, self.node), self.value.dtype, self.node)
 
     def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
         """The scan of dim + 1, and what all rows of dim before this one combine to."""
-        each = self.scanned(y, dim + 1, self.exclusive)
-        whole = self.call(COMBINE[self.op], each, y) if self.exclusive else each
+        each = self.scan(y, dim + 1, self.exclusive)
+        whole = self.call(COMBINE_OPS[self.op], each, y) if self.exclusive else each
         last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
-        return each, self.scanned(last, dim, True)
+        return each, self.scan(last, dim, True)
 
-    def scanned(self, x: Node, dim: int, exclusive: bool) -> Node:
+    def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
         value = x.meta["val"]
-        return scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
+        return emit_scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
 
     def call(self, target: Any, *args: Any) -> Node:
         return self.editor.compute(target, args, self.node)
 
 
-class Scan(Rewrite):
-    """Claims the demands of scans. By hand, `Scan(1)(graph_module)` makes the slow scans of any graph fast."""
+class ShardScans(DemandPass):
+    """Claims the demands of scans. By hand, `ShardScans(1)(graph_module)` makes the slow scans of any graph fast."""
 
-    requires = Rewrite.requires | {"scans are flat"}
+    requires = DemandPass.requires | {"scans are flat"}
     kinds = frozenset({"scan"})
 
     def call(self, graph_module: GraphModule) -> PassResult:
         claimed = super().call(graph_module).modified
-        return PassResult(graph_module, SlowScans(self.given)(graph_module).modified or claimed)
+        return PassResult(graph_module, UseFastScans(self.given)(graph_module).modified or claimed)
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if not has_scan(Call(node)):
-            return f"there is no scan of {Call(node).results()[0].dtype} on shards"
-        shard = scanned_rows(self.plan, node)
-        if shard.frame.order.dealt:
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        if not is_scannable_call(OpCall(node)):
+            return f"there is no scan of {OpCall(node).results()[0].dtype} on shards"
+        shard = scan_shard(self.plan, node)
+        if shard.frame.order.is_balanced:
             return f"what comes before each row is elsewhere in the {shard.frame.order.name} layout"
-        return None if is_flat(shard) else ""
+        return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        shard = scanned_rows(self.plan, node)
+        shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
-        call, ranks, folds = Call(fresh), self.job.ranks, shard.frame.folds
+        call, ranks, folds = OpCall(fresh), self.job.ranks, shard.frame.folds
         nbytes, _ = message_bytes(call, folds, size_hint)
         cost = choose_exchange(int(nbytes), ranks.n, self.job.machine_of(fresh), folds)
         where = {"exchange": cost.exchange, "n": ranks.n, "group": ranks.group}
-        fresh.args, fresh.kwargs = call.rebuild(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)
-        self.note(fresh, f"{_described(call)} of {shard.frame.size} positions: {cost}")
+        fresh.args, fresh.kwargs = call.with_operands(call.operands, frame=self.sizes.list(shard.frame_arg()), **where)
+        self.note(fresh, f"{_describe_scan(call)} of {shard.frame.size} positions: {cost}")
 
 
-def _described(call: Call) -> str:
+def _describe_scan(call: OpCall) -> str:
     if call.node.target is sp.linear_scan.default:
         return "linear recurrence"
     kind = "exclusive" if call.get("exclusive") else "inclusive"

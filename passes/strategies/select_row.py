@@ -12,48 +12,48 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.sizes import Size, same
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import Size, is_same_size
 from sp_compile.passes.sharding.placement import Demand
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.rule import lookup_rule
 
-from .discharge import Rewrite
+from .discharge import DemandPass
 
 aten = torch.ops.aten
 
 
-class Pick(Rewrite):
+class SelectRow(DemandPass):
     """Claims the demand of a select, or a slice of one row, along the sharded dim."""
 
     provides = frozenset({"claimed", "picked"})
     kinds = frozenset({"whole"})
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        single = node.target is aten.select.int or _row(node) is not None
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        single = node.target is aten.select.int or _row_position(node) is not None
         return None if single and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        call, value = Call(node), node.meta["val"]
+        call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
             here = self.is_at(self._position(call, dim), call.shape()[dim], dim, call.ndim(), node)
             only = self.compute(aten.where.ScalarOther, (here, x, 0), node)
-            summed = (only, [dim], True) if _row(node) is not None else (only, [dim])
+            summed = (only, [dim], True) if _row_position(node) is not None else (only, [dim])
             row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
         self.replace(node, row)
         self.note(row, "one position: the rank that holds it sends it to the others")
 
-    def _position(self, call: Call, dim: int) -> int | Node:
+    def _position(self, call: OpCall, dim: int) -> int | Node:
         """Counted from the front, as an argument of the graph."""
-        row = _row(call.node)
+        row = _row_position(call.node)
         index = call["index"] if row is None else self.sizes(row)
         return self.sizes(call.shape()[dim] + index) if isinstance(index, int) and index < 0 else index
 
 
-def _row(node: Node) -> Size | None:
+def _row_position(node: Node) -> Size | None:
     """The position of a slice of one row."""
-    found = lookup(node) if node.target is aten.slice.Tensor else None
+    found = lookup_rule(node) if node.target is aten.slice.Tensor else None
     if found is None or found[1] is None or not found[1].spans:
         return None
     ((start, length),) = found[1].spans
-    return start if same(length, 1) else None
+    return start if is_same_size(length, 1) else None

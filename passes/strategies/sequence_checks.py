@@ -7,26 +7,26 @@ from collections.abc import Collection
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import SpError, at, describe_node
+from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.boundary.outputs import GATHER, options_of_results, why_whole
-from sp_compile.passes.context import Job, Note, NoteKind, Refusal, RefusalKind
+from sp_compile.passes.boundary.outputs import GATHER_REASON, gather_reason, output_options
+from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import divides, same
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import divides, is_same_size
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.group_names import is_collective, named_groups
-from sp_compile.passes.sharding.placement import Plan, Shard
+from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
-BETWEEN_BREAKS = "a piece between graph breaks that has no sequence; every rank runs it whole"
+FRAGMENT_FIX = "a piece between graph breaks that has no sequence; every rank runs it whole"
 LOST_IN_EAGER_CODE = (
     "it has no sequence of its own, and what it is given is whole, as is all that eager code makes of a value in "
     "shards; every rank runs it whole. Compute that in what is compiled."
 )
 
 
-NO_EVIDENCE = {
+NO_SEQUENCE_FIX = {
     "while_loop": "which may do anything with its values",
     "map_impl": "which treats all rows alike, and so may run along any dim",
     "cond": "whose branches are not looked into",
@@ -34,19 +34,19 @@ NO_EVIDENCE = {
 """Ops that take functions, by name, and why they do not say which dim is the sequence."""
 
 
-class MarkExchanges(Pass):
+class MarkUserCollectives(Pass):
     """Marks the exchanges of the program's own that no rank may make of its rows alone: these run on whole values."""
 
     provides = frozenset({"exchanges are marked"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         if job.aligned is not None:
-            mark_across(gm, job.aligned)
-            job.forget()
+            mark_group_exchanges(gm, job.aligned)
+            job.invalidate()
         return 0
 
 
-class Sequences(Pass):
+class FindSequences(Pass):
     """Finds the sequences of the inputs.
 
     A complete model without one is the job's refusal. Raises SpError if fallback='error' needs a sequence on shards.
@@ -55,37 +55,39 @@ class Sequences(Pass):
     requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
     provides = frozenset({"sequences"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
-            job.forget()
+            job.invalidate()
         axes = job.axes(gm)
-        found = {n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not record(n).parameter}
+        found = {n: axes.sequence_dims(n) for n in gm.graph.find_nodes(op="placeholder") if not node_info(n).parameter}
         job.sequence_inputs = {argument_name(node): dims for node, dims in found.items() if dims}
         if job.ranks.n == 1:
             return fixed
-        if job.asked.inputs == "local" and job.seq_dims is None and axes.sequences:
+        if job.user_io.inputs == "local" and job.seq_dims is None and axes.sequences:
             _refuse_local(found, job)
         if not axes.sequences:
-            self._none(gm, list(found), job)
+            self._no_sequence_error(gm, list(found), job)
         elif not any(isinstance(p, Shard) for ps in job.plan(gm).placements.values() for p in ps):
-            self._nothing_sharded(list(found), job)
+            self._nothing_sharded_error(list(found), job)
         return fixed
 
-    def _none(self, gm: GraphModule, inputs: list[Node], job: Job) -> None:
+    def _no_sequence_error(self, gm: GraphModule, inputs: list[Node], job: PassContext) -> None:
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
-        if not job.fragment and (not job.follows or job.fallback == "error"):
-            text = f"the model has no attention or scan whose dim could be followed to an input{_what_there_is(gm)}"
+        if not job.fragment and (not job.has_outer_job or job.fallback == "error"):
+            text = (
+                f"the model has no attention or scan whose dim could be followed to an input{_describe_candidates(gm)}"
+            )
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
             return
         kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {name_it}"
         if job.fragment:
-            kind, text = NoteKind.REPLICATED, BETWEEN_BREAKS
-        lines = [at(node) for node in gm.graph.nodes if node.op == "call_function"]
+            kind, text = NoteKind.REPLICATED, FRAGMENT_FIX
+        lines = [node_line(node) for node in gm.graph.nodes if node.op == "call_function"]
         self.notes.append(Note(kind, self.name, text, where=lines[0] if lines else "the graph"))
 
-    def _nothing_sharded(self, inputs: list[Node], job: Job) -> None:
+    def _nothing_sharded_error(self, inputs: list[Node], job: PassContext) -> None:
         why = "every rank runs the whole, as no op along the sequence, which has no dim of its own, can begin on shards"
         if job.seq_dims:
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
@@ -95,7 +97,7 @@ class Sequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
+def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
     """Shards that were taken for whole inputs, since the graph as it was captured shows no sequence in them."""
     for node, dims in found.items():
         if dims and node.name not in job.inputs:
@@ -113,33 +115,33 @@ def _refuse_local(found: dict[Node, list[int]], job: Job) -> None:
         )
 
 
-def _what_there_is(gm: GraphModule) -> str:
+def _describe_candidates(gm: GraphModule) -> str:
     """What looks along some dim and is no evidence for a sequence, in words; "" if nothing does."""
     found = dict[str, str]()
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name in NO_EVIDENCE or record(node).scanned is not None:
-            why = NO_EVIDENCE.get(name, "whose dim is made inside of the model")
-            found.setdefault(f"{name} at {at(node)}", why)
+        if name in NO_SEQUENCE_FIX or node_info(node).scanned is not None:
+            why = NO_SEQUENCE_FIX.get(name, "whose dim is made inside of the model")
+            found.setdefault(f"{name} at {node_line(node)}", why)
     each = "; ".join(f"{what}, {why}" for what, why in found.items())
     return f" (there is {each})" if each else ""
 
 
-class LocalOutputs(Pass):
+class PlaceOutputs(Pass):
     """Says how the plan cuts sequences and heads. Refuses outputs='local' where a rank's shard would hold padding."""
 
     name = "outputs"
     requires = frozenset({"planned"})
     provides = frozenset({"checked"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
-        for node, words in options_of_results(gm.graph.output_node(), job.outputs).items():
-            why = _why_gathered(node, plan, words)
-            if why not in ("", GATHER):
+        for node, words in output_options(gm.graph.output_node(), job.outputs).items():
+            why = _gathered_reason(node, plan, words)
+            if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
-        job.constraints = _constraints(gm, job.axes(gm), plan, job.ranks.n)
+        job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
         return 0
 
 
@@ -155,20 +157,20 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _why_gathered(node: Node, plan: Plan, words: list[str]) -> str:
+def _gathered_reason(node: Node, plan: PlacementPlan, words: list[str]) -> str:
     """Why a result is whole that came from shards; "" of others."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
     have = plan.of(source)
-    return why_whole(source.meta["val"], words) if isinstance(have, Shard) else ""
+    return gather_reason(source.meta["val"], words) if isinstance(have, Shard) else ""
 
 
-def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:
-    n, asked = job.ranks.n, options_of_results(gm.graph.output_node(), job.outputs)
+def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
+    n, asked = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
     for node in [node for node, words in asked.items() if "local" in words]:
         have = plan.of(node)
-        if isinstance(have, Shard) and not (have.frame.exact(n) or _guard_divisible(node, have, n)):
+        if isinstance(have, Shard) and not (have.frame.is_exact(n) or _guard_divisible(node, have, n)):
             raise SpError(
                 "SP308",
                 f"outputs='local': {describe_node(node)} has {have.frame.length} of {have.frame.size} positions "
@@ -179,18 +181,18 @@ def _check_local_outputs(gm: GraphModule, plan: Plan, job: Job) -> None:
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """For a symbolic length: does n divide it now? Asking makes it a guard, so another length is compiled anew."""
     length = node.meta["val"].shape[have.dim]
-    whole = same(have.frame.start, 0) and same(have.frame.length, have.frame.size)
-    plain = same(have.outer, 1) and same(have.inner, 1)
+    whole = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
+    plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
     return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
 
 
-def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
+def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:
     """What the plan relies on: how sequences are cut, and what the ranks must divide."""
     out: dict[str, None] = {}
     for node in gm.graph.nodes:
         have = plan.of(node)
         if isinstance(have, Shard) and have.dim in axes.sequence_dims(node):
-            size, local = have.frame.size, have.frame.local(n)
+            size, local = have.frame.size, have.frame.local_length(n)
             padded = "" if divides(n, size) else f", padded to {n} * {local}"
             out[f"sequence of {size}: {local} positions a rank{padded}"] = None
         elif isinstance(have, Shard):
@@ -198,9 +200,9 @@ def _constraints(gm: GraphModule, axes: Axes, plan: Plan, n: int) -> list[str]:
     return list(out)
 
 
-def mark_across(gm: GraphModule, aligned: Collection[str]) -> None:
+def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
     """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
     for node in gm.graph.nodes:
         named = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):
-            mark(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
+            set_node_info(node, no_rule="it exchanges with ranks that hold other rows of the sequence")

@@ -13,33 +13,33 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.sharding.attention_axes import attention_nodes, reads_position
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.sharding.attention_axes import attention_nodes, depends_on_query
 from sp_compile.passes.sharding.placement import REPLICATE
 
 
-class BeginAttention(Pass):
+class ShardAttentionInputs(Pass):
     """Clones what attention reads, where it could be cut along the sequence and nobody has begun to."""
 
     requires = frozenset({"canonical", "exchanges are marked"})
     provides = frozenset({"attention begins"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        found = [n for n in attention_nodes(gm) if reads_position(Call(n)) and not record(n).whole]
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        found = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
         if job.ranks.n == 1 or not found:
             return 0
         axes, plan = job.axes(gm), job.plan(gm)
         made: dict[Node, Node] = {}
         for node in found:
-            operands = dict.fromkeys(Call(node).operands[:3])
+            operands = dict.fromkeys(OpCall(node).operands[:3])
             if axes.shard(node) is None or any(plan.of(x) != REPLICATE for x in operands):
                 continue
             for x in operands:
                 if x not in made:
                     with gm.graph.inserting_before(node):
                         made[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
-                    mark(made[x], begins=True)
+                    set_node_info(made[x], begins=True)
                 node.replace_input_with(x, made[x])
         return len(made)

@@ -14,16 +14,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import shape_of
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import product
-from sp_compile.passes.localize.reduce_gradients import buckets
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import node_shape
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import size_product
+from sp_compile.passes.localize.reduce_gradients import make_buckets
 from sp_compile.passes.sharding.placement import Partial
 
-from .varying import moves
+from .varying import is_move_op
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -34,44 +34,44 @@ class BucketReductions(Pass):
     requires = frozenset({"local"})
     provides = frozenset({"ops"})  # that are proved next
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        assert job.planned is not None
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        assert job.input_placements is not None
         kinds: dict[tuple[Any, ...], list[Node]] = {}
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-            made_from = record(node).origin
-            if made_from is None or not isinstance(job.planned.of(made_from.args[0]), Partial):
+            made_from = node_info(node).origin
+            if made_from is None or not isinstance(job.input_placements.of(made_from.args[0]), Partial):
                 continue
             value = node.meta["val"]
-            _, ends = _made_of(node)
+            _, ends = _derived_nodes(node)
             if len(ends) == 1:
                 kinds.setdefault((value.dtype, value.device, ends.pop(), *node.args[1:]), []).append(node)
-        together = [(b, end) for (_, _, end, *_), nodes in kinds.items() for b in buckets(nodes) if len(b) > 1]
+        together = [(b, end) for (_, _, end, *_), nodes in kinds.items() for b in make_buckets(nodes) if len(b) > 1]
         for bucket, end in together:
             _reduce_together(self, bucket, end)
         return len(together)
 
 
-def _made_of(node: Node) -> tuple[set[Node], set[Node]]:
+def _derived_nodes(node: Node) -> tuple[set[Node], set[Node]]:
     """What only moves the value, and what reads it or that in the end: the program's results, or another bucket."""
-    made = closure([node], lambda n: [user for user in n.users if not _is_end(user) and moves(user)])
+    made = reachable_set([node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)])
     readers = {user for n in made for user in n.users} - made
-    return (made - {node}, readers) if all(map(_is_end, readers)) else (set(), set())
+    return (made - {node}, readers) if all(map(_is_graph_end, readers)) else (set(), set())
 
 
-def _is_end(user: Node) -> bool:
+def _is_graph_end(user: Node) -> bool:
     return user.op == "output" or user.target is aten.cat.default
 
 
-def _reduce_together(editor: Editor, bucket: list[Node], end: Node) -> None:
+def _reduce_together(editor: GraphEditor, bucket: list[Node], end: Node) -> None:
     graph, first = editor.graph, bucket[0]
-    made = set().union(*(_made_of(node)[0] for node in bucket))
+    made = set().union(*(_derived_nodes(node)[0] for node in bucket))
     with graph.inserting_before(end):
         parts = [node.args[0] for node in bucket]
-        shapes = [shape_of(node) for node in bucket]
+        shapes = [node_shape(node) for node in bucket]
         rows = [editor.compute(aten.reshape.default, (part, [-1]), part) for part in parts]
         flat = editor.compute(aten.cat.default, (rows,), first)
         total = editor.emit(sp.all_reduce.default, (flat, *first.args[1:]), flat.meta["val"], first)
-        lengths = editor.sizes.list([product(shape) for shape in shapes])
+        lengths = editor.sizes.list([size_product(shape) for shape in shapes])
         pieces = editor.compute(aten.split_with_sizes.default, (total, lengths), first)
         for i, (node, shape) in enumerate(zip(bucket, shapes)):
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)

@@ -9,41 +9,43 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import divides, product, quotient, same, typical
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import assume_large, divides, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Atom, Axes, name_axes
-from sp_compile.passes.sharding.placement import Frame, Plan, Replicate, Shard
-from sp_compile.passes.sharding.rule import lookup, transfer_of
+from sp_compile.passes.sharding.placement import Frame, PlacementPlan, Replicate, Shard
+from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
 
-from .varying import ScatterJob, count, differing, moves
+from .varying import ScatterContext, find_varying_nodes, is_move_op, num_elements
 
 sp = torch.ops.sp
 
 
-def choose_cuts(gm: GraphModule, job: ScatterJob) -> dict[Node, Shard | None]:
+def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shard | None]:
     """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
 
     All sums that share an axis of rows are cut along it, so that residuals need no exchange: the one that most share;
     of equals one that n divides and that lies in front, where a cut is contiguous; else the longest.
     """
     axes, n = name_axes(gm), job.ranks.n
-    differ = differing(gm, axes, job.varying)
-    left = [n for n in job.summed if n.args[0] in differ and count(n.meta["val"]) and _of_linear(n.args[0])]
+    differ = find_varying_nodes(gm, axes, job.varying)
+    left = [
+        n for n in job.summed if n.args[0] in differ and num_elements(n.meta["val"]) and _is_linear_output(n.args[0])
+    ]
     chosen: dict[Node, Shard | None] = {}
     while left:
-        best = _best_axis(axes, left, n)
+        best = _best_scatter_axis(axes, left, n)
         if best is None:
             return {**chosen, **dict.fromkeys(left)}
         axes.sequences = {best}
         found = {node: axes.shard(node) for node in left}
-        cut = {node: _in_blocks(shard, n) for node, shard in found.items() if shard is not None}
+        cut = {node: _is_in_blocks(shard, n) for node, shard in found.items() if shard is not None}
         chosen.update(cut or dict.fromkeys(left))
         left = [node for node in left if node not in chosen]
     return chosen
 
 
-def _best_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
+def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     """The axis of rows to cut along; None if there are no rows."""
     votes = Counter(axes.find(a.name) for node in nodes for a in {*_row_axes(axes, node)})
     atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
@@ -51,61 +53,61 @@ def _best_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     def merit(name: int) -> tuple[int, bool, bool, int]:
         atom, place = atoms[name]
         divided = divides(n, atom.size)
-        return votes[name], divided, divided and place == 0, typical(atom.size)
+        return votes[name], divided, divided and place == 0, assume_large(atom.size)
 
     return max(sorted(votes), key=merit, default=None)
 
 
-def _in_blocks(shard: Shard, n: int) -> Shard:
+def _is_in_blocks(shard: Shard, n: int) -> Shard:
     """Where n divides the rows they are n blocks, and what a block is made of does not matter."""
-    rows = quotient(shard.frame.size, n) if shard.frame.exact(n) else None
-    return shard if rows is None else replace(shard, frame=Frame.full(n), inner=product((rows, shard.inner)))
+    rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
+    return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
 
 
 def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
     """The axes of all dims but the last, the features; in order."""
     for dim in axes.dims[node, 0][:-1]:
-        yield from (a for a in dim if not same(a.size, 1))
+        yield from (a for a in dim if not is_same_size(a.size, 1))
 
 
-def _of_linear(node: Node) -> bool:
+def _is_linear_output(node: Node) -> bool:
     """Is the value a product with a weight, perhaps with a bias, moved and converted?"""
 
     def made_of(node: Node) -> Sequence[Node]:
-        found = lookup(node)
+        found = lookup_rule(node)
         if found is None or transfer_of(node.target) is not None:
             return ()
         call, rule = found
-        return call.operands if rule is None or rule.reshapes or not rule.lost else ()
+        return call.operands if rule is None or rule.reshapes or not rule.vanishing else ()
 
-    rules = [found[1] for made in closure([node], made_of) if (found := lookup(made)) is not None]
-    return any(rule is not None and rule.contracts for rule in rules)
+    rules = [found[1] for made in reachable_set([node], made_of) if (found := lookup_rule(made)) is not None]
+    return any(rule is not None and rule.is_contraction for rule in rules)
 
 
-def work_on_rows(plan: Plan, start: Node) -> int:
+def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
     """How many nodes compute something on the rows of a scattered value."""
-    reached = closure([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
-    return sum(node in plan.wants and not moves(node) for node in reached - {start})
+    reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
+    return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
 
-def _runs_on_rows(plan: Plan, node: Node) -> bool:
+def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
     if node not in plan.wants:
         return node.op == "call_function" and any(isinstance(p, Shard) for p in plan.placements.get(node, ()))
     return any(isinstance(w, Shard) for w in plan.wants[node])
 
 
-def common_inputs(plan: Plan) -> set[str]:
+def common_inputs(plan: PlacementPlan) -> set[str]:
     """Names of the inputs that must be equal on all ranks: what they make is combined with shards, row by row."""
     whole = [
         operand
         for node, wants in plan.wants.items()
-        if any(isinstance(w, Shard) for w in wants) and (found := lookup(node)) is not None
+        if any(isinstance(w, Shard) for w in wants) and (found := lookup_rule(node)) is not None
         for operand in found[0].operands
         if isinstance(plan.of(operand), Replicate)
     ]
 
     def made_of(node: Node) -> Sequence[Node]:
-        exchanged = record(node).result is not None or transfer_of(node.target) is not None
+        exchanged = node_info(node).result is not None or transfer_of(node.target) is not None
         return () if exchanged else node.all_input_nodes
 
-    return {n.name for n in closure(whole, made_of) if n.op in ("placeholder", "get_attr")}
+    return {n.name for n in reachable_set(whole, made_of) if n.op in ("placeholder", "get_attr")}

@@ -18,105 +18,105 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import SpError, at
+from sp_compile.lowering.base.errors import SpError, node_line
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import known_process_group, process_group
 from sp_compile.passes.base import Pass, Passes
-from sp_compile.passes.context import Job, Note, NoteKind
-from sp_compile.passes.graph.call import shape_of
-from sp_compile.passes.graph.edit import copied
-from sp_compile.passes.graph.sizes import Sizes
+from sp_compile.passes.context import Note, NoteKind, PassContext
+from sp_compile.passes.graph.call import node_shape
+from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.graph.sizes import SizeBuilder
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.localize.memory_order import KeepOrder
-from sp_compile.passes.localize.validate_shapes import Prove
-from sp_compile.passes.sharding.input_facts import Facts
+from sp_compile.passes.localize.memory_order import KeepDimOrder
+from sp_compile.passes.localize.validate_shapes import ValidateShapes
+from sp_compile.passes.sharding.input_facts import InputFacts
 from sp_compile.passes.sharding.placement import Shard
-from sp_compile.passes.strategies.discharge import Rounds
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.strategies.discharge import RepeatPasses
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 
 from .bucket_collectives import BucketReductions
-from .choose_layers import choose_cuts, common_inputs, work_on_rows
-from .gather_scattered import GatherOnce
-from .tidy_layers import DrawWhole, DropOverwrites
-from .varying import Layer, MarkVarying, ScatterJob, reductions, wait_of
+from .choose_layers import choose_scatter_dims, common_inputs, count_row_nodes
+from .gather_scattered import GatherScattered
+from .tidy_layers import DrawFullTensors, DropOverwrites
+from .varying import LinearLayer, MarkVarying, ScatterContext, find_reductions, wait_of
 
 sp = torch.ops.sp
-IDLE = "all its rows are needed at once"
+IDLE_REASON = "all its rows are needed at once"
 
 
-class Scatter(Pass):
-    """All_reduces of linears become reduce_scatters, along the dims that `choose_cuts` finds best."""
+class ScatterReductions(Pass):
+    """All_reduces of linears become reduce_scatters, along the dims that `choose_scatter_dims` finds best."""
 
     requires = frozenset({"differences are known", "draws are whole"})
     provides = frozenset({"sums are scattered"})
 
-    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
-        chosen = choose_cuts(gm, job)
-        found = {node: _layer(node, chosen) for node in job.summed}
-        cut = {self._scattered(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
+    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        chosen = choose_scatter_dims(gm, job)
+        found = {node: _make_layer(node, chosen) for node in job.summed}
+        cut = {self._scatter(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
         job.layers = {**found, **cut}
         return len(cut)
 
-    def _scattered(self, node: Node, shard: Shard) -> Node:
-        wait, frame = wait_of(node), Sizes(self.graph).list(shard.frame_arg())
+    def _scatter(self, node: Node, shard: Shard) -> Node:
+        wait, frame = wait_of(node), SizeBuilder(self.graph).list(shard.frame_arg())
         assert wait is not None
         args = (node.args[0], shard.dim, frame, self.job.ranks.n, self.job.ranks.group)
-        return self.respell(wait, sp.reduce_scatter.default, args, node)
+        return self.replace_call(wait, sp.reduce_scatter.default, args, node)
 
 
-def _layer(node: Node, chosen: Mapping[Node, Shard | None]) -> Layer:
-    shape, shard = shape_of(node), chosen.get(node)
+def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
+    shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
-        return Layer(node.name, at(node), "scattered", shape, shard.dim, 0)
+        return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, 0)
     why = "its rows have no axis to be cut along" if node in chosen else "no linear's result is summed"
-    return Layer(node.name, at(node), "full", shape, None, 0, why)
+    return LinearLayer(node.name, node_line(node), "full", shape, None, 0, why)
 
 
-class LeaveIdle(Pass):
+class RevertIdleScatters(Pass):
     """An all_reduce stays one where no work would be done on its rows: it would only be gathered again."""
 
     requires = frozenset({"sums are scattered"})
     provides = frozenset({"layers are chosen"})
 
-    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
+    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         left = 0
         while True:
             plan = job.plan(gm)
-            ops = {node: work_on_rows(plan, node) for node in job.scattered}
+            ops = {node: count_row_nodes(plan, node) for node in job.find_scattered}
             for node, count in ops.items():
                 job.layers[node] = replace(job.layers[node], ops=count)
             idle = [node for node, count in ops.items() if not count]
             if not idle:
                 return left
             for node in idle:
-                job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE)
+                job.layers[node] = replace(job.layers[node], mode="full", dim=None, why=IDLE_REASON)
                 node.target, node.args = sp.all_reduce.default, (node.args[0], *node.args[3:])
             left += len(idle)
-            job.forget()
+            job.invalidate()
 
 
-class MeetDemands(Rounds):
+class DischargeDemands(RepeatPasses):
     """What is needed whole is gathered, and what is summed over rows is reduced."""
 
     requires = frozenset({"layers are chosen"})
-    steps = (Means, Reduce, GatherOnce)
+    steps = (DecomposeMeans, ReducePartials, GatherScattered)
 
 
-class RunOnRows(Passes):
+class LocalizeLayers(Passes):
     """The graph of one rank, where anything of it would run on shards."""
 
     requires = frozenset({"layers are chosen"})
-    steps = (MeetDemands, Localize, BucketReductions, Prove, KeepOrder)
+    steps = (DischargeDemands, Localize, BucketReductions, ValidateShapes, KeepDimOrder)
 
     @classmethod
-    def of(cls, job: ScatterJob) -> Pass | None:
-        return cls() if job.scattered else None
+    def of(cls, job: ScatterContext) -> Pass | None:
+        return cls() if job.find_scattered else None
 
 
 class SequenceParallelLinear(Passes):
     """All of it, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
 
-    facts: what is known of the inputs (see `Facts`); by default, that nobody looked.
+    facts: what is known of the inputs (see `InputFacts`); by default, that nobody looked.
     The result is not for autograd: an exported program is scattered for inference, a joint graph has its gradients.
     After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to
     be equal on every rank of the group for the result to be right.
@@ -125,37 +125,37 @@ class SequenceParallelLinear(Passes):
     """
 
     provides = frozenset({"layers are scattered"})
-    steps = (DropOverwrites, MarkVarying, DrawWhole, Scatter, LeaveIdle, RunOnRows)
+    steps = (DropOverwrites, MarkVarying, DrawFullTensors, ScatterReductions, RevertIdleScatters, LocalizeLayers)
 
-    def __init__(self, ranks: Ranks, facts: Facts | None = None) -> None:
+    def __init__(self, ranks: Ranks, facts: InputFacts | None = None) -> None:
         super().__init__(ranks)
-        self.facts = facts or Facts()
-        self.layers: list[Layer] = []
+        self.facts = facts or InputFacts()
+        self.layers: list[LinearLayer] = []
         self.assumed: list[str] = []
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         self._check_ranks(job.ranks)
         named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
-        local = gm if named else copied(gm)
-        summed = reductions(local, job.ranks.group)
+        local = gm if named else copy_graph(gm)
+        summed = find_reductions(local, job.ranks.group)
         if job.ranks.n == 1 or not summed:
             return 0
-        work = ScatterJob(job.ranks, laps=job.laps, facts=self.facts, summed=summed)
+        work = ScatterContext(job.ranks, runs=job.runs, facts=self.facts, summed=summed)
         self.gm = local
         try:
             super().apply(local, work)
             self.layers, self.notes = [*work.layers.values()], work.notes
         except SpError as error:  # what cannot be scattered stays as it is
-            work.planned = None
+            work.input_placements = None
             layers, why = work.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]
             self.notes = [Note(NoteKind.DECLINED, self.name, why, where=f"group {job.ranks.group}")]
         job.notes += self.notes
-        if work.planned is None:
+        if work.input_placements is None:
             self.gm = gm
             return 0
-        self.assumed = sorted(common_inputs(work.planned))
-        return max(1, len(work.scattered))
+        self.assumed = sorted(common_inputs(work.input_placements))
+        return max(1, len(work.find_scattered))
 
     def _check_ranks(self, ranks: Ranks) -> None:
         group = ranks.group

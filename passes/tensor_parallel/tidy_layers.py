@@ -19,51 +19,51 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.rank_rng import is_random
-from sp_compile.passes.graph.sizes import sizes
+from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.axes import name_axes
 
-from .varying import ScatterJob, differing
+from .varying import ScatterContext, find_varying_nodes
 
 aten = torch.ops.aten
-LIKE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
-DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+LIKE_OPS = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+DROPOUT_OPS = (aten.dropout.default, aten.native_dropout.default)
 
 
-class DrawWhole(Pass):
+class DrawFullTensors(Pass):
     """Rewrites the draws that are alike on every rank."""
 
     requires = frozenset({"differences are known"})
     provides = frozenset({"draws are whole"})
 
-    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
-        drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE, *DROPOUT)]
-        differ = differing(gm, name_axes(gm), job.varying) if drawn else set()
+    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
+        differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
         alike = [node for node in drawn if node not in differ]
         for node in alike:
-            (_draw if node.target in LIKE else _drop)(self, node)
+            (_draw_full if node.target in LIKE_OPS else _drop_full)(self, node)
         return len(alike)
 
 
-def _draw(editor: Editor, node: Node) -> None:
+def _draw_full(editor: GraphEditor, node: Node) -> None:
     value = node.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
-        shape = editor.sizes.list(sizes(value.shape))
-        editor.replace(node, editor.emit(LIKE[node.target], (shape,), value, node, kwargs))
+        shape = editor.sizes.list(as_sizes(value.shape))
+        editor.replace(node, editor.emit(LIKE_OPS[node.target], (shape,), value, node, kwargs))
 
 
-def _drop(editor: Editor, node: Node) -> None:
+def _drop_full(editor: GraphEditor, node: Node) -> None:
     """native_dropout also returns its mask, which says nothing of x."""
-    call = Call(node)
+    call = OpCall(node)
     x = call.operands[0]
     value = x.meta["val"]
     with editor.graph.inserting_before(node):
         kwargs = {"dtype": value.dtype, "device": value.device}
-        ones = editor.emit(aten.ones.default, (editor.sizes.list(sizes(value.shape)),), value, node, kwargs)
-        args, options = call.rebuild([ones])
+        ones = editor.emit(aten.ones.default, (editor.sizes.list(as_sizes(value.shape)),), value, node, kwargs)
+        args, options = call.with_operands([ones])
         drawn = editor.emit(node.target, args, node.meta["val"], node, options)
         if is_tensor(node):
             editor.replace(node, editor.emit(aten.mul.Tensor, (x, drawn), value, node))
@@ -78,7 +78,7 @@ class DropOverwrites(Pass):
 
     provides = frozenset({"nothing is overwritten"})
 
-    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
+    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         gone: dict[Node, Node] = {}
         copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
@@ -93,5 +93,5 @@ class DropOverwrites(Pass):
                 node.target, node.args = aten.clone.default, (node.args[1],)
                 node.kwargs = {"memory_format": torch.contiguous_format}
                 copied += 1
-        job.facts = job.facts.after(gone)
+        job.facts = job.facts.for_graph(gone)
         return len(gone) + copied

@@ -17,28 +17,28 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import namespace_of
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import product, same, sizes, typical
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import as_sizes, assume_large, is_same_size, size_product
 from sp_compile.passes.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes, name_axes
-from sp_compile.passes.sharding.group_names import Grid, group_of
-from sp_compile.passes.sharding.input_facts import Facts
-from sp_compile.passes.sharding.matchers import behind
-from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement, Plan, Shard
-from sp_compile.passes.sharding.rule import Factors, lookup, transfer_of, unchanged
+from sp_compile.passes.sharding.group_names import GroupGrid, exchange_group
+from sp_compile.passes.sharding.input_facts import InputFacts
+from sp_compile.passes.sharding.matchers import skip_ops
+from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement, PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import BoundRule, cache_lookups, lookup_rule, transfer_of
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
-WHOLE_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+REPLICATED_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
+SYMBOL_REASON = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Ranks draw as they did before, and without autograd behind it a gathered value is gathered for any use.
-IGNORED = ("draw", "invariant")
+IGNORED_OPS = ("draw", "invariant")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """How one all_reduce of the program runs now: a line of `explain`'s table.
 
     mode: "scattered" (rows / n up to the next gather) or "full". ops: how many nodes run on its rows.
@@ -54,7 +54,7 @@ class Layer:
 
 
 @dataclass
-class ScatterJob(Job):
+class ScatterContext(PassContext):
     """What the stages of one group leave for later ones, which is that of `ranks`.
 
     facts: what is known of the inputs. summed: the all_reduces of the program.
@@ -62,56 +62,56 @@ class ScatterJob(Job):
     wholes: of values on shards, what they were gathered to.
     """
 
-    facts: Facts = field(default_factory=Facts)
+    facts: InputFacts = field(default_factory=InputFacts)
     summed: list[Node] = field(default_factory=list)
     varying: set[Node] = field(default_factory=set)
-    layers: dict[Node, Layer] = field(default_factory=dict)
-    wholes: dict[Node, Node] = field(default_factory=dict)
+    layers: dict[Node, LinearLayer] = field(default_factory=dict)
+    gathered: dict[Node, Node] = field(default_factory=dict)
 
     @property
-    def scattered(self) -> list[Node]:
+    def find_scattered(self) -> list[Node]:
         """What runs on shards from here on."""
         return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
 
-    @unchanged()
-    def analyse(self, gm: GraphModule) -> tuple[Axes, Plan]:
+    @cache_lookups()
+    def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
         """Where every value lies, given where the scattered ones do."""
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
-        plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=declined)
-        plan.demands = [d for d in plan.demands if d.kind not in IGNORED]
+        plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=decline_product)
+        plan.demands = [d for d in plan.demands if d.kind not in IGNORED_OPS]
         return axes, plan
 
 
-def declined(call: Call, rule: Factors | None, have: Sequence[Placement]) -> str | None:
+def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
     """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
 
     A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
     """
     if rule is None:
         return None
-    if rule.lost and all(same(product(shape), 1) for shape in call.result_shapes()):
+    if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
         return "the last layer's result is whole: what becomes one number has no rows to share"
-    if not rule.contracts:
+    if not rule.is_contraction:
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
-    read = sum(count(call.operands[i].meta["val"]) for i in shards)
-    made = sum(map(count, call.results()))
-    lost = any(rule.inside(rule.operands[i], p)[0] in rule.lost for i, p in shards.items())
+    read = sum(num_elements(call.operands[i].meta["val"]) for i in shards)
+    made = sum(map(num_elements, call.results()))
+    lost = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
     if (2 * made if lost else made) > read:
         return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
     return None
 
 
-def count(value: torch.Tensor) -> int:
+def num_elements(value: torch.Tensor) -> int:
     """How many elements; of symbols, with typical sizes."""
-    return typical(product(sizes(value.shape)))
+    return assume_large(size_product(as_sizes(value.shape)))
 
 
-def reductions(gm: GraphModule, group: str) -> list[Node]:
+def find_reductions(gm: GraphModule, group: str) -> list[Node]:
     """Every all_reduce(sum) over the group that is waited for at once."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    return [n for n in found if group_of(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
+    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
 
 
 def wait_of(node: Node) -> Node | None:
@@ -126,86 +126,90 @@ class MarkVarying(Pass):
     requires = frozenset({"captured", "nothing is overwritten"})
     provides = frozenset({"differences are known"})
 
-    def apply(self, gm: GraphModule, job: ScatterJob) -> int:
+    def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_numbers(gm, job.facts)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                mark(node, requires_grad=False)
+                set_node_info(node, requires_grad=False)
         job.varying = varying_inputs(gm, name_axes(gm), job.summed, job.facts)
         return 0
 
 
-def mark_collectives(gm: GraphModule, group: str, grid: Grid | None = None) -> None:
+def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
     """Say of every other exchange what it leaves: propagation lets none over the group have a shard.
 
     grid: how other groups lie to this one; None: as the axes of a mesh.
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
-        over = group_of(node) if namespace_of(node.target) == c10d.name else None
+        over = exchange_group(node) if namespace_of(node.target) == c10d.name else None
         left: Placement | None = None
         if over is not None:
-            whole = node.target.__name__.partition(".")[0] in WHOLE_RESULTS
+            whole = node.target.__name__.partition(".")[0] in REPLICATED_RESULTS
             if over.partition("/")[0] == group:
                 left = REPLICATE if over == group and whole else VARYING
             elif grid is not None:
-                left = grid.leaves(over, whole)
+                left = grid.placement_after(over, whole)
         elif node.target is sp.rank.default:
             left = None if grid is not None and node.args[0] in grid.level else VARYING
         if left is not None:
-            mark(node, result=left)
+            set_node_info(node, result=left)
 
 
-def mark_numbers(gm: GraphModule, facts: Facts) -> None:
+def mark_numbers(gm: GraphModule, facts: InputFacts) -> None:
     """Mark what is computed with a number that differs between ranks as varying, and sizes made of such numbers."""
     own: set[Node] = set()
     for node in gm.graph.nodes:
-        if node.name in facts.differ or any(i in own for i in node.all_input_nodes):
+        if node.name in facts.differing or any(i in own for i in node.all_input_nodes):
             value = node.meta.get("val")
-            if node.op == "call_function" and not isinstance(value, SYMBOLS):
-                mark(node, result=VARYING)
+            if node.op == "call_function" and not isinstance(value, SYMBOL_REASON):
+                set_node_info(node, result=VARYING)
                 if node.target is operator.getitem:
-                    mark(node.args[0], result=VARYING)  # which piece is taken decides what all of them are
-            elif isinstance(value, SYMBOLS):
+                    set_node_info(node.args[0], result=VARYING)  # which piece is taken decides what all of them are
+            elif isinstance(value, SYMBOL_REASON):
                 own.add(node)
 
 
-def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: Facts) -> set[Node]:
+def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: InputFacts) -> set[Node]:
     """The inputs whose values differ by rank, or will after a step of training."""
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
-    known = {sources[name] for name in facts.differ if name in sources}
+    known = {sources[name] for name in facts.differing if name in sources}
     tokens = {axes.find(a.name) for node in reduced for dim in axes.dims[node, 0][:-1] for a in dim}
-    matrices = set(_matrices(gm, axes, tokens))
-    varying = _closed(gm, axes, known | {m for m in matrices if not _stays_equal(m, facts)}, sources, facts)
-    types = differing(gm, axes, varying)
+    matrices = set(_weight_inputs(gm, axes, tokens))
+    varying = _close_over_training(
+        gm, axes, known | {m for m in matrices if not _remains_equal(m, facts)}, sources, facts
+    )
+    types = find_varying_nodes(gm, axes, varying)
     if any(r.args[0] in types for r in reduced):
         return varying
-    parts = known | (matrices & _before_exchanges(gm, facts))  # that are equal by chance, or nobody has looked
-    return _closed(gm, axes, parts, sources, facts)
+    parts = known | (matrices & _exchange_ancestors(gm, facts))  # that are equal by chance, or nobody has looked
+    return _close_over_training(gm, axes, parts, sources, facts)
 
 
-def _before_exchanges(gm: GraphModule, facts: Facts) -> set[Node]:
+def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
     """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
-    backward = closure((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
+    backward = reachable_set((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
     exchanges = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
-    return closure(exchanges, lambda n: n.all_input_nodes)
+    return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
-def _stays_equal(matrix: Node, facts: Facts) -> bool:
+def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
     """Equal on all ranks, and not as parts are before their first step, if no gradient tells how they go on."""
     equal = facts.equal is not None and matrix.name in facts.equal
-    return equal and (matrix.name in facts.gradients or matrix.name not in facts.blank)
+    return equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
 
 
-def _closed(gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: Facts) -> set[Node]:
+def _close_over_training(
+    gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: InputFacts
+) -> set[Node]:
     """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
 
     What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
     """
     while True:
-        types = differing(gm, axes, varying)
+        types = find_varying_nodes(gm, axes, varying)
         apart = {sources[name] for name, gradient in facts.gradients.items() if gradient in types}
         theirs = {sources[name] for name, results in facts.tangents.items() if any(r in types for r in results)}
         if (apart | theirs) <= varying:
@@ -214,37 +218,37 @@ def _closed(gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[st
 
 
 def _is_exchange(node: Node) -> bool:
-    return record(node).result is not None or transfer_of(node.target) is not None
+    return node_info(node).result is not None or transfer_of(node.target) is not None
 
 
-def differing(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
+def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
     """All values that differ by rank if these inputs do."""
     plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), begin=False)
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
-def _matrices(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
+def _weight_inputs(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
     """Inputs that contractions multiply by and that have no token, an axis beside the features, in any dim."""
     for node in gm.graph.nodes:
-        found = lookup(node)
-        if found is not None and found[1] is not None and found[1].contracts:
+        found = lookup_rule(node)
+        if found is not None and found[1] is not None and found[1].is_contraction:
             for operand in found[0].operands:
-                source = moved_from(operand)
+                source = before_moves(operand)
                 if source.op in ("placeholder", "get_attr") and source.meta["val"].ndim > 1:
                     classes = {axes.find(a.name) for dim in axes.dims[source, 0] for a in dim}
                     if not classes & tokens:
                         yield source
 
 
-def moves(node: Node) -> bool:
+def is_move_op(node: Node) -> bool:
     """Does the node only move or convert the values of its one tensor operand?"""
-    found = lookup(node)
+    found = lookup_rule(node)
     if found is None or len(found[0].operands) != 1:
         return False
     rule = found[1]
     return rule is not None and rule.lazy and not rule.spans
 
 
-def moved_from(node: Node) -> Node:
+def before_moves(node: Node) -> Node:
     """The value that views, permutations and casts have made this one of."""
-    return behind(node, moves)
+    return skip_ops(node, is_move_op)

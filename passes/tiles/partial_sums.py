@@ -14,17 +14,17 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.sharding.matchers import constant_of, is_cast, order_of, source_of
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.sharding.matchers import constant_value, is_cast_op, move_source, permutation_of
 
 aten = torch.ops.aten
-WIDE = (torch.float32, torch.float64)
+WIDE_DTYPES = (torch.float32, torch.float64)
 GROUPED_BACKWARD = "transformers::grouped_mm_fallback_backward"
-AsParts = tuple[str, list[Node]]
+SumParts = tuple[str, list[Node]]
 
 
-def give_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
+def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     """Let the graph's last results, those that tiles add up, be given as parts; how each is."""
     output = gm.graph.output_node()
     results = list(output.args[0])
@@ -32,57 +32,57 @@ def give_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
     out, ways = results[:first], list[str]()
     for x, is_sum in zip(results[first:], sums, strict=True):
         with gm.graph.inserting_before(output):
-            way, parts = _parts(gm, x) if is_sum else ("", [x])
+            way, parts = _match_parts(gm, x) if is_sum else ("", [x])
         ways.append(way)
         out += parts
     output.args = (out,)
     gm.graph.eliminate_dead_code()
-    _without_matrices(gm)
+    _drop_unused_matrices(gm)
     gm.graph.lint()
     gm.recompile()
     return ways
 
 
-def _parts(gm: GraphModule, x: Node) -> AsParts:
-    x = (source_of(x) or x) if is_cast(x) else x  # what it is added to is wide itself
-    return _product(gm, x) or _rows(x) or ("", [x])
+def _match_parts(gm: GraphModule, x: Node) -> SumParts:
+    x = (move_source(x) or x) if is_cast_op(x) else x  # what it is added to is wide itself
+    return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
-def _product(gm: GraphModule, x: Node) -> AsParts | None:
+def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
     """The matrices that a value is the product of, or, turned, the transpose of their product."""
     turned = False
-    while (order := order_of(x)) is not None and order[:-2] == tuple(range(len(order) - 2)):
+    while (order := permutation_of(x)) is not None and order[:-2] == tuple(range(len(order) - 2)):
         turned ^= order[-1] != len(order) - 1
-        x = Call(x).operands[0]
-    if x.target is aten.mm.default and x.meta["val"].dtype in WIDE:
+        x = OpCall(x).operands[0]
+    if x.target is aten.mm.default and x.meta["val"].dtype in WIDE_DTYPES:
         a, b = x.args[:2]
-        return "product", [_turned(gm, b), _turned(gm, a)] if turned else [a, b]
-    groups = _groups(gm, x)
+        return "product", [_transpose(gm, b), _transpose(gm, a)] if turned else [a, b]
+    groups = _match_grouped_product(gm, x)
     if groups is None:
         return None
     a, b, ends = groups
     return "groups", [b, a, ends] if turned else [a, b, ends]
 
 
-def _groups(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
+def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
     """The rows, those that they are multiplied with, and where the groups end.
 
     On a GPU torch's own grouped product does not wait for the device to tell where they end; nor does it here.
     """
-    if x.target is operator.getitem and x.args[1] == 1 and _name(x.args[0]) == GROUPED_BACKWARD:
+    if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
         rows, _, ends, grad = x.args[0].args
         return rows, grad, ends
     if x.target is not aten._grouped_mm.default or x.meta["val"].device.type != "cpu":
         return None
     a, b, ends = x.args[:3]
-    return (_turned(gm, a), b, ends) if a.meta["val"].ndim == b.meta["val"].ndim == 2 else None
+    return (_transpose(gm, a), b, ends) if a.meta["val"].ndim == b.meta["val"].ndim == 2 else None
 
 
-def _without_matrices(gm: GraphModule) -> None:
+def _drop_unused_matrices(gm: GraphModule) -> None:
     """Where an op makes gradients of the rows and of the matrices, and nobody reads the second: the first alone."""
-    editor = Editor().edit(gm.graph)
+    editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
-        if _name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
+        if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
             _, w, ends, grad = node.args
             with gm.graph.inserting_before(node):
                 turned = editor.compute(aten.transpose.int, (w, 1, 2), node)
@@ -90,21 +90,21 @@ def _without_matrices(gm: GraphModule) -> None:
             editor.replace(node, [alone])
 
 
-def _rows(x: Node) -> AsParts | None:
+def _scattered_rows(x: Node) -> SumParts | None:
     """What is added to zeros at an index of the first dim."""
-    if x.target is not aten.index_put.default or not Call(x)["accumulate"] or x.meta["val"].dtype not in WIDE:
+    if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
     into, indices, values = x.args[:3]
-    if constant_of(into) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
+    if constant_value(into) != 0 or len(indices) != 1 or indices[0].meta["val"].dtype != torch.int64:
         return None
     return "rows", [values, indices[0]]
 
 
-def _name(node: Node) -> str:
+def _packet_name(node: Node) -> str:
     return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
-def _turned(gm: GraphModule, x: Node) -> Node:
+def _transpose(gm: GraphModule, x: Node) -> Node:
     made = gm.graph.call_function(aten.t.default, (x,))
     made.meta["val"] = x.meta["val"].t()
     return made

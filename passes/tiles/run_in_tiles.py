@@ -15,118 +15,129 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import at
-from sp_compile.lowering.base.layers import layer_of
+from sp_compile.lowering.base.errors import node_line
+from sp_compile.lowering.base.layers import node_layer
 from sp_compile.lowering.base.library import COMPOSITES
 from sp_compile.lowering.tiles.tile_ops import tile_length
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TileProgram
 from sp_compile.lowering.torch_compat import SYMBOLIC_GRAPHS, OpOverload, has_autocast_kernel, has_policy, pytree
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job, Note, NoteKind, RegionInTiles
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.graph.edit import drop_dead
-from sp_compile.passes.graph.modes import same_autocast, settle_dtypes
+from sp_compile.passes.context import Note, NoteKind, PassContext, TiledRegion
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.graph.edit import erase_dead
+from sp_compile.passes.graph.modes import has_same_autocast, settle_dtypes
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.node_info import mark, record
-from sp_compile.passes.graph.sizes import sizes
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.graph.node_info import node_info, set_node_info
+from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.sharding.rule import lookup_rule
 
-from .choose_tiles import PIECE, amounts, inside, makes_a_number, node_bytes
-from .tile_regions import THIN, WIDER, Region, regions_of, row_count, sorted_rows, width
-from .tile_symbols import has_symbols, rows_apart, symbol_places
-from .tile_view import TokenView, is_dropout, view_of
-from .trace_tile import draws_again, tile_program
+from .choose_tiles import TILE_BYTES, choose_tile_counts, inner_bytes, is_scalar_loss, node_bytes
+from .tile_regions import MAX_THIN_WIDTH, MIN_WIDENING, TileRegion, count_rows, find_regions, row_width, sort_groups
+from .tile_symbols import has_symbols, split_row_dim, symbol_places
+from .tile_view import TokenView, is_dropout, token_view
+from .trace_tile import redraws_in_backward, tile_program
 
 sp, aten = torch.ops.sp, torch.ops.aten
-ONCE = "tiles='auto' does no work again, as its backward would, where the step fits: give a number of tiles"
+ONCE_REASON = "tiles='auto' does no work again, as its backward would, where the step fits: give a number of tiles"
 
 
-class Tiles(Pass):
+class RunInTiles(Pass):
     """Puts one op in the place of each region that is worth it."""
 
     requires = frozenset({"proved", "attention is kept"})  # no pass looks into tiles
     provides = frozenset({"tiled"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        if job.tiles == "never" or (job.tiles == "auto" and not any(node_bytes(n) > PIECE for n in gm.graph.nodes)):
-            _make_now(gm)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        if job.tiles == "never" or (
+            job.tiles == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)
+        ):
+            _materialize_deferred(gm)
             return 0
-        assert job.planned is not None
+        assert job.input_placements is not None
         settle_dtypes(gm.graph)
-        view = view_of(gm, job.planned, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
-        regions = [region for region in regions_of(view) if self._may(view, region)]
+        view = token_view(gm, job.input_placements, job.ranks.n, max(2, job.tiles) if isinstance(job.tiles, int) else 2)
+        regions = [region for region in find_regions(view) if self._can_tile(view, region)]
         if isinstance(job.tiles, int):
             found = [job.tiles] * len(regions)
         else:
-            found = amounts(view, regions, job.memory[-1] if job.memory else None, job.times)
-        done = [region for region, tiles in zip(regions, found) if self._tile(view, region, tiles, job)]
+            found = choose_tile_counts(view, regions, job.memory[-1] if job.memory else None, job.times)
+        done = [region for region, tiles in zip(regions, found) if self._tile_region(view, region, tiles, job)]
         if done:
-            drop_dead(gm.graph)
+            erase_dead(gm.graph)
             return len(done)
-        _make_now(gm)
+        _materialize_deferred(gm)
         if isinstance(job.tiles, int) and not self.notes:
             why = "no product of a rank's rows with a weight makes them twice as wide"
             self.notes.append(Note(NoteKind.DECLINED, self.name, why))
         return 0
 
-    def _may(self, view: TokenView, region: Region) -> bool:
+    def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
         """Could it be done in tiles? If not, a line of the report."""
-        why = _reason(view, region)
+        why = _refusal(view, region)
         if why:
-            self.refused(view.source[region.seeds[0]], why)
+            self.note_refusal(view.source[region.seed_products[0]], why)
         return why is None
 
-    def _tile(self, view: TokenView, region: Region, tiles: int, job: Job) -> bool:
+    def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
         """Put the region's tiles in its place; False, and a line of the report, where that is not to be."""
-        node = view.source[region.seeds[0]]
+        node = view.source[region.seed_products[0]]
         if not tiles:
-            if not makes_a_number(view, region):
-                self.refused(node, ONCE)
+            if not is_scalar_loss(view, region):
+                self.note_refusal(node, ONCE_REASON)
             return False
-        total = row_count(view, region)
+        total = count_rows(view, region)
         tiles = min(tiles, total)
         program = tile_program(view, region, tiles)
-        if not draws_again(program):
-            self.refused(node, "a backward that computes it again would not draw the random numbers that it drew")
+        if not redraws_in_backward(program):
+            self.note_refusal(node, "a backward that computes it again would not draw the random numbers that it drew")
             return False
-        late, ends = _late(view, region), at(view.source[region.nodes[-1]])
-        made_by_tiles = self._emit(view, region, program, tiles, late)
-        length, whole = tile_length(total, tiles), inside(region)
+        late, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
+        made_by_tiles = self._emit_tiles(view, region, program, tiles, late)
+        length, whole = tile_length(total, tiles), inner_bytes(region)
         recomputed = bool(program.gradients) and not program.at_once
         way = "the backward computes it again" if recomputed else "its gradients are computed in the same loop"
         back = f"; {way}" if program.gradients else ""
-        again = "; the results that others read are computed once more for them" if region.also else ""
+        again = "; the results that others read are computed once more for them" if region.shared else ""
         self.note(
             node,
-            f"{tiles} tiles of {length} of {total} rows: an inside of {_words(whole)} becomes "
-            f"{_words(whole * length // total)}{back}{again}",
+            f"{tiles} tiles of {length} of {total} rows: an inside of {_format_size(whole)} becomes "
+            f"{_format_size(whole * length // total)}{back}{again}",
         )
         if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
-            self.refused(node, "its checkpoint's policy saves nothing of a tile", "checkpoint_policy")
-        if region.also:
+            self.note_refusal(node, "its checkpoint's policy saves nothing of a tile", "checkpoint_policy")
+        if region.shared:
             for one in region.nodes:
-                mark(view.source[one], again=True)
+                set_node_info(view.source[one], again=True)
         of_tile = whole * length // total
-        made = RegionInTiles(
-            node.name, at(node), tiles, total, whole, of_tile, layer_of(node), ends, recomputed, bool(region.also)
+        made = TiledRegion(
+            node.name,
+            node_line(node),
+            tiles,
+            total,
+            whole,
+            of_tile,
+            node_layer(node),
+            ends,
+            recomputed,
+            bool(region.shared),
         )
-        job.tiled.append(made)
+        job.tiled_regions.append(made)
         view.source.update(made_by_tiles)  # what the next regions read
         return True
 
-    def _emit(
-        self, view: TokenView, region: Region, program: TileProgram, tiles: int, late: list[Node]
+    def _emit_tiles(
+        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late: list[Node]
     ) -> dict[Node, Node]:
         """Put it there; what the region's results have become."""
-        last, place = view.source[region.nodes[-1]], _place(view, region)
+        last, place = view.source[region.nodes[-1]], _insertion_node(view, region)
         assert place is not None
         with self.graph.inserting_before(place.next):
-            rows = [self._apart(view, x, last) for x in region.rows]
-            whole = [view.source[x] for x in region.whole]
-            seed = self._seed(last) if any(is_dropout(n) for n in region.nodes) else None
+            rows = [self._split_rows(view, x, last) for x in region.rows]
+            whole = [view.source[x] for x in region.replicated]
+            seed = self._emit_seed(last) if any(is_dropout(n) for n in region.nodes) else None
             args = (rows, whole, tiles, program.name, seed)
             one = self.compute(sp.tiled.default, args, last)
-            made = [self._together(view, x, one, i) for i, x in enumerate(region.results)]
+            made = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
         for node in reversed(late):
             made[-1].append(node)
         for x, fresh in zip(region.results, made):
@@ -134,62 +145,62 @@ class Tiles(Pass):
             view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
         return dict(zip(region.results, made))
 
-    def _seed(self, like: Node) -> Node:
+    def _emit_seed(self, like: Node) -> Node:
         """Drawn anew in each call."""
         options = {"dtype": torch.int64, "device": torch.device("cpu")}
         return self.compute(aten.randint.default, (1 << 62, []), like, options)
 
-    def _apart(self, view: TokenView, x: Node, like: Node) -> Node:
+    def _split_rows(self, view: TokenView, x: Node, like: Node) -> Node:
         """The operand with its rows alone in a dim."""
         have = view.rows(x)
         assert have is not None
-        node = self._flags(view, x, like) if x in view.flags else view.source[x]
-        return self.reshaped(node, rows_apart(sizes(x.meta["val"].shape), have, have.frame.size), like)
+        node = self._emit_flags(view, x, like) if x in view.flags else view.source[x]
+        return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), have, have.frame.size), like)
 
-    def _together(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
+    def _merge_rows(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
         """The result as others read it."""
         values = one.meta["val"]
         made = self.emit(operator.getitem, (one, index), values[index], view.source[x])
-        return self.reshaped(made, sizes(x.meta["val"].shape), view.source[x])
+        return self.reshape(made, as_sizes(x.meta["val"].shape), view.source[x])
 
-    def _flags(self, view: TokenView, x: Node, like: Node) -> Node:
+    def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
         """Which rows a mask fills."""
-        call, shape = Call(view.source[x]), sizes(x.meta["val"].shape)
+        call, shape = OpCall(view.source[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
         none = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
         args = (none, call["dim"], call["frame"], True, call["n"], call["group"])
         return self.compute(sp.mask.default, args, like)
 
 
-def _make_now(gm: GraphModule) -> None:
+def _materialize_deferred(gm: GraphModule) -> None:
     """No tiles do what others have left to whoever reads it: it is made as it is written."""
     for node in gm.graph.nodes:
-        if record(node).again:
-            mark(node, again=False)
+        if node_info(node).recomputed:
+            set_node_info(node, again=False)
 
 
-def _reason(view: TokenView, region: Region) -> str | None:
+def _refusal(view: TokenView, region: TileRegion) -> str | None:
     """Why the region stays as it is; "" if it is not worth a word, None if it may be tiled."""
-    nodes = (*region.nodes, *region.rows, *region.whole)
+    nodes = (*region.nodes, *region.rows, *region.replicated)
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which takes torch 2.13: compile with dynamic=False"
-    thin = all(view.is_sum(x) or width(view, x) * THIN <= region.narrow for x in region.results)
-    made, left = (sum(width(view, x) for x in nodes) for nodes in (region.seeds, region.results))
-    if made < WIDER * left or not (region.results and region.rows):
+    thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
+    made, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
+    if made < MIN_WIDENING * left or not (region.results and region.rows):
         return "what it makes is read elsewhere"
-    if region.also and not thin:
-        return f"{region.also[0].name}, of its inside, is read elsewhere"
-    if row_count(view, region) < 2:
+    if region.shared and not thin:
+        return f"{region.shared[0].name}, of its inside, is read elsewhere"
+    if count_rows(view, region) < 2:
         return ""
     mine = {view.source[n] for n in region.nodes}
-    if any(not mine.isdisjoint(one) and not one <= mine for one in sorted_rows(view)):
+    if any(not mine.isdisjoint(one) and not one <= mine for one in sort_groups(view)):
         return "some of what is sorted with its rows is no part of it"
-    place, late = _place(view, region), _late(view, region)
+    place, late = _insertion_node(view, region), _late_nodes(view, region)
     if place is None:
         return "it ends where no gradients are recorded, and begins where they are"
-    cast = next((n for n in late if not same_autocast([n, place]) and _is_cast(n)), None)
+    cast = next((n for n in late if not has_same_autocast([n, place]) and _is_cast(n)), None)
     if cast is not None:
         return f"{cast.name} comes between its nodes, in another autocast than its end"
     stuck = [n for n in late if not (is_pure(n) or n.target in COMPOSITES)]
@@ -208,7 +219,7 @@ def _is_cast(node: Node) -> bool:
 
 def _reads_symbols(node: Node) -> bool:
     """Does it take sizes that are symbols, but for where the op's rule says its shape?"""
-    call, rule = lookup(node) or (None, None)
+    call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or node.op != "call_function" or rule.reshapes:
         return False
     left = [x for name, x in call.args.items() if name != rule.sizes]
@@ -221,7 +232,7 @@ def programs_of(gm: GraphModule) -> list[TileProgram]:
     return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
 
 
-def _place(view: TokenView, region: Region) -> Node | None:
+def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
     """The node behind which the region runs: its last one, or, if that has no gradients and others have, the one that
     records them again; None where nothing does.
     """
@@ -233,13 +244,13 @@ def _place(view: TokenView, region: Region) -> Node | None:
     return place if place is not None and place.op != "output" else None
 
 
-def _late(view: TokenView, region: Region) -> list[Node]:
+def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
     """What reads a result before the place where the region runs, and all that it leads to till there: it moves behind.
 
     Out of a part without gradients, too: what leaves that is read through a detach.
     """
     inside = {view.source[n] for n in region.nodes}
-    place = _place(view, region)
+    place = _insertion_node(view, region)
     found: dict[Node, None] = {}
     for node in view.local.nodes:
         if node is place:
@@ -250,5 +261,5 @@ def _late(view: TokenView, region: Region) -> list[Node]:
     return list(found)
 
 
-def _words(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"

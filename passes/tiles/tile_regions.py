@@ -21,20 +21,20 @@ from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.sizes import product, sizes, typical
-from sp_compile.passes.sharding.matchers import source_of
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.sizes import as_sizes, assume_large, size_product
+from sp_compile.passes.sharding.matchers import move_source
+from sp_compile.passes.sharding.rule import lookup_rule
 
 from .tile_view import TokenView
 
 sp, aten = torch.ops.sp, torch.ops.aten
-WIDER = 2  # times as many numbers a row as went in: a projection that only reshuffles a row does not count
-THIN = 8  # times fewer: a few numbers for each token, such as its loss
+MIN_WIDENING = 2  # times as many numbers a row as went in: a projection that only reshuffles a row does not count
+MAX_THIN_WIDTH = 8  # times fewer: a few numbers for each token, such as its loss
 
 
 @dataclass(frozen=True)
-class Region:
+class TileRegion:
     """nodes: of the view, in its order. seeds: products among them that make rows wider, and matrices read for rows.
 
     rows: values that come in by rows, whole: those that all tiles read; results: what is read elsewhere.
@@ -42,86 +42,86 @@ class Region:
     """
 
     nodes: tuple[Node, ...]
-    seeds: tuple[Node, ...]
+    seed_products: tuple[Node, ...]
     rows: tuple[Node, ...]
-    whole: tuple[Node, ...]
+    replicated: tuple[Node, ...]
     results: tuple[Node, ...]
-    also: tuple[Node, ...]
+    shared: tuple[Node, ...]
     narrow: int
 
 
-def width(view: TokenView, node: Node) -> int:
+def row_width(view: TokenView, node: Node) -> int:
     """Numbers a row."""
     have = view.rows(node)
     if have is None:
         return 0
-    others = [extent for d, extent in enumerate(sizes(node.meta["val"].shape)) if d != have.dim]
-    return typical(product((*others, have.outer, have.inner)))
+    others = [extent for d, extent in enumerate(as_sizes(node.meta["val"].shape)) if d != have.dim]
+    return assume_large(size_product((*others, have.outer, have.inner)))
 
 
-def row_count(view: TokenView, region: Region) -> int:
+def count_rows(view: TokenView, region: TileRegion) -> int:
     """Its rows; now, where their number is a symbol."""
-    have, value = view.rows(region.seeds[0]), region.seeds[0].meta["val"]
+    have, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
     assert have is not None
     if isinstance(have.frame.size, int):
         return have.frame.size
-    beside = (x if isinstance(x, int) else view.hints.get(x, 1) for x in (have.outer, have.inner))
+    beside = (x if isinstance(x, int) else view.size_hints.get(x, 1) for x in (have.outer, have.inner))
     return size_hint(value.shape[have.dim]) // math.prod(beside)
 
 
-def seeds_of(view: TokenView) -> list[Node]:
+def find_seeds(view: TokenView) -> list[Node]:
     """Products that make rows wider."""
-    return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _widens(view, n)]
+    return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
 
 
-def _widens(view: TokenView, node: Node) -> bool:
+def _is_widening(view: TokenView, node: Node) -> bool:
     if node.target is sp.to_sorted.default:
-        return width(view, node) >= WIDER * width(view, _before_moves(view, node))
-    call, rule = lookup(node) or (None, None)
-    if call is None or rule is None or not rule.contracts:
+        return row_width(view, node) >= MIN_WIDENING * row_width(view, _skip_moves(view, node))
+    call, rule = lookup_rule(node) or (None, None)
+    if call is None or rule is None or not rule.is_contraction:
         return False
-    wide = max(width(view, x) for x in (node, *call.operands) if x is node or _is_read(view, x))
-    return wide >= WIDER * _came_in(view, node)
+    wide = max(row_width(view, x) for x in (node, *call.operands) if x is node or _is_table_lookup(view, x))
+    return wide >= MIN_WIDENING * _input_width(view, node)
 
 
-def _came_in(view: TokenView, node: Node) -> int:
+def _input_width(view: TokenView, node: Node) -> int:
     """Numbers a row of what a seed is made of, before rows were repeated, moved or sorted."""
     operands = [x for x in node.all_input_nodes if view.rows(x)]
-    given = [x for x in operands if not _is_read(view, x)] or operands
-    return max((width(view, _before_moves(view, x)) for x in given), default=0)
+    given = [x for x in operands if not _is_table_lookup(view, x)] or operands
+    return max((row_width(view, _skip_moves(view, x)) for x in given), default=0)
 
 
-def _before_moves(view: TokenView, x: Node) -> Node:
+def _skip_moves(view: TokenView, x: Node) -> Node:
     while view.is_inside(x):
-        source = x.args[0] if x.target is sp.to_sorted.default else source_of(x)
-        if source is None or not 0 < width(view, source) <= width(view, x):
+        source = x.args[0] if x.target is sp.to_sorted.default else move_source(x)
+        if source is None or not 0 < row_width(view, source) <= row_width(view, x):
             break
         x = source
     return x
 
 
-def _is_read(view: TokenView, node: Node) -> bool:
+def _is_table_lookup(view: TokenView, node: Node) -> bool:
     """Is it read, for each row, out of a table that all rows share?"""
     return node.target is aten.index.Tensor and view.is_inside(node) and not view.rows(node.args[0])
 
 
-def regions_of(view: TokenView) -> Iterator[Region]:
+def find_regions(view: TokenView) -> Iterator[TileRegion]:
     """Each with the seeds that grow together, or into the same nodes, in the graph's order."""
     groups: dict[Node, set[Node]] = {}  # by their first seed
-    sorts = sorted_rows(view)
-    for seed in seeds_of(view):
+    sorts = sort_groups(view)
+    for seed in find_seeds(view):
         if not any(seed in nodes for nodes in groups.values()):
-            grown = _grown(view, seed, sorts)
-            while seed not in (nodes := _joined(view, grown)):
+            grown = _grow(view, seed, sorts)
+            while seed not in (nodes := _drop_unreachable(view, grown)):
                 grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
             _add_group(view, groups, seed, nodes)
     for seed, nodes in groups.items():
-        copies = _copies(view, seed, nodes)
+        copies = _row_copies(view, seed, nodes)
         for others in groups.values():
             others -= copies
         nodes |= copies
     for seed, nodes in groups.items():
-        yield _region(view, nodes, _came_in(view, seed))
+        yield _make_region(view, nodes, _input_width(view, seed))
 
 
 def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
@@ -130,74 +130,80 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
         if nodes.isdisjoint(others):
             continue
         both = nodes | others
-        if _joined(view, both) == both:
+        if _drop_unreachable(view, both) == both:
             groups[first] = both
             return
-        nodes = _with_all_terms(view, _joined(view, nodes - others))
+        nodes = _drop_partial_sums(view, _drop_unreachable(view, nodes - others))
     if seed in nodes:
         groups[seed] = nodes
 
 
-def sorted_rows(view: TokenView) -> list[set[Node]]:
+def sort_groups(view: TokenView) -> list[set[Node]]:
     """Of each sort of the local graph: all that is in its order, and what puts rows back."""
     sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
-    return [closure([one], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for one in sorts]
+    return [reachable_set([one], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for one in sorts]
 
 
-def _grown(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
-    narrow = _came_in(view, seed)
+def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
+    narrow = _input_width(view, seed)
 
     def goes_on(node: Node) -> bool:
         if not is_tensor(node):  # several results, which are read one by one
             return True
-        return view.is_sum(node) or (bool(view.rows(node)) and not narrow / THIN < width(view, node) < WIDER * narrow)
+        return view.is_sum(node) or (
+            bool(view.rows(node)) and not narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
+        )
 
     def onwards(node: Node) -> Iterable[Node]:
         behind = node.users if goes_on(node) else ()
-        wide = [x for x in node.all_input_nodes if width(view, x) >= WIDER * narrow or not is_tensor(x)]
+        wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         together = [x for one in sorts if view.source[node] in one for x in one]
-        return [x for x in (*behind, *wide, *filter(None, map(view.inside.get, together))) if _goes_with(view, x, seed)]
+        return [
+            x
+            for x in (*behind, *wide, *filter(None, map(view.inner_nodes.get, together)))
+            if _belongs_to(view, x, seed)
+        ]
 
-    return _with_all_terms(view, closure([seed], onwards))
+    return _drop_partial_sums(view, reachable_set([seed], onwards))
 
 
-def _copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
+def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """What repeats rows for these alone, as those of a mixture, one for each of a token's experts."""
 
     def repeats(x: Node) -> bool:
-        narrower = source_of(x) is not None and width(view, _before_moves(view, x)) < width(view, x)
-        return narrower and _goes_with(view, x, seed)
+        narrower = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
+        return narrower and _belongs_to(view, x, seed)
 
-    found = closure(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
-    while others := {n for n in found - nodes if read_outside(view, n, found)}:
+    found = reachable_set(nodes, lambda node: [x for x in node.all_input_nodes if repeats(x)])
+    while others := {n for n in found - nodes if outside_readers(view, n, found)}:
         found -= others
     return found - nodes
 
 
-def _with_all_terms(view: TokenView, nodes: set[Node]) -> set[Node]:
+def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
     """Without what adds up sums of which some are no part of it: these are the same for every tile."""
     while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
         nodes = nodes - short
     return nodes
 
 
-def _goes_with(view: TokenView, node: Node, seed: Node) -> bool:
+def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
     """Is it of as many rows as the seed, and of its checkpoint, so that one tile may have both?"""
     alike = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
-    return alike and _sizes(view, node) <= {_size(view, seed)}
+    return alike and _row_sizes(view, node) <= {_row_size(view, seed)}
 
 
-def _sizes(view: TokenView, node: Node) -> set[object]:
+def _row_sizes(view: TokenView, node: Node) -> set[object]:
     """The numbers of rows of what it reads and makes."""
-    return {_size(view, x) for x in (*node.all_input_nodes, node) if view.rows(x)}
+    return {_row_size(view, x) for x in (*node.all_input_nodes, node) if view.rows(x)}
 
 
-def _size(view: TokenView, node: Node) -> object:
+def _row_size(view: TokenView, node: Node) -> object:
     have = view.rows(node)
     return have.frame.size if have is not None else None
 
 
-def _joined(view: TokenView, nodes: set[Node]) -> set[Node]:
+def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
     """Without what needs a value from outside that comes of the others: tiles run as one."""
     inside = {view.source[n]: n for n in nodes}
     kept, behind = set[Node](), set[Node]()
@@ -210,20 +216,20 @@ def _joined(view: TokenView, nodes: set[Node]) -> set[Node]:
     return {inside[n] for n in kept}
 
 
-def read_outside(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
+def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
     """Who reads the value in the local graph but the nodes that these stand for."""
     inside = {view.source[n] for n in nodes}
     return [user for user in view.source[node].users if user not in inside]
 
 
-def _region(view: TokenView, nodes: set[Node], narrow: int) -> Region:
+def _make_region(view: TokenView, nodes: set[Node], narrow: int) -> TileRegion:
     ordered = [n for n in view.gm.graph.nodes if n in nodes]
     given = dict.fromkeys(x for n in ordered for x in n.all_input_nodes if x not in nodes and is_tensor(x))
-    results = [n for n in ordered if is_tensor(n) and read_outside(view, n, nodes)]
-    also = [n for n in results if width(view, n) >= WIDER * narrow]
-    return Region(
+    results = [n for n in ordered if is_tensor(n) and outside_readers(view, n, nodes)]
+    also = [n for n in results if row_width(view, n) >= MIN_WIDENING * narrow]
+    return TileRegion(
         tuple(ordered),
-        tuple(n for n in ordered if view.rows(n) and (_widens(view, n) or _is_read(view, n))),
+        tuple(n for n in ordered if view.rows(n) and (_is_widening(view, n) or _is_table_lookup(view, n))),
         tuple(x for x in given if view.rows(x)),
         tuple(x for x in given if not view.rows(x)),
         tuple(n for n in results if n not in also),

@@ -18,30 +18,30 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import size_hint
-from sp_compile.passes.graph.call import Call, is_tensor, overloads
-from sp_compile.passes.graph.modes import without_grad
+from sp_compile.passes.graph.call import OpCall, is_tensor, parse_overloads
+from sp_compile.passes.graph.modes import no_grad_nodes
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.rank_rng import is_random
-from sp_compile.passes.graph.sizes import Size, product, quotient, size, sizes
+from sp_compile.passes.graph.sizes import Size, as_size, as_sizes, exact_quotient, size_product
 from sp_compile.passes.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes
-from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Plan, Shard
-from sp_compile.passes.sharding.rule import lookup, transfer_of
-from sp_compile.passes.sharding.rules.exchange_rules import frame_of
+from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import lookup_rule, transfer_of
+from sp_compile.passes.sharding.rules.exchange_rules import call_frame
 from sp_compile.passes.sharding.rules.expert_rules import SORTED_ROWS
-from sp_compile.passes.sharding.rules.pointwise import is_smooth, only_moves
+from sp_compile.passes.sharding.rules.pointwise import is_pure_move, is_smooth
 
 sp, aten = torch.ops.sp, torch.ops.aten
-MASKS = (sp.mask.default, sp.window.default)
-CUTS = (sp.shard.default, *MASKS)
-DIVISIONS = overloads("div.Scalar div.Tensor")
-POWERS = overloads("pow.Tensor_Scalar")
-CHOICES = overloads("where.ScalarOther where.self")
-EXPONENTIALS = overloads("exp")
-OF_LOGARITHMS = overloads("log_softmax.int sub.Tensor")
+MASKING_OPS = (sp.mask.default, sp.window.default)
+CUTTING_OPS = (sp.shard.default, *MASKING_OPS)
+DIVISION_OPS = parse_overloads("div.Scalar div.Tensor")
+POWER_OPS = parse_overloads("pow.Tensor_Scalar")
+CHOICE_OPS = parse_overloads("where.ScalarOther where.self")
+EXPONENTIAL_OPS = parse_overloads("exp")
+LOGARITHM_OPS = parse_overloads("log_softmax.int sub.Tensor")
 """Their exponentials do not overflow, if these are logarithms of probabilities; those of scaled logits may."""
-FINITE_OF_ONES = overloads("""
+FINITE_ON_ONES = parse_overloads("""
     abs argmax clamp eq.Scalar eq.Tensor ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
     le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
 """)
@@ -61,7 +61,7 @@ class TokenView:
     local: Graph
     source: dict[Node, Node]
     flags: set[Node]
-    plan: Plan
+    plan: PlacementPlan
     without_grad: set[Node]
 
     def checkpoint(self, node: Node) -> Any:
@@ -78,15 +78,15 @@ class TokenView:
         return isinstance(self.plan.of(node), Partial)
 
     @cached_property
-    def inside(self) -> dict[Node, Node]:
+    def inner_nodes(self) -> dict[Node, Node]:
         """The call that stands for a node of the local graph."""
         return {old: new for new, old in self.source.items() if new.op == "call_function"}
 
     @cached_property
-    def hints(self) -> dict[Size, int]:
+    def size_hints(self) -> dict[Size, int]:
         """What sizes that are symbols are in the call that is being compiled."""
         shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
-        return {size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
+        return {as_size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
         """Is it computed from rows, token by token?"""
@@ -100,19 +100,19 @@ def is_dropout(node: Node) -> bool:
     return node.target is aten.dropout.default and is_random(node)
 
 
-def view_of(local: GraphModule, planned: Plan, n: int, tiles: int) -> TokenView:
+def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -> TokenView:
     """The view, from the plan that the local graph of n ranks was made from."""
-    off = without_grad(local.graph)
+    off = no_grad_nodes(local.graph)
     refused: set[Node] = set()
     while True:
-        view = _TokenCopy(local, planned, n, refused).view(tiles, off)
+        view = _TokenViewBuilder(local, planned, n, refused).view(tiles, off)
         demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
         if not demanding:
             return view
         refused |= demanding
 
 
-def is_finite_of_ones(window: Node) -> bool:
+def is_finite_on_ones(window: Node) -> bool:
     """Is all that a local graph makes of the value finite, with its derivatives, where a row is filled with ones?
 
     Up to sums, which fill their padding. Then a tile, which has no other rows, may fill instead of restoring.
@@ -125,7 +125,7 @@ def is_finite_of_ones(window: Node) -> bool:
             if not (user.target is operator.getitem or is_smooth(user) or _is_finite(user, seen, ones)):
                 return False
             seen.add(user)
-            if node in ones and only_moves(user):
+            if node in ones and is_pure_move(user):
                 ones.add(user)
             if not is_tensor(user) or user.meta["val"].ndim:
                 waiting.append(user)
@@ -137,46 +137,46 @@ def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
 
     A choice by such a row may be another one than any valid row's: it has to be between finite values.
     """
-    call = Call(node)
-    if node.target in DIVISIONS:
+    call = OpCall(node)
+    if node.target in DIVISION_OPS:
         return isinstance(call["other"], (int, float)) and call["other"] != 0
-    if node.target in POWERS:
+    if node.target in POWER_OPS:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
-    if node.target in EXPONENTIALS:
-        return any(x in ones or (x in made and x.target in OF_LOGARITHMS) for x in node.all_input_nodes)
-    if node.target in CHOICES:
+    if node.target in EXPONENTIAL_OPS:
+        return any(x in ones or (x in made and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
+    if node.target in CHOICE_OPS:
         values = call["self"], call["other"]
         finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]
         return call["condition"] not in made or all(finite)
-    return node.target in FINITE_OF_ONES
+    return node.target in FINITE_ON_ONES
 
 
-def lies(node: Node, planned: Plan, n: int) -> Placement:
+def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
     """Where this rank's rows are in a value of the local graph."""
-    origin = record(node).origin
+    origin = node_info(node).origin
     have = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(have, Shard):
-        return Shard(have.dim, Frame.full(have.frame.local(n)), have.outer, have.inner)
-    return _cut_by_hand(node) if origin is None and node.target in CUTS else REPLICATE
+        return Shard(have.dim, Frame.full(have.frame.local_length(n)), have.outer, have.inner)
+    return _is_user_shard(node) if origin is None and node.target in CUTTING_OPS else REPLICATE
 
 
-def _cut_by_hand(node: Node) -> Placement:
+def _is_user_shard(node: Node) -> Placement:
     """Of what a rank cuts or masks itself: its frame says it."""
-    call = Call(node)
-    dim, (frame, outer) = call.dim(), frame_of(call)
-    rows = frame.local(call["n"])  # as the shape spells it, where the length is a symbol
-    inner = quotient(sizes(node.meta["val"].shape)[dim], product((outer, rows)))
+    call = OpCall(node)
+    dim, (frame, outer) = call.dim(), call_frame(call)
+    rows = frame.local_length(call["n"])  # as the shape spells it, where the length is a symbol
+    inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
 
 
 @dataclass
-class _TokenCopy:
+class _TokenViewBuilder:
     local: GraphModule
-    planned: Plan
+    planned: PlacementPlan
     n: int
-    refused: set[Node]
-    made: dict[Node, Node] = field(default_factory=dict)
+    rejected: set[Node]
+    copies: dict[Node, Node] = field(default_factory=dict)
     source: dict[Node, Node] = field(default_factory=dict)
     flags: set[Node] = field(default_factory=set)
     inputs: dict[Node, Placement] = field(default_factory=dict)
@@ -185,20 +185,20 @@ class _TokenCopy:
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":
-                graph.output(tuple(self.made[n] for n in node.all_input_nodes))
+                graph.output(tuple(self.copies[n] for n in node.all_input_nodes))
             else:
-                self.made[node] = self._copied(graph, node)
-                self.source.setdefault(self.made[node], node)
+                self.copies[node] = self._copy(graph, node)
+                self.source.setdefault(self.copies[node], node)
         gm = GraphModule({}, graph)
         plan = propagate(gm, Axes(), tiles, self.inputs, "local", begin=False)
         return TokenView(gm, self.local.graph, self.source, self.flags, plan, without_grad)
 
-    def _copied(self, graph: Graph, node: Node) -> Node:
+    def _copy(self, graph: Graph, node: Node) -> Node:
         if self._fills(node):
-            return self._filled(graph, node)
-        if not self._may_be_inside(node):
-            return self._input(graph, node, node.meta.get("val"), lies(node, self.planned, self.n))
-        return graph.node_copy(node, self.made.__getitem__)
+            return self._copy_fill(graph, node)
+        if not self._can_be_inside(node):
+            return self._input(graph, node, node.meta.get("val"), local_shard(node, self.planned, self.n))
+        return graph.node_copy(node, self.copies.__getitem__)
 
     def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
         made = graph.placeholder(node.name)
@@ -206,31 +206,36 @@ class _TokenCopy:
         self.inputs[made] = placement
         return made
 
-    def _may_be_inside(self, node: Node) -> bool:
-        if node.op != "call_function" or node in self.refused:
+    def _can_be_inside(self, node: Node) -> bool:
+        if node.op != "call_function" or node in self.rejected:
             return False
         if node.target is operator.getitem:
-            return is_tensor(node) and self.made[node.args[0]].op == "call_function"
-        found = lookup(node)
-        if found is None or found[1] is None or found[1].wants is not None or transfer_of(node.target) is not None:
+            return is_tensor(node) and self.copies[node.args[0]].op == "call_function"
+        found = lookup_rule(node)
+        if (
+            found is None
+            or found[1] is None
+            or found[1].operand_placements is not None
+            or transfer_of(node.target) is not None
+        ):
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
         return is_pure(node) or node.target is aten.dropout.default  # which may draw nothing, too
 
     def _fills(self, node: Node) -> bool:
-        if node in self.refused or node.target not in MASKS or not node.meta["val"].is_floating_point():
+        if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
             return False
-        return node.target is sp.mask.default or is_finite_of_ones(node)
+        return node.target is sp.mask.default or is_finite_on_ones(node)
 
-    def _filled(self, graph: Graph, node: Node) -> Node:
+    def _copy_fill(self, graph: Graph, node: Node) -> Node:
         """A mask as one op on rows: which of them it fills is an input of rows. A window, too: with ones."""
-        call, have = Call(node), _cut_by_hand(node)
+        call, have = OpCall(node), _is_user_shard(node)
         x = node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
         self.flags.add(flags)
         self.source[flags] = node
-        made = graph.call_function(aten.masked_fill.Scalar, (self.made[node.args[0]], flags, call.get("value", 1)))
+        made = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
         made.meta.update(node.meta)
         return made

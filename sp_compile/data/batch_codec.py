@@ -17,10 +17,10 @@ import torch
 from sp_compile.lowering.base.errors import SpError
 
 NUMBERS = "biufc"  # kinds of numpy's types
-PLAIN = (str, int, float, bool, type(None))
+JSON_TYPES = (str, int, float, bool, type(None))
 
 
-def packed(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
+def encode_batch(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The text of a batch and its tensors, contiguous on the CPU, in the order in which the text names them.
 
     Raises SpError: it holds something else; the message names where and what.
@@ -33,7 +33,7 @@ def packed(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
             tensor = torch.as_tensor(value).detach().cpu().contiguous()
             tensors.append(tensor)
             return {"of": kind, "is": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
-        if type(value) in PLAIN:
+        if type(value) in JSON_TYPES:
             return value
         if isinstance(value, Mapping):
             return {"of": "dict", "is": [[text(k, where), text(v, f"{where}[{k!r}]")] for k, v in value.items()]}
@@ -48,7 +48,7 @@ def packed(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
     return json.dumps(text(batch, "batch")).encode(), tensors
 
 
-def unpacked(text: bytes) -> tuple[Any, list[torch.Tensor]]:
+def decode_batch(text: bytes) -> tuple[Any, list[torch.Tensor]]:
     """The batch of a text and its tensors, which are empty: whoever fills them fills the batch."""
     tensors: list[torch.Tensor] = []
 
@@ -67,6 +67,6 @@ def unpacked(text: bytes) -> tuple[Any, list[torch.Tensor]]:
     return value(json.loads(text)), tensors
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, as uint8."""
     return tensor.reshape(-1).view(torch.uint8)

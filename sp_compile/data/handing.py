@@ -10,11 +10,11 @@ import torch
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.runtime.agreement import exchanged
-from sp_compile.runtime.control.channel import wire_of
+from sp_compile.runtime.agreement import all_gather_messages
+from sp_compile.runtime.control.channel import channel_of
 from sp_compile.runtime.control.message import Message
 
-from .batch_codec import as_bytes, unpacked
+from .batch_codec import decode_batch, view_as_bytes
 
 Parcel = tuple[bytes, list[torch.Tensor]]
 """A batch as `packed` makes it."""
@@ -32,7 +32,7 @@ def spread(
     the next axis; None: nothing, they have to say the same. Returns the fields in the end. Raises SpError on all ranks.
     """
     for ranks in axes:
-        everyone = exchanged(ranks, mine) if ranks.exchanges else None
+        everyone = all_gather_messages(ranks, mine) if ranks.exchanges else None
         if everyone is None:
             continue
         problem = judge(everyone)
@@ -51,9 +51,9 @@ def handed_on(axes: Sequence[Ranks], parcel: Parcel | None, number: int) -> Any:
     Two broadcasts an axis and one for each tensor. Whoever has no batch yet when an axis has its turn hands on nothing.
     """
     saying = Message("hands on", "a batch", number)
-    for wire in filter(None, map(wire_of, axes)):
+    for wire in filter(None, map(channel_of, axes)):
         size = torch.tensor([len(parcel[0]) if parcel is not None else 0])
-        wire.broadcast(as_bytes(size), 0, saying)
+        wire.broadcast(view_as_bytes(size), 0, saying)
         if not size:
             continue
         text = (
@@ -64,11 +64,11 @@ def handed_on(axes: Sequence[Ranks], parcel: Parcel | None, number: int) -> Any:
         wire.broadcast(text, 0, saying)
         if parcel is None:
             told = text.numpy().tobytes()
-            parcel = (told, unpacked(told)[1])
+            parcel = (told, decode_batch(told)[1])
         for tensor in filter(torch.Tensor.numel, parcel[1]):
-            wire.broadcast(as_bytes(tensor), 0, saying)
+            wire.broadcast(view_as_bytes(tensor), 0, saying)
     assert parcel is not None
-    batch, tensors = unpacked(parcel[0])
+    batch, tensors = decode_batch(parcel[0])
     for mine, sent in zip(tensors, parcel[1], strict=True):
         mine.copy_(sent)
     return batch

@@ -13,15 +13,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Mesh
-from sp_compile.runtime.agreement import different_work, unlike_fields
-from sp_compile.runtime.control.channel import stop
+from sp_compile.runtime.agreement import describe_field_mismatch, describe_operation_mismatch
+from sp_compile.runtime.control.channel import publish_stop
 from sp_compile.runtime.control.message import Message
 
-from .batch_codec import packed
+from .batch_codec import encode_batch
 from .handing import handed_on, spread
 from .replica import replica_of
 from .rounds import ShardedBatches, rank_batches
-from .sampler import share_of
+from .sampler import replica_share
 
 READS = ("all", "first")
 END = object()
@@ -138,7 +138,7 @@ class SequenceLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there with the next iteration. Raises SpError on another number of replicas that cannot stand there."""
         self._at["epoch"] = state["epoch"]
-        self._behind = share_of(state["samples"], state["replicas"], self.replica.n, self._batch_size)
+        self._behind = replica_share(state["samples"], state["replicas"], self.replica.n, self._batch_size)
         if hasattr(self.loader, "load_state_dict") and "loader" in state:
             if state["replicas"] != self.replica.n:
                 raise SpError(
@@ -174,7 +174,7 @@ class SequenceLoader:
         try:
             yield from self._own()
         except Exception as error:
-            stop(f"it could not read a batch: {_words(error)}")
+            publish_stop(f"it could not read a batch: {_words(error)}")
             raise
 
     def _in_step(self) -> Iterator[Any]:
@@ -186,7 +186,7 @@ class SequenceLoader:
             try:
                 parcel = batch = next(own, END)
                 if self.reader and self.hands_on and batch is not END:
-                    parcel = packed(batch)
+                    parcel = encode_batch(batch)
             except Exception as error:
                 failure = error
             problem = _failure_of(failure) if failure else None
@@ -244,7 +244,7 @@ def _failure(everyone: Sequence[Message]) -> SpError | None:
     """Return the first error of these ranks, with those of the others; None without one."""
     failed = {str(one.error): one.error for one in everyone if one.error is not None}
     if not failed:
-        return different_work(everyone)
+        return describe_operation_mismatch(everyone)
     (first, *_), (_, *others) = failed.values(), failed
     return SpError(first.code, "\n".join([first.cause, *others]), first.fix)
 
@@ -256,7 +256,7 @@ def _all_fields(everyone: Sequence[Message]) -> dict[str, str]:
 def _unlike(everyone: Sequence[Message]) -> SpError | None:
     if failed := _failure(everyone):
         return failed
-    different = unlike_fields(everyone, "the ranks of this group read different data")
+    different = describe_field_mismatch(everyone, "the ranks of this group read different data")
     return SpError("SP807", different) if different else None
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import STRATEGIES, Mesh, Ranks, ranks_of, resolve
-from sp_compile.runtime.agreement import answers, saying_why
+from sp_compile.runtime.agreement import all_gather_object, publish_failure
 
 SAME_BATCH = frozenset({"sp", "cp", "tp", "ep", "etp", "pp"})
 """Mesh axes along which all ranks take the same batch, with those of strategies; along others they take other ones."""
@@ -43,7 +43,7 @@ def replica_of(mesh: Mesh = None, mesh_dim: str | None = None, data_dims: str | 
     Raises SpError: a mesh of several axes without names, an axis that it lacks, this rank outside of it, groups that
     are not the default group cut in pieces.
     """
-    with saying_why():
+    with publish_failure():
         if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
             return _of_axes(mesh, mesh_dim, data_dims)
         if data_dims is not None:
@@ -88,7 +88,7 @@ def _of_group(ranks: Ranks) -> Replica:
     world = ranks_of(dist.group.WORLD)
     if ranks.n == world.n:
         return Replica(0, 1, first, (ranks,), (ranks,))
-    everyone = answers(world, "asks for", "the ranks that share a sequence", members)
+    everyone = all_gather_object(world, "asks for", "the ranks that share a sequence", members)
     groups = sorted({tuple(one) for one in everyone}, key=min)
     if sum(map(len, groups)) != world.n or math.gcd(*map(len, groups)) != ranks.n:
         raise SpError(

@@ -56,10 +56,10 @@ class SequenceSampler(DistributedSampler):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on there. Raises SpError if the replicas do not divide what was taken."""
         self.set_epoch(state["epoch"])
-        self._skipped = share_of(state["yielded"], state["replicas"], self.num_replicas)
+        self._skipped = replica_share(state["yielded"], state["replicas"], self.num_replicas)
 
 
-def share_of(taken: int, replicas: int, now: int, at_once: int = 1) -> int:
+def replica_share(taken: int, replicas: int, now: int, at_once: int = 1) -> int:
     """How often each of `now` replicas takes so many samples at once until they have those that each of others took."""
     if taken * replicas % (now * at_once):
         raise SpError(

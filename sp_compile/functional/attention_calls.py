@@ -36,21 +36,21 @@ from torch import Tensor
 
 from sp_compile.lowering.attention.masked_attention import autocast
 from sp_compile.lowering.attention.op_args import ShardArgs
-from sp_compile.lowering.attention.ring_kernel import WAYS_HOME, hops_of_window
-from sp_compile.lowering.base.dtypes import LEAST_FILL
+from sp_compile.lowering.attention.ring_kernel import RING_GRADIENTS, window_hops
+from sp_compile.lowering.base.dtypes import MIN_FILL
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import LAYOUTS, FrameArg
 from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.comm import routes
 
-from .rank_call import HELD, RankCall, frame, needs_gradient, unknown, wrong_choice
+from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, shard_frame, unknown_word
 
 sp = torch.ops.sp
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """The options of every attention by hand; see `sp_compile.functional.attention_calls`."""
 
     layout: str = "contiguous"
@@ -66,7 +66,7 @@ class Options:
     sinks: Tensor | None = None
     check: bool = True
 
-    def lookups(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
+    def predicate_arguments(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int], str]:
         """rows, cols, pieces, sizes and predicate."""
         parts = ["(k <= q)"] if self.is_causal else []
         if self.window is not None:
@@ -77,11 +77,11 @@ class Options:
         return vectors, vectors, [], sizes, " & ".join(parts)
 
 
-OPTION_NAMES = tuple(f.name for f in fields(Options))
+OPTION_NAMES = tuple(f.name for f in fields(AttentionOptions))
 
 
 @dataclass(frozen=True)
-class Way:
+class AttentionFunction:
     """A way to split attention, called as its function. run: from a call and what all operators take of it.
 
     merges: by log-sum-exps, of blocks of keys. skips: it asks no rank for keys that no query of a causal window needs.
@@ -90,22 +90,22 @@ class Way:
     name: str
     run: Callable[[AttentionCall, tuple[Any, ...]], Tensor]
     merges: bool = False
-    skips: bool = False
+    skips_steps: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionCall(RankCall):
     """This rank's call. width: ranks that share heads; others: names that are no option."""
 
-    way: Way
+    function: AttentionFunction
     q: Tensor
     k: Tensor
     v: Tensor
     ranks: Ranks
-    options: Options
+    options: AttentionOptions
     width: int | None
     kv_grads: str
-    others: Sequence[str] = ()
+    rejected_options: Sequence[str] = ()
 
     @property
     def group(self) -> Ranks:
@@ -116,32 +116,34 @@ class AttentionCall(RankCall):
         self.require()
         given, ranks = self.options, self.ranks
         seed = given.seed if given.seed is None else torch.as_tensor(given.seed, device=self.q.device)
-        weights = given.attn_mask, *given.lookups(), seed, given.dropout_p, given.scale
+        weights = given.attn_mask, *given.predicate_arguments(), seed, given.dropout_p, given.scale
         shards = ShardArgs(
             *weights, "", [], [], given.sinks, False, *self.frames(), ranks.n, ranks.group, balance=False
         )
         if torch.compiler.is_compiling():
-            _prepare(ranks.group, self.width or 1, self.steps())
-        return self.way.run(self, (self.q, self.k, self.v, *shards.flat()))
+            _declare_routes(ranks.group, self.width or 1, self.steps())
+        return self.function.run(self, (self.q, self.k, self.v, *shards.to_flat()))
 
     def frames(self) -> tuple[FrameArg, FrameArg]:
         """Where the shards of queries and keys lie."""
         n, given = self.ranks.n, self.options
-        of_keys = frame(self.k.shape[2], n, given.kv_length, given.layout)
-        return frame(self.q.shape[2], n, given.length, given.layout), of_keys
+        of_keys = shard_frame(self.k.shape[2], n, given.kv_length, given.layout)
+        return shard_frame(self.q.shape[2], n, given.length, given.layout), of_keys
 
     def steps(self) -> int:
         """How often keys are attended to on their way round: where a way skips, fewer times for a causal window."""
         given, n, rows = self.options, self.ranks.n, self.q.shape[2]
         q_frame, k_frame = self.frames()
-        skips = self.way.skips and given.is_causal and LAYOUTS[given.layout].in_order and q_frame == k_frame
+        skips = (
+            self.function.skips_steps and given.is_causal and LAYOUTS[given.layout].is_in_order and q_frame == k_frame
+        )
         if not skips or given.window is None:
             return n // (self.width or 1)
-        return 1 + hops_of_window(given.window, rows, n)
+        return 1 + window_hops(given.window, rows, n)
 
-    def problems(self) -> Iterator[SpError]:
-        for name in self.others:
-            yield unknown("option", name, OPTION_NAMES)
+    def errors(self) -> Iterator[SpError]:
+        for name in self.rejected_options:
+            yield unknown_word("option", name, OPTION_NAMES)
         yield from self._wrong_operands()
         yield from self._wrong_layout()
         yield from self._wrong_heads()
@@ -163,7 +165,7 @@ class AttentionCall(RankCall):
 
     def _wrong_layout(self) -> Iterator[SpError]:
         given, n = self.options, self.ranks.n
-        yield from wrong_choice("layout", given.layout, HELD)
+        yield from check_choice("layout", given.layout, HOLDS_PATTERN)
         chunks = LAYOUTS[given.layout].chunks
         if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
             yield SpError("SP454", f"layout: expected even lengths for {given.layout!r}, got {self._shapes()}.")
@@ -178,13 +180,14 @@ class AttentionCall(RankCall):
         if kv_heads == 0 or heads % kv_heads:
             divisor = f"a divisor of the {heads} query heads"
             yield SpError("SP451", f"k: expected {divisor} as key heads, got {kv_heads} ({self._shapes()}).")
-        yield from wrong_choice("kv_grads", self.kv_grads, tuple(WAYS_HOME))
+        yield from check_choice("kv_grads", self.kv_grads, tuple(RING_GRADIENTS))
         if width is None:
             yield SpError("SP452", "ulysses: expected the number of ranks that share heads, got None.")
         elif width < 1 or n % width or heads % width:
             yield SpError(
                 "SP453",
-                f"{self.way.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that share "
+                f"{self.function.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that
+                share "
                 f"heads, got {width}.",
             )
 
@@ -211,8 +214,8 @@ class AttentionCall(RankCall):
         if x.dtype != torch.bool and not x.is_floating_point():
             wanted = "bool (True: may attend) or floating-point (added)"
             yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
-        merged = self.way.merges or bool(given.lookups()[-1])
-        if given.check and merged and x.is_floating_point() and not x.is_meta and _holds_fills(x):
+        merged = self.function.merges or bool(given.predicate_arguments()[-1])
+        if given.check and merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
             yield SpError(
                 "SP455",
                 "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
@@ -243,35 +246,38 @@ class AttentionCall(RankCall):
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
         given = {name: getattr(self.options, name) for name in OPTION_NAMES if name != "seed"}
         options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
-        how = f"{self.way.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
+        how = f"{self.function.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
         return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
 
 
-def _holds_fills(mask: Tensor) -> bool:
+def _has_fills(mask: Tensor) -> bool:
     """Numbers such as finfo.min: a float32 has lost the logarithm of how many there are."""
     if torch.compiler.is_compiling():
         return False
-    return bool(((mask <= -LEAST_FILL) & mask.isfinite()).any())
+    return bool(((mask <= -MIN_FILL) & mask.isfinite()).any())
 
 
-def _hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+def _run_hybrid(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
     return sp.hybrid_attention(*args, call.width, call.kv_grads)
 
 
-def _ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
+def _run_ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
     return sp.ring_attention(*args, call.steps(), call.kv_grads)
 
 
-ULYSSES, HYBRID = Way("ulysses_attention", _hybrid), Way("hybrid_attention", _hybrid, merges=True)
-RING = Way("ring_attention", _ring, merges=True, skips=True)
-GATHERED = Way("gathered_attention", lambda call, args: sp.gathered_attention(*args))
+ULYSSES_FUNCTION, HYBRID_FUNCTION = (
+    AttentionFunction("ulysses_attention", _run_hybrid),
+    AttentionFunction("hybrid_attention", _run_hybrid, merges=True),
+)
+RING_FUNCTION = AttentionFunction("ring_attention", _run_ring, merges=True, skips_steps=True)
+GATHERED_FUNCTION = AttentionFunction("gathered_attention", lambda call, args: sp.gathered_attention(*args))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Heads are exchanged for sequence: two all-to-alls. The ranks must divide the query heads (arXiv:2309.14509)."""
     ranks = ranks_of(mesh)
-    return _attend(ULYSSES, q, k, v, ranks, options, ranks.n)
+    return _call_attention(ULYSSES_FUNCTION, q, k, v, ranks, options, ranks.n)
 
 
 def ring_attention(
@@ -281,7 +287,7 @@ def ring_attention(
 
     kv_grads: "travel", gradients of keys and values go round behind them; "scatter", they go home in one exchange.
     """
-    return _attend(RING, q, k, v, ranks_of(mesh), options, 1, kv_grads)
+    return _call_attention(RING_FUNCTION, q, k, v, ranks_of(mesh), options, 1, kv_grads)
 
 
 def hybrid_attention(
@@ -300,16 +306,16 @@ def hybrid_attention(
     """
     ranks = ranks_of(mesh)
     width = 1 if ranks.n == 1 else ranks.ulysses if ulysses is None else ulysses
-    return _attend(HYBRID, q, k, v, ranks, options, width, kv_grads)
+    return _call_attention(HYBRID_FUNCTION, q, k, v, ranks, options, width, kv_grads)
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
     """Keys and values are gathered, and gathered again in the backward; any number of heads."""
-    return _attend(GATHERED, q, k, v, ranks_of(mesh), options, 1)
+    return _call_attention(GATHERED_FUNCTION, q, k, v, ranks_of(mesh), options, 1)
 
 
-def _attend(
-    way: Way,
+def _call_attention(
+    way: AttentionFunction,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -319,7 +325,7 @@ def _attend(
     kv_grads: str = "travel",
 ) -> Tensor:
     others = [name for name in options if name not in OPTION_NAMES]
-    given = Options(**{name: value for name, value in options.items() if name in OPTION_NAMES})
+    given = AttentionOptions(**{name: value for name, value in options.items() if name in OPTION_NAMES})
     if given.attn_mask is not None and given.attn_mask.ndim < 4:
         given = replace(given, attn_mask=given.attn_mask[(None,) * (4 - given.attn_mask.ndim)])
     q, k, v = autocast(q, k, v)
@@ -334,7 +340,7 @@ def _attend(
 
 
 @torch.compiler.assume_constant_result
-def _prepare(group: str, stride: int, steps: int) -> None:
+def _declare_routes(group: str, stride: int, steps: int) -> None:
     """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
-    routes.declare(group, stride, steps)
+    routes.declare_attention_routes(group, stride, steps)
     tag_programs()

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.base.frames import rows_held
+from sp_compile.lowering.base.frames import local_row_count
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.collectives.shard_storage import Layout, Origin
-from sp_compile.lowering.collectives.sharded import leaving
-from sp_compile.runtime.sharded_values import meet
+from sp_compile.lowering.collectives.sharded import from_local
+from sp_compile.runtime.sharded_values import meet_to_read
 
 
 def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
@@ -29,14 +29,14 @@ def in_shards(x: Tensor, dim: int | None = None, mesh: Mesh = None) -> Tensor:
     Raises SpError: a DTensor that lies otherwise, or rows without a dim.
     """
     if isinstance(x, DTensor):
-        return _of_dtensor(x, dim)
+        return _from_dtensor(x, dim)
     if dim is None or not -x.ndim <= dim < x.ndim:
         raise SpError("SP546", f"dim: expected a dim of the rows of shape {list(x.shape)}, got {dim}.")
     ranks = ranks_of(mesh)
-    return _made(x, dim % x.ndim, ranks, ranks.n * x.shape[dim])
+    return _make_sharded(x, dim % x.ndim, ranks, ranks.n * x.shape[dim])
 
 
-def _of_dtensor(x: DTensor, dim: int | None) -> Tensor:
+def _from_dtensor(x: DTensor, dim: int | None) -> Tensor:
     placement = x.placements[0]
     if (
         x.device_mesh.ndim != 1
@@ -52,15 +52,17 @@ def _of_dtensor(x: DTensor, dim: int | None) -> Tensor:
     ranks, dim, length = ranks_of(x.device_mesh), placement.dim % x.ndim, x.shape[placement.dim]
     rows = x.to_local()
     frame = [1, length, 0, length]
-    missing = rows_held(frame, ranks.n) - rows.shape[dim]
+    missing = local_row_count(frame, ranks.n) - rows.shape[dim]
     if missing:
         shape = [missing if d == dim else extent for d, extent in enumerate(rows.shape)]
         rows = torch.cat([rows, rows.new_zeros(shape)], dim)
-    return _made(torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group), dim, ranks, length)
+    return _make_sharded(torch.ops.sp.window(rows, dim, frame, ranks.n, ranks.group), dim, ranks, length)
 
 
-def _made(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
+def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
     if ranks.n == 1:
         return rows
     layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
-    return leaving(rows, layout, length, Origin(f"what in_shards was given, {list(rows.shape)}", partial(meet, ranks)))
+    return from_local(
+        rows, layout, length, Origin(f"what in_shards was given, {list(rows.shape)}", partial(meet_to_read, ranks))
+    )

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
-from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, Buffer, PermuteProblem, choose
+from sp_compile.lowering.collectives.all_to_all_permute import BUFFERS, PermuteProblem, SymmetricBuffer, choose_permute
 from sp_compile.lowering.collectives.all_to_all_permute import all_to_all_permute as body
 from sp_compile.lowering.torch_compat import FakeTensor
-from sp_compile.runtime.agreement import answers
-from sp_compile.runtime.control.message import CALLS
+from sp_compile.runtime.agreement import all_gather_object
+from sp_compile.runtime.control.message import CALL_VERB
 
-from .rank_call import RankCall, needs_gradient, operator_or_body, require, wrong_dim, wrong_tensors
+from .rank_call import RankCall, check_dim, check_tensors, needs_gradient, op_or_body, require_on_all
 
 sp = torch.ops.sp
 
@@ -73,7 +73,7 @@ class PermuteCall(RankCall):
     def run(self) -> Tensor:
         """The exchange. Raises SpError for a call that does not fit."""
         self.require()
-        exchange = operator_or_body(sp.all_to_all_permute, body, self.x)
+        exchange = op_or_body(sp.all_to_all_permute, body, self.x)
         args = self.x, self.scatter_dim, self.gather_dim, self.ranks.n, self.ranks.group
         if self.out is None:
             return exchange(*args)
@@ -86,22 +86,22 @@ class PermuteCall(RankCall):
     def group(self) -> Ranks:
         return self.ranks
 
-    def traced(self) -> bool:
+    def is_traced(self) -> bool:
         return torch.compiler.is_compiling() or isinstance(self.x, FakeTensor)
 
     def description(self) -> str:
-        x, problem = self.x, self._problem()
+        x, problem = self.x, self._first_error()
         return (
             f"{self.name} of x {list(x.shape)} {x.dtype} on {x.device.type}, scatter_dim={problem.scatter_dim}, "
-            f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose(problem)}"
+            f"gather_dim={problem.gather_dim}, gradient: {needs_gradient(x)}, {choose_permute(problem)}"
         )
 
-    def _problem(self) -> PermuteProblem:
+    def _first_error(self) -> PermuteProblem:
         ndim, ranks = self.x.ndim, self.ranks
         return PermuteProblem(self.x, self.scatter_dim % ndim, self.gather_dim % ndim, ranks.n, ranks.group)
 
-    def problems(self) -> Iterator[SpError]:
-        yield from wrong_tensors(x=self.x)
+    def errors(self) -> Iterator[SpError]:
+        yield from check_tensors(x=self.x)
         yield from self._wrong_dims()
         if isinstance(self.x, DTensor):
             yield SpError("SP541", "x: expected a plain tensor, got a DTensor.")
@@ -111,7 +111,7 @@ class PermuteCall(RankCall):
     def _wrong_dims(self) -> Iterator[SpError]:
         ndim, shape = self.x.ndim, list(self.x.shape)
         for name in ("scatter_dim", "gather_dim"):
-            yield from wrong_dim(shape, getattr(self, name), name)
+            yield from check_dim(shape, getattr(self, name), name)
         dims = [self.scatter_dim, self.gather_dim]
         if ndim and all(isinstance(dim, int) for dim in dims) and len({dim % ndim for dim in dims}) == 1:
             yield SpError("SP542", f"scatter_dim, gather_dim: both are dim {dims[0] % ndim} of x of shape {shape}.")
@@ -134,20 +134,20 @@ class PermuteCall(RankCall):
         out, x = self.out, self.x
         if out is None:
             return
-        yield from wrong_tensors(out=out)
+        yield from check_tensors(out=out)
         if not isinstance(out, Tensor):
             return
-        shape = self._problem().shape
+        shape = self._first_error().shape
         if (list(out.shape), out.dtype, out.device) != (shape, x.dtype, x.device):
             got = f"{list(out.shape)} {out.dtype} on {out.device}"
             yield SpError("SP504", f"out: expected {shape} {x.dtype} on {x.device}, got {got}.")
-        if _may_overlap(out):
+        if _can_overlap(out):
             yield SpError("SP544", f"out: elements of shape {shape} overlap by strides {list(out.stride())}.")
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             yield SpError("SP545", "out: a gradient is not supported with out=.")
 
 
-def _may_overlap(x: Tensor) -> bool:
+def _can_overlap(x: Tensor) -> bool:
     """Could two elements be in one place? Not if every stride passes over all that the smaller ones reach."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
@@ -167,20 +167,20 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     Raises SpError, on every rank, for a size that is not positive or differs between the ranks.
     """
     ranks = ranks_of(group)
-    device = _device(device)
+    device = _group_device(device)
     fits = isinstance(size, int) and size > 0
     problem = None if fits else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
     compared = ranks if ranks.n > 1 else None
-    require("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
+    require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
     able = ranks.n > 1 and device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
-    buffer = _buffer(size, ranks, device) if able else None
-    able = ranks.n > 1 and all(answers(ranks, CALLS, "declare_symmetric_memory", buffer is not None))
+    buffer = _make_buffer(size, ranks, device) if able else None
+    able = ranks.n > 1 and all(all_gather_object(ranks, CALL_VERB, "declare_symmetric_memory", buffer is not None))
     if buffer is not None and able:
         BUFFERS[ranks.group] = buffer
     return able
 
 
-def _device(given: torch.device | None) -> torch.device:
+def _group_device(given: torch.device | None) -> torch.device:
     if given is not None:
         return torch.device(given)
     if torch.cuda.is_available():
@@ -188,10 +188,10 @@ def _device(given: torch.device | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _buffer(size: int, ranks: Ranks, device: torch.device) -> Buffer | None:
+def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:
     """None where this machine cannot: what torch raises then is many things."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):
         return None
-    return Buffer(memory, lambda: handle.barrier(channel=0))
+    return SymmetricBuffer(memory, lambda: handle.barrier(channel=0))

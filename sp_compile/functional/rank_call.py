@@ -17,14 +17,14 @@ from sp_compile.lowering.base.errors import SpError, did_you_mean
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import is_functorch_tensor
-from sp_compile.runtime.agreement import agree
-from sp_compile.runtime.control.message import CALLS, Message
+from sp_compile.runtime.agreement import require_agreement
+from sp_compile.runtime.control.message import CALL_VERB, Message
 
-HELD = tuple(name for name, order in LAYOUTS.items() if not order.dealt)
+HOLDS_PATTERN = tuple(name for name, order in LAYOUTS.items() if not order.is_balanced)
 """The layouts of shards that are held by hand: somebody has cut them, before the call."""
 
 
-def require(
+def require_on_all(
     name: str, problem: SpError | None, describe: Callable[[], str], ranks: Ranks | None, same: str = ""
 ) -> None:
     """Raise SpError if there is a problem: on all `ranks` if on any, and there as well if their calls differ.
@@ -34,7 +34,7 @@ def require(
     """
     error = None if problem is None else problem.with_context(f"{name}: ")
     if ranks is not None:
-        agree(ranks, Message(CALLS, name, fields={} if error else {"": describe()}, error=error), same)
+        require_agreement(ranks, Message(CALL_VERB, name, fields={} if error else {"": describe()}, error=error), same)
     if error:
         raise error
 
@@ -50,7 +50,7 @@ class RankCall(ABC):
     """What must be the same on all ranks, in words."""
 
     @abstractmethod
-    def problems(self) -> Iterator[SpError]:
+    def errors(self) -> Iterator[SpError]:
         """Yield what is wrong with the call; each check may assume that those before it found nothing."""
 
     @abstractmethod
@@ -63,27 +63,27 @@ class RankCall(ABC):
         """The ranks that make the call together."""
 
     @property
-    def compared(self) -> Ranks | None:
+    def compared_group(self) -> Ranks | None:
         """The group, if this rank can stop for what the others say: a traced program cannot."""
         group = self.group
-        return group if self.check and group is not None and group.n > 1 and not self.traced() else None
+        return group if self.check and group is not None and group.n > 1 and not self.is_traced() else None
 
-    def traced(self) -> bool:
+    def is_traced(self) -> bool:
         """Is the call part of a program that is only made?"""
         return torch.compiler.is_compiling()
 
     def require(self) -> None:
         """Raise SpError on every rank if any has a problem, or if their calls differ."""
-        require(self.name, next(self.problems(), None), self.description, self.compared, self.same)
+        require_on_all(self.name, next(self.errors(), None), self.description, self.compared_group, self.same)
 
 
-def frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
+def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
     """Where the n ranks' shards of `rows` rows lie; `length` None if no row is padding."""
     held, folds = rows * n, LAYOUTS[layout].folds
     return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
 
 
-def operator_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
+def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
     """The operator; its body where one of these is inside torch.func, which does not see into operators.
 
     Dynamo leaves the body alone: a piece of it would be a program of its own, given what torch.func wraps.
@@ -97,7 +97,7 @@ def needs_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def wrong_tensors(**given: object) -> Iterator[SpError]:
+def check_tensors(**given: object) -> Iterator[SpError]:
     """Yield an error for each that is not a strided tensor."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
@@ -106,27 +106,27 @@ def wrong_tensors(**given: object) -> Iterator[SpError]:
             yield SpError("SP502", f"{name}: expected a strided tensor, got {x.layout}.")
 
 
-def wrong_dtypes(**given: object) -> Iterator[SpError]:
+def check_dtypes(**given: object) -> Iterator[SpError]:
     """Yield an error for each that is neither a dtype nor None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, torch.dtype):
             yield SpError("SP502", f"{name}: expected a torch.dtype, got {value!r}.")
 
 
-def wrong_flags(**given: object) -> Iterator[SpError]:
+def check_flags(**given: object) -> Iterator[SpError]:
     """Yield an error for each that is not a bool."""
     for name, value in given.items():
         if not isinstance(value, bool):
             yield SpError("SP502", f"{name}: expected True or False, got {value!r}.")
 
 
-def wrong_choice(name: str, value: object, known: Sequence[str]) -> Iterator[SpError]:
+def check_choice(name: str, value: object, known: Sequence[str]) -> Iterator[SpError]:
     """Yield an error if the value is not one of these."""
     if value not in known:
         yield SpError("SP507", f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}.")
 
 
-def wrong_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpError]:
+def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpError]:
     """Yield an error if the argument `name` is not a dim of the shape."""
     ndim = max(len(shape), 1)
     if not isinstance(dim, int) or isinstance(dim, bool):
@@ -135,7 +135,7 @@ def wrong_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
         yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
 
 
-def unknown(kind: str, word: str, known: Iterable[str]) -> SpError:
+def unknown_word(kind: str, word: str, known: Iterable[str]) -> SpError:
     """Return the error of a word that is none of these."""
     guess = did_you_mean(word, known)
     return SpError("SP501", f"Unknown {kind} {word!r}{guess}, expected one of {', '.join(known)}.")

@@ -12,21 +12,21 @@ from torch import Tensor
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.scan import scan_ops as ops
-from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype, scannable
+from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, is_scannable, result_dtype
 from sp_compile.lowering.scan.scan_table import SMALL_SCAN
 from sp_compile.passes.cost.scan_cost import INDEX_BYTES
 
 from .rank_call import (
     RankCall,
+    check_dim,
+    check_dtypes,
+    check_flags,
+    check_tensors,
     needs_gradient,
-    operator_or_body,
-    unknown,
-    wrong_dim,
-    wrong_dtypes,
-    wrong_flags,
-    wrong_tensors,
+    op_or_body,
+    unknown_word,
 )
-from .scan_shards import Shards
+from .scan_shards import ScanShardOptions
 
 sp = torch.ops.sp
 
@@ -38,13 +38,13 @@ class ShardCall(RankCall):
     dim: int
     reverse: bool
     accumulate: torch.dtype | None
-    shards: Shards | None
+    shards: ScanShardOptions | None
 
     @property
     def group(self) -> Ranks | None:
         return None if self.shards is None else self.shards.ranks
 
-    def rows(self, x: Tensor) -> int:
+    def shard_rows(self, x: Tensor) -> int:
         """Of x, along the dim; a number is one row."""
         return x.shape[self.dim] if x.ndim else 1
 
@@ -52,7 +52,7 @@ class ShardCall(RankCall):
         """What the sp operators need to know of the shards of x. element: bytes that a rank tells of a column."""
         if self.shards is None:
             return ()
-        rows = self.rows(x)
+        rows = self.shard_rows(x)
         return self.shards.arguments(rows, x.numel() // max(rows, 1) * element, x.device)
 
 
@@ -78,25 +78,25 @@ class ScanCall(ShardCall):
     @property
     def length(self) -> int:
         """Of the scanned dim of x."""
-        return self.rows(self.x)
+        return self.shard_rows(self.x)
 
     def run(self) -> Tensor:
         """Return the scan. Raises SpError for a call that does not fit."""
         self.require()
         x, dtype, accumulate = self.x, self.dtype, self.accumulate
-        if self._is_torchs():
+        if self._is_torch_scan():
             return MONOIDS[self.op].cumulative(x, self.dim, dtype=dtype)
         usual = accumulate_dtype(self.op, self.result, x.device)
-        inner = usual if accumulate is None or MONOIDS[self.op].selects else accumulate
+        inner = usual if accumulate is None or MONOIDS[self.op].has_index else accumulate
         how = self.dim, self.op, self.exclusive, self.reverse, dtype, accumulate
-        scan = operator_or_body(sp.scan, ops.scan, x)
+        scan = op_or_body(sp.scan, ops.scan, x)
         return scan(x, self.segments, *how, *self.arguments(x, inner.itemsize))
 
     def run_with_indices(self) -> tuple[Tensor, Tensor]:
         """The running max or min, and where it stands. Raises SpError for a call that does not fit."""
         self.require()
         x = self.x.to(self.result)
-        extremes = operator_or_body(sp.extremes, ops.extremes, x)
+        extremes = op_or_body(sp.extremes, ops.extremes, x)
         return extremes(x, self.dim, self.op, self.reverse, *self.arguments(x, x.element_size() + INDEX_BYTES))
 
     def description(self) -> str:
@@ -108,7 +108,7 @@ class ScanCall(ShardCall):
             f"gradient: {needs_gradient(x)}, {self.shards}"
         )
 
-    def _is_torchs(self) -> bool:
+    def _is_torch_scan(self) -> bool:
         """Return whether torch's scan of a few contiguous rows runs in the end, and may as well run at once."""
         x = self.x
         if self.op not in ("sum", "prod") or self.exclusive or self.reverse:
@@ -122,12 +122,12 @@ class ScanCall(ShardCall):
         # torch's derivative of a product divides by its factors.
         return self.op == "sum" or not needs_gradient(x)
 
-    def problems(self) -> Iterator[SpError]:
+    def errors(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown("op", self.op, MONOIDS)
-        yield from wrong_dim(self.x.shape, self.dim)
-        if self.indices and not MONOIDS[self.op].selects:
+            yield unknown_word("op", self.op, MONOIDS)
+        yield from check_dim(self.x.shape, self.dim)
+        if self.indices and not MONOIDS[self.op].has_index:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")
         yield from self._wrong_dtypes()
         yield from self._wrong_segments()
@@ -136,18 +136,18 @@ class ScanCall(ShardCall):
 
     def _wrong_kinds(self) -> Iterator[SpError]:
         """Yield what would make the other checks fail."""
-        yield from wrong_tensors(x=self.x)
+        yield from check_tensors(x=self.x)
         if self.segments is not None or self.name == "segmented_scan":
-            yield from wrong_tensors(segment_ids=self.segments)
-        yield from wrong_dtypes(dtype=self.dtype, accumulate_dtype=self.accumulate)
-        yield from wrong_flags(exclusive=self.exclusive, reverse=self.reverse)
+            yield from check_tensors(segment_ids=self.segments)
+        yield from check_dtypes(dtype=self.dtype, accumulate_dtype=self.accumulate)
+        yield from check_flags(exclusive=self.exclusive, reverse=self.reverse)
         if not isinstance(self.op, str):
             yield SpError("SP502", f"op: expected one of {', '.join(MONOIDS)}, got {self.op!r}.")
 
     def _wrong_dtypes(self) -> Iterator[SpError]:
         given, result = self.x.dtype, self.result
         for dtype in (given, result):
-            if not scannable(dtype) and not dtype.is_complex:
+            if not is_scannable(dtype) and not dtype.is_complex:
                 yield SpError("SP522", f"x, dtype: {dtype} is not supported.")
         if given.is_floating_point and not result.is_floating_point and needs_gradient(self.x):
             yield SpError("SP523", f"dtype: x needs a gradient, which a result in {result} does not have.")
@@ -166,7 +166,7 @@ class ScanCall(ShardCall):
         ids, x = self.segments, self.x
         if ids is None:
             return
-        if ids.dtype.is_floating_point or ids.dtype is torch.bool or not scannable(ids.dtype):
+        if ids.dtype.is_floating_point or ids.dtype is torch.bool or not is_scannable(ids.dtype):
             fix = "Make ids of the flags of first positions with .cumsum(dim)." if ids.dtype is torch.bool else None
             yield SpError("SP505", f"segment_ids: expected integers, got {ids.dtype}.", fix)
         if ids.device != x.device:
@@ -191,7 +191,7 @@ class ScanCall(ShardCall):
             )
 
 
-def as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
+def number_as_tensor(value: Tensor | float | None, like: Tensor) -> Tensor | None:
     """A number as a tensor of no dims; all else as it is."""
     is_number = isinstance(value, (int, float)) and isinstance(like, Tensor)
     return like.new_full((), value) if is_number else value
@@ -213,7 +213,7 @@ class LinearCall(ShardCall):
         initial = self.initial
         if initial is not None:
             initial = initial.to(dtype).expand(self._shape_of_initial(b.shape))
-        linear_scan = operator_or_body(sp.linear_scan, ops.linear_scan, a, b, initial)
+        linear_scan = op_or_body(sp.linear_scan, ops.linear_scan, a, b, initial)
         inner = self.accumulate or accumulate_dtype("sum", dtype, b.device)
         shards = self.arguments(b, 2 * inner.itemsize)
         return linear_scan(a, b, initial, self.dim, self.reverse, self.accumulate, *shards)
@@ -230,7 +230,7 @@ class LinearCall(ShardCall):
     def _shape_of_initial(self, shape: Sequence[int]) -> list[int]:
         return [size for i, size in enumerate(shape) if i != self.dim % len(shape)]
 
-    def problems(self) -> Iterator[SpError]:
+    def errors(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         a, b, others = self.a, self.b, [] if self.initial is None else [self.initial]
         if not all(x.is_floating_point() for x in (a, b, *others)):
@@ -245,7 +245,7 @@ class LinearCall(ShardCall):
         if self.accumulate is not None and not self.accumulate.is_floating_point:
             yield SpError("SP526", f"accumulate_dtype: expected a floating-point dtype, got {self.accumulate}.")
         shape = torch.broadcast_shapes(self.a.shape, self.b.shape)
-        yield from wrong_dim(shape, self.dim)
+        yield from check_dim(shape, self.dim)
         if self.initial is not None:
             yield from self._wrong_initial(self.initial, self._shape_of_initial(shape) if shape else [])
         if self.shards is not None:
@@ -253,11 +253,11 @@ class LinearCall(ShardCall):
 
     def _wrong_kinds(self) -> Iterator[SpError]:
         """Yield what would make the other checks fail."""
-        yield from wrong_tensors(a=self.a, b=self.b)
+        yield from check_tensors(a=self.a, b=self.b)
         if self.initial is not None:
-            yield from wrong_tensors(initial=self.initial)
-        yield from wrong_dtypes(accumulate_dtype=self.accumulate)
-        yield from wrong_flags(reverse=self.reverse)
+            yield from check_tensors(initial=self.initial)
+        yield from check_dtypes(accumulate_dtype=self.accumulate)
+        yield from check_flags(reverse=self.reverse)
 
     def _wrong_initial(self, initial: Tensor, wanted: Sequence[int]) -> Iterator[SpError]:
         given = list(initial.shape)

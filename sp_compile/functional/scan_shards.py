@@ -18,15 +18,15 @@ from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.comm import routes
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.scan_cost import choose_exchange, offsets_of_steps
+from sp_compile.passes.cost.scan_cost import choose_exchange, step_offsets
 
-from .rank_call import HELD, frame, wrong_choice
+from .rank_call import HOLDS_PATTERN, check_choice, shard_frame
 
-EXCHANGES = ("auto", "gather", "steps")
+SCAN_EXCHANGES = ("auto", "gather", "steps")
 
 
 @dataclass(frozen=True)
-class Shards:
+class ScanShardOptions:
     """The ranks' shards of the scanned dim. length: of the whole sequence, None if no row is padding."""
 
     ranks: Ranks
@@ -45,8 +45,8 @@ class Shards:
             yield SpError("SP512", "x: expected at least one dim with group=, got none.")
         rows = shape[dim]
         whole = rows * self.ranks.n
-        yield from wrong_choice("layout", self.layout, HELD)
-        yield from wrong_choice("exchange", self.exchange, EXCHANGES)
+        yield from check_choice("layout", self.layout, HOLDS_PATTERN)
+        yield from check_choice("exchange", self.exchange, SCAN_EXCHANGES)
         if rows % self.folds:
             yield SpError("SP454", f"layout: expected an even number of rows for {self.layout!r}, got {rows}.")
         if self.folds > 1 and self.exchange == "steps":
@@ -64,26 +64,26 @@ class Shards:
             exchange = choose_exchange(nbytes, n, Machine.of(device.type)).exchange
         exchange = "gather" if exchange == "auto" else exchange
         if torch.compiler.is_compiling():
-            _prepare(self.ranks.group, n if exchange == "steps" else 1)
-        return frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
+            _declare_scan_routes(self.ranks.group, n if exchange == "steps" else 1)
+        return shard_frame(rows, n, self.length, self.layout), exchange, n, self.ranks.group
 
     def __str__(self) -> str:
         return f"{self.layout}, length={self.length}, exchange={self.exchange}, {self.ranks.n} ranks"
 
 
-def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> Shards | None:
+def shards_of(group: Mesh, layout: str, length: int | None, exchange: str) -> ScanShardOptions | None:
     """None: x is whole. Raises SpError for options of shards without a group, and what `ranks_of` raises."""
     if group is not None:
-        return Shards(ranks_of(group), layout, length, exchange)
+        return ScanShardOptions(ranks_of(group), layout, length, exchange)
     if layout != CONTIGUOUS.name or length is not None or exchange != "auto":
         raise SpError("SP511", "layout, length, exchange: not supported without group=.")
     if torch.compiler.is_compiling():
-        _prepare("", 1)
+        _declare_scan_routes("", 1)
     return None
 
 
 @torch.compiler.assume_constant_result
-def _prepare(group: str, n: int) -> None:
+def _declare_scan_routes(group: str, n: int) -> None:
     """A compiled program may come from a cache, untraced: its routes are known then, and it was made of these ops."""
-    routes.declare_shifts(group, offsets_of_steps(n))
+    routes.declare_shift_routes(group, step_offsets(n))
     tag_programs()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_compile.lowering.base.ranks import Mesh
 
-from .scan_call import LinearCall, ScanCall, as_tensor
+from .scan_call import LinearCall, ScanCall, number_as_tensor
 from .scan_shards import shards_of
 
 
@@ -219,4 +219,4 @@ def linear_scan(
     tensor([1.0000, 1.5000, 1.7500])
     """
     how = check, dim, reverse, accumulate_dtype, shards_of(group, layout, length, exchange)
-    return LinearCall("linear_scan", *how, as_tensor(a, b), b, as_tensor(initial, b)).run()
+    return LinearCall("linear_scan", *how, number_as_tensor(a, b), b, number_as_tensor(initial, b)).run()

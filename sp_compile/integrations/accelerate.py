@@ -26,22 +26,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import ranks_of
-from sp_compile.lowering.torch_compat import is_lost
-from sp_compile.runtime.agreement import answers, what_differs
-from sp_compile.runtime.control.channel import wire_of
+from sp_compile.lowering.torch_compat import is_lost_connection
+from sp_compile.runtime.agreement import all_gather_object, format_mismatch
+from sp_compile.runtime.control.channel import channel_of
 from sp_compile.runtime.control.message import Message
 
-from ._compat import NAME, known_backend
+from ._compat import NAME, register_backend_name
 from .ddp import compile_under_ddp
 
-__all__ = ["SequenceParallelAccelerator", "axis_sizes", "known_backend"]
+__all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 
-REPLICA, SEQUENCE = "dp_replicate", "cp"
+REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
 """Axes of the mesh. accelerate calls "cp" an axis along which ranks take the same batches."""
 
-GATHERS = Message("gathers", "what a metric takes")
-OWN = ("mesh", "mesh_dim", "param_grads")
-DISPATCHES = (
+GATHER_METHODS = Message("gathers", "what a metric takes")
+OWN_ARGUMENTS = ("mesh", "mesh_dim", "param_grads")
+DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
     "the same batch."
 )
@@ -73,7 +73,7 @@ class SequenceParallelAccelerator(Accelerator):
         sp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        with known_backend():
+        with register_backend_name():
             super().__init__(*args, **kwargs)
         plugin = self.state.dynamo_plugin
         if plugin.backend not in ("NO", NAME):
@@ -84,7 +84,7 @@ class SequenceParallelAccelerator(Accelerator):
                 f"Leave it out or pass 'sp', and sp_options={{'compiler': {other!r}}}.",
             )
         self.sp_options = dict(sp_options or {}) | dict(plugin.options or {})
-        for name in OWN:
+        for name in OWN_ARGUMENTS:
             if name in self.sp_options:
                 raise SpError("SP822", f"sp_options: {name!r} follows from the processes of the Accelerator.")
         self.compiles = {"fullgraph": plugin.fullgraph, "dynamic": plugin.dynamic}
@@ -95,10 +95,10 @@ class SequenceParallelAccelerator(Accelerator):
         if self.num_processes > 1:
             if not str(self.distributed_type.value).startswith("MULTI_"):
                 raise SpError("SP823", f"distributed_type: expected DDP, got {self.distributed_type}.")
-            names = (REPLICA, SEQUENCE)
+            names = (REPLICA_AXIS, SEQUENCE_AXIS)
             self.mesh = init_device_mesh(self.device.type, (replicas, share), mesh_dim_names=names)
             if self.dataloader_config.dispatch_batches:
-                raise SpError("SP824", DISPATCHES)
+                raise SpError("SP824", DISPATCH_ERROR)
             self.dataloader_config.dispatch_batches = False
         self.sp_size, self.replicas = share, replicas
 
@@ -137,7 +137,7 @@ class SequenceParallelAccelerator(Accelerator):
         """Compile a model for the ranks that share its sequence, as `compile_under_ddp` does; once."""
         if getattr(model, "is_sequence_parallel", False):
             return
-        mesh = self.mesh[SEQUENCE] if self.mesh is not None else None
+        mesh = self.mesh[SEQUENCE_AXIS] if self.mesh is not None else None
         compile_under_ddp(model, mesh, **self.compiles, **self.sp_options)
         model.is_sequence_parallel = True
 
@@ -156,19 +156,19 @@ class SequenceParallelAccelerator(Accelerator):
 
         Raises SpError: replicas that hand in different shapes, or do not come.
         """
-        if self.mesh is None or _tensors(tensor) is None:
+        if self.mesh is None or _collect_tensors(tensor) is None:
             return super().gather(tensor)
-        return gathered_of_replicas(tensor, self.mesh.get_group(REPLICA))
+        return gather_over_replicas(tensor, self.mesh.get_group(REPLICA_AXIS))
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As `Accelerator.reduce`; a sum counts every replica once, by what each rank of it holds.
 
         Raises SpError: a sum of integers that are not the same on the ranks that share a sequence.
         """
-        if self.mesh is None or reduction != "sum" or _tensors(tensor) is None:
+        if self.mesh is None or reduction != "sum" or _collect_tensors(tensor) is None:
             return super().reduce(tensor, reduction, scale)
-        groups = [self.mesh.get_group(name) for name in (REPLICA, SEQUENCE)]
-        return recursively_apply(lambda x: _summed_of_replicas(x, *groups), tensor)
+        groups = [self.mesh.get_group(name) for name in (REPLICA_AXIS, SEQUENCE_AXIS)]
+        return recursively_apply(lambda x: _sum_over_replicas(x, *groups), tensor)
 
     def check_trigger(self) -> bool:
         """As `Accelerator.check_trigger`: has any rank set the trigger?"""
@@ -186,14 +186,14 @@ class SequenceParallelAccelerator(Accelerator):
         """
         if self.mesh is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        gathered = gathered_of_replicas(input_data, self.mesh.get_group(REPLICA), use_gather_object)
+        gathered = gather_over_replicas(input_data, self.mesh.get_group(REPLICA_AXIS), use_gather_object)
         left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         if left <= 0:
             return gathered
         return gathered[:left] if isinstance(gathered, list) else recursively_apply(lambda x: x[:left], gathered)
 
 
-def _summed_of_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
+def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
     """The sum over replicas. Raises SpError, on every rank, where ranks of one sequence hold different integers."""
     total = x.clone()
     dist.all_reduce(total, group=replicas)
@@ -211,42 +211,42 @@ def _summed_of_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: 
     return total
 
 
-def gathered_of_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
+def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool = False) -> Any:
     """The tensors of all ranks of a group, along their first dim; of anything else the items, in one list.
 
     First the ranks tell what they have, as JSON, in a wait that ends in words.
     Raises SpError: ranks that hand in different things, or do not come.
     """
-    ranks, tensors = ranks_of(group), None if as_objects else _tensors(data)
-    plain = not tensors and _is_plain(data)
+    ranks, tensors = ranks_of(group), None if as_objects else _collect_tensors(data)
+    plain = not tensors and _is_json(data)
     mine = "values" if plain else "objects" if tensors is None else str([(str(x.dtype), [*x.shape]) for x in tensors])
-    everyone = answers(ranks, GATHERS.doing, GATHERS.subject, (mine, data if plain else None))
+    everyone = all_gather_object(ranks, GATHER_METHODS.verb, GATHER_METHODS.subject, (mine, data if plain else None))
     rows = [kind for kind, _ in everyone]
     if {*rows} == {"values"}:
         return [x for _, one in everyone for x in one]
     if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
-        raise SpError("SP829", what_differs("gather_for_metrics: the replicas pass different things", rows))
-    wire, begun = wire_of(ranks), time.monotonic()
+        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different things", rows))
+    wire, begun = channel_of(ranks), time.monotonic()
     try:
         if tensors is not None and "objects" not in rows:
-            return recursively_apply(lambda x: _gathered(x, group), data, error_on_other_type=True)
+            return recursively_apply(lambda x: _all_gather(x, group), data, error_on_other_type=True)
         each: list[Any] = [None] * ranks.n
         dist.all_gather_object(each, data, group)
     except RuntimeError as error:
-        if wire is None or not is_lost(error):
+        if wire is None or not is_lost_connection(error):
             raise
-        raise wire.lost(GATHERS, time.monotonic() - begun, error) from error
+        raise wire.fail_timeout(GATHER_METHODS, time.monotonic() - begun, error) from error
     return [x for one in each for x in one]
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = (x[None] if x.ndim == 0 else x).contiguous()
     out = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(out, x, group)
     return torch.cat(out)
 
 
-def _tensors(data: Any) -> list[torch.Tensor] | None:
+def _collect_tensors(data: Any) -> list[torch.Tensor] | None:
     """All there are in nested lists, tuples and dicts; None where something else is."""
     found: list[torch.Tensor] = []
     try:
@@ -256,12 +256,12 @@ def _tensors(data: Any) -> list[torch.Tensor] | None:
     return found
 
 
-def _is_plain(data: Any) -> bool:
+def _is_json(data: Any) -> bool:
     """Does JSON give back just this?"""
     if type(data) in (list, tuple):
-        return all(map(_is_plain, data))
+        return all(map(_is_json, data))
     if type(data) is dict:
-        return all(_is_plain(key) and _is_plain(value) for key, value in data.items())
+        return all(_is_json(key) and _is_json(value) for key, value in data.items())
     return data is None or type(data) in (bool, int, float, str)
 
 

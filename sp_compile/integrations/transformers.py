@@ -16,13 +16,13 @@ from unittest import mock
 
 import transformers.trainer
 
-from ._compat import CountsItems, known_backend
+from ._compat import ItemCounter, register_backend_name
 from .accelerate import SequenceParallelAccelerator
 
 __all__ = ["SequenceParallel"]
 
 
-class SequenceParallel(CountsItems):
+class SequenceParallel(ItemCounter):
     """In front of a Trainer among the bases of a class: its model is compiled with backend="sp".
 
     Training, evaluation and prediction, their loaders, gradient accumulation, clipping, metrics and checkpoints stay
@@ -44,7 +44,7 @@ class SequenceParallel(CountsItems):
             config = self.args.parallelism_config
             return SequenceParallelAccelerator(parallelism_config=config, sp_options=self.sp_options, **kwargs)
 
-        with mock.patch.object(transformers.trainer, "Accelerator", make), known_backend():
+        with mock.patch.object(transformers.trainer, "Accelerator", make), register_backend_name():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def get_tp_size(self) -> int:

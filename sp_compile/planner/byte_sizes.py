@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-LEAST = 10
+MIN_BYTES = 10
 """Of a number without a unit, in the unit that it is shown in."""
 
 
@@ -24,19 +24,19 @@ class SizeUnit:
         return f"{value:.1f} {self.name}" if value >= 1 or not value else f"{value:.2g} {self.name}"
 
 
-def bytes_of_text(memory: str | float, name: str = "memory") -> float:
+def parse_bytes(memory: str | float, name: str = "memory") -> float:
     """80e9 of "80GB". name: of the argument. Raises SpError: of what is no size."""
-    return _parsed(memory, name)[0]
+    return _parse_size(memory, name)[0]
 
 
-def unit_of_text(memory: str | float) -> SizeUnit:
+def parse_unit(memory: str | float) -> SizeUnit:
     """GB of "80GB", of 80e9 and of "80e9". Raises SpError: of what is no size."""
-    nbytes, unit = _parsed(memory, "memory")
-    decimal = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= LEAST * scale]
+    nbytes, unit = _parse_size(memory, "memory")
+    decimal = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= MIN_BYTES * scale]
     return SizeUnit(unit or max(decimal, key=UNITS.__getitem__, default="B"))
 
 
-def _parsed(memory: str | float, name: str) -> tuple[float, str]:
+def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
     """Bytes, and the unit if there is one."""
     if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
         return float(memory), ""

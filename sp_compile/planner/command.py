@@ -19,7 +19,7 @@ from sp_compile.verify import explain, verify
 
 from .page import page
 from .plan import plan
-from .report_json import of_plan, of_report
+from .report_json import plan_json, report_json
 
 TOLERANCE = 1e-3
 
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2: bad input, said in one line.
     """
-    args, others = _parser().parse_known_args(argv)
+    args, others = _make_parser().parse_known_args(argv)
     try:
         if others:
-            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(others)!r}{_memory(args)}.")
+            raise SpError("SP731", f"{args.command}: unknown argument {' '.join(others)!r}{_memory_command(args)}.")
         for path in filter(None, (args.json, args.html)):
-            _check_place(path)
-        return _run(args)
+            _check_writable(path)
+        return _run_command(args)
     except OSError as error:  # what the check before has not seen
         sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
@@ -44,24 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(args: argparse.Namespace) -> int:
-    ranks = _ranks(args.ranks) if args.command == "plan" else []
-    model, inputs, kwargs = _called(args.target)
-    options = dict(map(_option, args.option))
+def _run_command(args: argparse.Namespace) -> int:
+    ranks = _parse_ranks(args.ranks) if args.command == "plan" else []
+    model, inputs, kwargs = _call_target(args.target)
+    options = dict(map(_parse_option, args.option))
     given: dict[str, Any] = {"kwargs": kwargs}
     if args.command == "plan":
         given |= {"memory": args.memory, "ranks": ranks, "host_memory": args.host_memory}
     else:
         given |= {"sp": args.sp, **({"memory": True} if args.command == "explain" else {})}
     if both := sorted(given.keys() & options.keys()):
-        raise SpError("SP732", f"--option {both[0]}: an argument of {args.command}{_memory(args)}.")
+        raise SpError("SP732", f"--option {both[0]}: an argument of {args.command}{_memory_command(args)}.")
     if args.command == "plan":
         made = plan(model, inputs, **given, **options)
-        text, found, failed = str(made), of_plan(made), not any(row.fits for row in made.rows)
+        text, found, failed = str(made), plan_json(made), not any(row.fits for row in made.rows)
     else:
         entry: Callable[..., Any] = explain if args.command == "explain" else verify
         report = entry(model, *inputs, **given, **options)
-        text, found = str(report), of_report(report)
+        text, found = str(report), report_json(report)
         failed = args.command == "verify" and not report.worst <= args.tolerance
     sys.stdout.write(text + "\n")
     if args.json:
@@ -71,11 +71,11 @@ def _run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _memory(args: argparse.Namespace) -> str:
+def _memory_command(args: argparse.Namespace) -> str:
     return " (explain always predicts the memory)" if args.command == "explain" else ""
 
 
-def _check_place(path: Path) -> None:
+def _check_writable(path: Path) -> None:
     """Raises SpError: no file can be there. Before the work, which may take minutes."""
     there = path.exists()
     try:
@@ -91,7 +91,7 @@ def _cannot_write(path: Any, error: OSError) -> SpError:
     return SpError("SP733", f"{path}: the file cannot be written ({error.strerror}).")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sp_compile", description="What sequence parallelism does to a model."
     )
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     """What the function gives. Raises SpError: there is none, or it gives something else."""
     module, _, name = target.partition(":")
     sys.path[:0] = [""] if "" not in sys.path else []
@@ -132,7 +132,7 @@ def _called(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
     return found[0], found[1], found[2] if len(found) == 3 else {}
 
 
-def _ranks(words: Sequence[str]) -> list[int]:
+def _parse_ranks(words: Sequence[str]) -> list[int]:
     """Numbers, with commas or spaces between them."""
     found = [one for word in words for one in word.split(",") if one]
     if not found or not all(one.isdecimal() for one in found):
@@ -140,7 +140,7 @@ def _ranks(words: Sequence[str]) -> list[int]:
     return list(map(int, found))
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise SpError("SP731", f"--option: expected NAME=VALUE such as attention=ring, got {text!r}.")

@@ -16,43 +16,43 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import HALF
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.edit import GraphEditor
 
 aten = torch.ops.aten
-SDPA = aten.scaled_dot_product_attention.default
-FLASH, EFFICIENT = (
+SDPA_META_OP = aten.scaled_dot_product_attention.default
+FLASH_OP, EFFICIENT_OP = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
 )
-WIDEST = 256
+MAX_HEAD_DIM = 256
 """Numbers of a head that flash attention takes."""
 
 
 def fuse_on_meta(gm: GraphModule) -> None:
     """Put kernels in the place of attention on the meta device, in place."""
-    edit = Editor().edit(gm.graph)
-    for node in gm.graph.find_nodes(op="call_function", target=SDPA):
+    edit = GraphEditor().edit(gm.graph)
+    for node in gm.graph.find_nodes(op="call_function", target=SDPA_META_OP):
         if node.meta["val"].device.type == "meta":
             with gm.graph.inserting_before(node):
-                fused = _fused(edit, node)
+                fused = _fuse_node(edit, node)
                 if fused is not None:
                     edit.replace(node, edit.emit(operator.getitem, (fused, 0), fused.meta["val"][0], node))
 
 
-def _fused(edit: Editor, node: Node) -> Node | None:
+def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
     """The kernel's call; None if there is none."""
-    call = Call(node)
+    call = OpCall(node)
     q, k, v = call.operands[:3]
     mask, dropout, causal = (call[name] for name in ("attn_mask", "dropout_p", "is_causal"))
     shapes: list[Any] = [x.meta["val"].shape for x in (q, k, v)]
     if {len(shape) for shape in shapes} != {4}:
         return None
     scale, width = {"scale": call["scale"]}, shapes[0][3]
-    if mask is None and q.meta["val"].dtype in HALF and width == shapes[2][3] <= WIDEST:
-        return edit.compute(FLASH, (q, k, v, dropout, causal), node, scale)
+    if mask is None and q.meta["val"].dtype in HALF and width == shapes[2][3] <= MAX_HEAD_DIM:
+        return edit.compute(FLASH_OP, (q, k, v, dropout, causal), node, scale)
     if shapes[0][1] != shapes[1][1]:
         return None
     if mask is not None:  # a bias of numbers
         mask = edit.cast(mask, q.meta["val"].dtype, node)
-    return edit.compute(EFFICIENT, (q, k, v, mask, True, dropout, causal), node, scale)
+    return edit.compute(EFFICIENT_OP, (q, k, v, mask, True, dropout, causal), node, scale)

@@ -17,14 +17,14 @@ from typing import Any
 
 import jinja2
 
-from sp_compile.passes.cost.step_memory import written
+from sp_compile.passes.cost.step_memory import format_bytes
 
 from .byte_sizes import SizeUnit
 
-WIDTH, HEIGHT, MOST_POINTS = 960, 220, 2000
-LABEL = 80
+CHART_WIDTH, CHART_HEIGHT, MAX_POINTS = 960, 220, 2000
+LABEL_WIDTH = 80
 """The most characters of the label at the peak."""
-KINDS = {
+EXCHANGE_KINDS = {
     "sharded": "each rank has its rows",
     "tiled": "rows of a rank, some at a time",
     "exchanged": "ranks send and receive",
@@ -61,7 +61,7 @@ def page(found: Mapping[str, Any]) -> str:
 def _template() -> jinja2.Template:
     """Return the compiled template."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"nbytes": written, "call": _call_of}
+    environment.filters |= {"nbytes": format_bytes, "call": _call_of}
     return environment.from_string(Path(__file__).with_suffix(".html").read_text())
 
 
@@ -79,7 +79,7 @@ def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "memory": memory,
         "inputs": ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in found["inputs"].items()),
-        "kinds": KINDS,
+        "kinds": EXCHANGE_KINDS,
         "most_kept": max((block["kept_bytes"] for block in found["blocks"]), default=0) or 1,
         "tiles": _count_equal(found["tiles"], "tiles", "rows", "inside_bytes", "tile_bytes", "where"),
         "totals": totals.most_common(),
@@ -87,10 +87,10 @@ def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
         "purposes": {op: PURPOSES.get(op, "") for op in totals},
         "collectives": _count_equal(found["collectives"], "op", "shape", "forward_bytes", "backward_bytes", "where"),
         "rewrites": _count_equal(rewrites, "done", "where", "why", "gathered"),
-        "shares": [(name, written(nbytes)) for name, nbytes in _shares(memory)] if memory else [],
-        "area": _area(memory) if memory else None,
-        "width": WIDTH,
-        "height": HEIGHT,
+        "shares": [(name, format_bytes(nbytes)) for name, nbytes in _memory_shares(memory)] if memory else [],
+        "area": _area_chart(memory) if memory else None,
+        "width": CHART_WIDTH,
+        "height": CHART_HEIGHT,
     }
 
 
@@ -121,7 +121,7 @@ def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[
     return [(times, dict(zip(fields, row, strict=True))) for row, times in counted.items()]
 
 
-def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
     """Yield what a rank holds, and the peak: first for the placement of the state, then for the other one."""
     n = memory["shards"]
     state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
@@ -129,7 +129,7 @@ def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         yield from ((text, memory[f"{name}_bytes"]) for name, text in state.items())
     else:
         shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
-        parameters, _, optimizer = (f"{text} ({written(memory[f'{name}_bytes'])})" for name, text in state.items())
+        parameters, _, optimizer = (f"{text} ({format_bytes(memory[f'{name}_bytes'])})" for name, text in state.items())
         yield f"{n} shards of {parameters} and {optimizer}", shards
     for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
         yield text, memory[f"{name}_bytes"]
@@ -141,21 +141,21 @@ def _shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         yield "peak, with the state on every rank", memory["peak_bytes"]
 
 
-def _area(memory: Mapping[str, Any]) -> dict[str, Any] | None:
+def _area_chart(memory: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the chart of values over the step, above the constant bytes.
 
-    Of more than `MOST_POINTS` points the largest of each run is drawn, so the peak is one of them.
+    Of more than `MAX_POINTS` points the largest of each run is drawn, so the peak is one of them.
     """
-    points, width = memory["curve"], max(1, len(memory["curve"]) // MOST_POINTS)
+    points, width = memory["curve"], max(1, len(memory["curve"]) // MAX_POINTS)
     runs = [points[i : i + width] for i in range(0, len(points), width)]
     curve = [max(run, key=lambda point: point["values_bytes"]) for run in runs]
     if not curve:
         return None
     state = memory["constant_bytes"]
     top = 1.05 * (state + max(point["values_bytes"] for point in curve))
-    x = [WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
-    y = [HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
-    floor = HEIGHT * (1 - state / top)
+    x = [CHART_WIDTH * i / max(1, len(curve) - 1) for i in range(len(curve))]
+    y = [CHART_HEIGHT * (1 - (state + point["values_bytes"]) / top) for point in curve]
+    floor = CHART_HEIGHT * (1 - state / top)
     phases = []
     for name, group in groupby(range(len(curve)), key=lambda i: curve[i]["phase"]):
         run = list(group)
@@ -166,9 +166,13 @@ def _area(memory: Mapping[str, Any]) -> dict[str, Any] | None:
         at, anchor = (x[last] - 3, "end") if name == "loss" else (x[run[0]] + 3, "start")
         phases.append({"name": name, "path": path, "color": COLORS[name], "x": f"{at:.0f}", "anchor": anchor})
     peak = max(range(len(curve)), key=lambda i: curve[i]["values_bytes"])
-    text = f"{written(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
-    anchor, offset = ("end", -8) if x[peak] > WIDTH / 2 else ("start", 8)
-    label = {"text": text if len(text) <= LABEL else f"{text[:LABEL]}...", "anchor": anchor, "text_x": x[peak] + offset}
+    text = f"{format_bytes(state + curve[peak]['values_bytes'])} at {curve[peak]['where']}"
+    anchor, offset = ("end", -8) if x[peak] > CHART_WIDTH / 2 else ("start", 8)
+    label = {
+        "text": text if len(text) <= LABEL_WIDTH else f"{text[:LABEL_WIDTH]}...",
+        "anchor": anchor,
+        "text_x": x[peak] + offset,
+    }
     label |= {"x": x[peak], "y": y[peak], "text_y": max(12.0, y[peak] - 4)}
     return {"floor": floor, "phases": phases, "peak": label, "ticks": _ticks(top)}
 
@@ -176,7 +180,7 @@ def _area(memory: Mapping[str, Any]) -> dict[str, Any] | None:
 def _ticks(top: float) -> Sequence[Mapping[str, float]]:
     """Return at least four round numbers of bytes from 0 to `top`, with their heights."""
     step = 2.0 ** math.floor(math.log2(top / 4)) if top else 1.0
-    return [{"bytes": i * step, "y": HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
+    return [{"bytes": i * step, "y": CHART_HEIGHT * (1 - i * step / top)} for i in range(int(top / step) + 1)]
 
 
 def _call_of(where: str) -> str:

@@ -26,22 +26,22 @@ from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.few_layers import checkpoint_blocks
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
-from sp_compile.verify import sorted_out
+from sp_compile.verify import split_kwargs
 
-from .byte_sizes import SizeUnit, bytes_of_text, unit_of_text
-from .planned_steps import SHARES, LookedStep, PlanWay, StepPlanner, merged_options
+from .byte_sizes import SizeUnit, parse_bytes, parse_unit
+from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
-TILES = 16
+TILE_COUNTS = 16
 """That work on rows is done in, where as many as the memory asks for are too few."""
-ROUNDS = 4
+MAX_PLAN_ROUNDS = 4
 """Of looks at what seems to be best."""
-NEAR = 1.1
+NEAR_RATIO = 1.1
 """Of the memory: what an estimate says to be no more than that is looked at where nothing faster fits."""
-AS_GOOD = 1.01
+EQUAL_RATIO = 1.01
 """Times the seconds that nothing can be below."""
-MOST_ROWS = 8
+MAX_PLAN_ROWS = 8
 """Of a table, for each number of ranks."""
-REFUSED = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
+REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,24 @@ class Variant:
     seconds: float
     tokens: int
     fits: bool
-    looked: bool = True
+    is_measured: bool = True
     most_tiles: int = 0
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def way(self) -> PlanWay:
+    def config(self) -> PlanConfig:
         """How it is asked for."""
-        return PlanWay(self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload)
+        return PlanConfig(
+            self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload
+        )
 
     @property
     def options(self) -> dict[str, Any]:
         """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
-        return merged_options(self.given, self.way.options)
+        return merge_options(self.given, self.config.options)
 
     @property
-    def asks(self) -> str:
+    def required_changes(self) -> str:
         """What the program has to do beside the options."""
         words = ["torch.utils.checkpoint around each layer"] if self.checkpoint else []
         words += [f"fully_shard over the {self.ranks} ranks"] if self.state == "sharded" else []
@@ -121,11 +123,11 @@ class StepPlan:
             raise SpError(
                 "SP723", f"plan: nothing fits: {'; '.join([*self.changes.values(), *self.notes]).rstrip('.')}."
             )
-        return min(fitting, key=_by_time)
+        return min(fitting, key=_time_key)
 
     def of(self, ranks: int) -> Variant | None:
         """The fastest on so many ranks; None if nothing fits."""
-        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_by_time, default=None)
+        return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_time_key, default=None)
 
     def fits_on_device(self, ranks: int) -> bool:
         """Does anything fit on so many ranks with nothing on the host?"""
@@ -135,12 +137,12 @@ class StepPlan:
         shown = [
             row
             for n in dict.fromkeys(r.ranks for r in self.rows)
-            for row in [r for r in self.rows if r.ranks == n][:MOST_ROWS]
+            for row in [r for r in self.rows if r.ranks == n][:MAX_PLAN_ROWS]
         ]
         rows = [
             [
                 *(show(r) for show in COLUMNS.values()),
-                f"{'' if r.looked else '~'}{self.unit(r.memory)}",
+                f"{'' if r.is_measured else '~'}{self.unit(r.memory)}",
                 self.unit(r.host) if r.host else "",
                 *(show(r) for show in MORE_COLUMNS.values()),
                 "best" if r == self.of(r.ranks) else "fits" if r.fits else "",
@@ -150,15 +152,15 @@ class StepPlan:
         host = f", {self.unit(self.host_memory)} of its host" if self.host_memory is not None else ""
         lines = [f"{self.unit(self.memory)} a rank{host}; parameters {self.unit(self.weights.parameters)}"]
         lines.append(tabulate(rows, headers=[*COLUMNS, "memory", "host", *MORE_COLUMNS, ""], disable_numparse=True))
-        lines += [ESTIMATED] if not all(row.looked for row in shown) else []
+        lines += [ESTIMATED] if not all(row.is_measured for row in shown) else []
         if any(row.fits for row in self.rows):
             best = self.best
-            beside = f", and in the program {best.asks}" if best.asks else ""
+            beside = f", and in the program {best.required_changes}" if best.required_changes else ""
             lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{beside}")
         return "\n".join([*lines, *self.changes.values(), *self.notes])
 
 
-def _by_time(row: Variant) -> tuple[float, float]:
+def _time_key(row: Variant) -> tuple[float, float]:
     """Seconds; of ways that take as long, what waits on the host."""
     return row.seconds, row.host
 
@@ -208,12 +210,12 @@ def plan(
         raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     args: list[Any] = [] if named else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    host = None if host_memory is None else bytes_of_text(host_memory, "host_memory")
-    device, wanted = bytes_of_text(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
+    host = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    device, wanted = parse_bytes(memory), sorted({ranks} if isinstance(ranks, int) else {*ranks})
     if not wanted or not all(type(n) is int and n > 0 for n in wanted):
         raise SpError("SP711", f"ranks: expected numbers of ranks, 1 or more, got {ranks!r}.")
-    options, found_kwargs = sorted_out(model, {**config, "kwargs": {**named, **(kwargs or {})}})
-    SPConfig.of(options).refuse("plan", **REFUSED)
+    options, found_kwargs = split_kwargs(model, {**config, "kwargs": {**named, **(kwargs or {})}})
+    SPConfig.of(options).refuse("plan", **REFUSED_PROGRAM)
     where = next((x.device.type for x in model.parameters()), "cpu")
     limits = {**(cost or {}), "memory": device}
     sent = options.pop("offload", "auto")
@@ -223,20 +225,20 @@ def plan(
         found_kwargs,
         Machine.of(where, limits),
         {**options, "cost": limits},
-        SHARES if sent == "auto" else (),
+        OFFLOAD_SHARES if sent == "auto" else (),
         state_per_weight(optimizer),
         _tokens([*args, *found_kwargs.values()]),
         checkpoint_blocks(model),
         0.0 if sent in OFFLOAD else float(sent),
         math.inf if host is None else host,
     )
-    found = StepPlan(device, ModelBytes.of(model), unit=unit_of_text(memory), host_memory=host)
-    _first_looks(planner, found, wanted, options.get("tiles"))
-    _look_at_the_best(planner, found, wanted)
-    found.rows.sort(key=lambda row: (row.ranks, not row.fits, *_by_time(row)))
+    found = StepPlan(device, ModelBytes.of(model), unit=parse_unit(memory), host_memory=host)
+    _plan_first(planner, found, wanted, options.get("tiles"))
+    _refine_best(planner, found, wanted)
+    found.rows.sort(key=lambda row: (row.ranks, not row.fits, *_time_key(row)))
     for n in wanted:
         if found.of(n) is None:
-            found.changes[n] = _change(planner, found, n)
+            found.changes[n] = _required_change(planner, found, n)
     return found
 
 
@@ -247,7 +249,7 @@ def _is_settled(found: StepPlan, n: int) -> bool:
     """
     best = found.of(n)
     least = min((row.seconds for row in found.rows if row.ranks == n and not row.checkpoint), default=0.0)
-    return best is not None and (found.fits_on_device(n) or best.seconds <= AS_GOOD * least)
+    return best is not None and (found.fits_on_device(n) or best.seconds <= EQUAL_RATIO * least)
 
 
 def _tokens(values: Iterable[Any]) -> int:
@@ -257,51 +259,55 @@ def _tokens(values: Iterable[Any]) -> int:
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
 
 
-def _first_looks(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
+def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
     """At each number of ranks with the fastest attention, until it fits with nothing on the host."""
     tiles = "auto" if asked_tiles is None else asked_tiles
-    attends = {n: planner.attends(n) for n in wanted if planner.constant(n) < found.memory}
+    attends = {n: planner.attention_choices(n) for n in wanted if planner.constant(n) < found.memory}
     tiled: dict[int, int] = {}
     ways: list[tuple[bool, int | str]] = [(False, tiles)]
     while ways:
         again, tiles = ways.pop(0)
         left = [n for n, known in attends.items() if known and not _is_settled(found, n)]
-        if tiles == TILES and asked_tiles is None:
-            left = [n for n in left if tiled.get(n, 0) < TILES]
+        if tiles == TILE_COUNTS and asked_tiles is None:
+            left = [n for n in left if tiled.get(n, 0) < TILE_COUNTS]
         state = {n: planner.states(n)[0] for n in left}
-        ways_of = [PlanWay(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
-        looked = planner.look(ways_of) if left else []
+        ways_of = [PlanConfig(n, *attends[n][0].key, again, tiles, state[n], planner.offload) for n in left]
+        looked = planner.plan_steps(ways_of) if left else []
         for step in looked:
-            if tiles == TILES and asked_tiles is None and not step.most_tiles:
+            if tiles == TILE_COUNTS and asked_tiles is None and not step.max_tiles:
                 continue
-            tiled[step.way.ranks] = step.most_tiles
-            found.notes += [note for note in _breaks(step) if note not in found.notes]
-            for attend in attends[step.way.ranks]:
-                found.rows += [_variant(planner, **row) for row in planner.rows(step, attend)]
+            tiled[step.config.ranks] = step.max_tiles
+            found.notes += [note for note in _graph_breaks(step) if note not in found.notes]
+            for attend in attends[step.config.ranks]:
+                found.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attend)]
         # An estimate settles nothing: what it says to fit may not.
-        _look_at_the_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
-        if not again and tiles != TILES and not found.rows:
+        _refine_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
+        if not again and tiles != TILE_COUNTS and not found.rows:
             return
-        if not again and tiles != TILES:
-            more = [TILES] if asked_tiles is None else []
-            own = any(step.look.checkpoints for step in looked)
+        if not again and tiles != TILE_COUNTS:
+            more = [TILE_COUNTS] if asked_tiles is None else []
+            own = any(step.dry_run.checkpoints for step in looked)
             again = bool(planner.blocks) and not own
             ways = [(again, "auto" if asked_tiles is None else asked_tiles)] if again else []
             ways += [(again, one) for one in more]
             if not all(map(found.fits_on_device, wanted)):
                 found.notes += [OWN_CHECKPOINTS] if own else [NO_BLOCKS] if not again else []
-        elif again and looked and not any(step.look.checkpoints for step in looked):
+        elif again and looked and not any(step.dry_run.checkpoints for step in looked):
             found.rows = [row for row in found.rows if not row.checkpoint]
             found.notes.append(NOT_CALLED)
             ways = [(False, one) for _, one in ways]
 
 
-def _breaks(looked: LookedStep) -> list[str]:
+def _graph_breaks(looked: PlannedStep) -> list[str]:
     """Where the program is several graphs."""
-    return [f"{one.where}: {one.text}; {SEVERAL}" for one in looked.look.report.find_notes(NoteKind.GRAPH_BREAK)]
+    return [
+        f"{one.where}: {one.text}; {SEVERAL_GRAPHS}" for one in looked.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
+    ]
 
 
-SEVERAL = "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"
+SEVERAL_GRAPHS = (
+    "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"
+)
 NO_BLOCKS = (
     "no checkpoints were tried: the model has no list of blocks (nn.ModuleList, nn.Sequential) to put them "
     "around; call torch.utils.checkpoint around parts of it and plan again: a model's own are kept as they are"
@@ -313,61 +319,63 @@ NOT_CALLED = (
 )
 
 
-def _variant(planner: StepPlanner, way: PlanWay, **found: Any) -> Variant:
+def _make_variant(planner: StepPlanner, way: PlanConfig, **found: Any) -> Variant:
     return Variant(
-        way.ranks, way.attention, way.layout, way.again, way.tiles, way.offload, state=way.state,
+        way.ranks, way.attention, way.layout, way.checkpoint, way.tiles, way.offload, state=way.state,
         tokens=planner.tokens, given=planner.options, **found,
     )  # fmt: skip
 
 
-def _look_at_the_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
+def _refine_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
     """Until what seems best on each of these numbers of ranks was looked at. near: and once at what nearly fits."""
     missed: set[int] = set()
-    for left in reversed(range(ROUNDS)):
-        if not (open_ways := [row for n in wanted for row in _unlooked(found, n, near and n not in missed)]):
+    for left in reversed(range(MAX_PLAN_ROUNDS)):
+        if not (open_ways := [row for n in wanted for row in _unplanned_best(found, n, near and n not in missed)]):
             break
         missed |= {row.ranks for row in open_ways if not row.fits}
-        _settle(planner, found, open_ways, refines=left > 0)
+        _update_rows(planner, found, open_ways, refines=left > 0)
 
 
-def _unlooked(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
+def _unplanned_best(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
     """What seems to be best on so many ranks. near: and of what would be faster and nearly fits, what holds least."""
     best = found.of(n)
-    rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR * found.memory]
-    faster = [row for row in rows if best is None or AS_GOOD * row.seconds < best.seconds]
+    rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR_RATIO * found.memory]
+    faster = [row for row in rows if best is None or EQUAL_RATIO * row.seconds < best.seconds]
     nearest = min(faster, key=lambda row: row.memory, default=None) if near else None
-    return [row for row in (best, nearest) if row is not None and not row.looked]
+    return [row for row in (best, nearest) if row is not None and not row.is_measured]
 
 
-def _settle(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
+def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
     """Look at these, and have what was seen in their place; and another share, where that is enough.
 
     refines: where it only seems to be, too.
     """
-    seen = {step.way: step for step in planner.look([row.way for row in rows])}
+    seen = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
         found.rows.remove(row)
-        if (step := seen.get(row.way)) is None:
+        if (step := seen.get(row.config)) is None:
             continue
-        attend = next(one for one in planner.attends(row.ranks) if one.key == row.way.key)
-        made = _variant(planner, **planner.row(step, attend, row.state, row.offload))
+        attend = next(one for one in planner.attention_choices(row.ranks) if one.key == row.config.key)
+        made = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
         found.rows.append(made)
-        if row.offload and planner.shares and step.knows_shares:
-            least = planner.least(step, attend, row.state)
-            found.rows += [_variant(planner, **least)] if least and least["way"] != row.way else []
+        if row.offload and planner.shares and step.covers_any_share:
+            least = planner.min_offload(step, attend, row.state)
+            found.rows += [_make_variant(planner, **least)] if least and least["way"] != row.config else []
         elif refines and row.offload:
             known = {
-                other.way.offload: other for other in found.rows if replace(other.way, offload=0.0) == _on_device(row)
+                other.config.offload: other
+                for other in found.rows
+                if replace(other.config, offload=0.0) == _without_offload(row)
             }
             if (share := _share_that_fits(planner, known, made, found.memory)) is not None:
                 host = made.host * share / made.offload
-                guess = replace(made, offload=share, host=host, looked=False, memory=found.memory)
+                guess = replace(made, offload=share, host=host, is_measured=False, memory=found.memory)
                 found.rows += [replace(guess, fits=True)] if host <= planner.host else []
 
 
-def _on_device(row: Variant) -> PlanWay:
+def _without_offload(row: Variant) -> PlanConfig:
     """The same with nothing on the host."""
-    return replace(row.way, offload=0.0)
+    return replace(row.config, offload=0.0)
 
 
 def _share_that_fits(
@@ -381,7 +389,7 @@ def _share_that_fits(
     return None if share in known else share
 
 
-def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
+def _required_change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     """What would have to change for one number of ranks."""
     rows = [row for row in found.rows if row.ranks == n]
     more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
@@ -390,14 +398,14 @@ def _change(planner: StepPlanner, found: StepPlan, n: int) -> str:
         words = [f"{n} ranks: parameters, gradients and the optimizer's state alone are {found.unit(state)} in shards"]
         return "; ".join(filter(None, [*words, elsewhere, "take more ranks, or an optimizer with less state"]))
     if not rows:
-        return f"{n} ranks: {'; '.join(filter(None, [planner.refusal(n), elsewhere]))}"
+        return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
     least = min(rows, key=lambda row: row.memory)
     way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
     way += f", tiles {least.tiles}, {least.offload:.0%} of what is kept on the host"
     words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way})"]
     if (excess := least.memory - found.memory) > 0:
         words[0] += f", {found.unit(excess)} too much, in its {least.phase}"
-        words.append(f"the largest there: {planner.largest(least.way)}")
+        words.append(f"the largest there: {planner.largest_value(least.config)}")
     if found.host_memory is not None:
         words.append(f"{found.unit(least.host)} wait on the host, which has {found.unit(found.host_memory)} for a rank")
     words.append(elsewhere)

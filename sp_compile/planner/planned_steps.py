@@ -22,43 +22,43 @@ from torch import nn
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import CONTIGUOUS, LAYOUTS
-from sp_compile.passes.capture.is_traced import Traced
+from sp_compile.passes.capture.is_traced import CapturedGraphs
 from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.attention_cost import (
+    AttentionShape,
     Candidate,
-    Shape,
+    all_candidates,
     attention_strategies,
-    candidates,
     candidates_in_order,
-    choose,
+    choose_attention,
 )
-from sp_compile.passes.cost.exchange_cost import collectives_of
-from sp_compile.passes.cost.few_layers import checkpointed
+from sp_compile.passes.cost.exchange_cost import exchange_collectives
+from sp_compile.passes.cost.few_layers import checkpoint_layers
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import copy_seconds
 from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
-from sp_compile.passes.graph.sizes import typical
-from sp_compile.verify import Look, alike, attentions_of, explain_each
+from sp_compile.passes.graph.sizes import assume_large
+from sp_compile.verify import DryRun, attentions_of, explain_configs, similar_layers
 
-SHARDED, WHOLE = STATES = ("sharded", "on every rank")
-SHARES = tuple(i / 20 for i in range(1, 21))
+SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
+OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))
 """Of what is kept, to the host."""
-SAMPLE = 2
+SAMPLE_SHARE = 2
 """Ranks on which the model's attentions are looked for."""
 AUTO = "auto", "auto"
-SELDOM = 50_000
+GC_THRESHOLD = 50_000
 """Objects that come before the garbage collector does."""
 
 
 @dataclass(frozen=True)
-class PlanWay:
+class PlanConfig:
     """How a model is lowered. again: is each of its layers computed again in the backward?"""
 
     ranks: int
     attention: str
     layout: str
-    again: bool
+    checkpoint: bool
     tiles: int | str
     state: str
     offload: float = 0.0
@@ -72,12 +72,14 @@ class PlanWay:
     def options(self) -> dict[str, Any]:
         """Of the backend."""
         asked = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
-        asked |= {"state": "sharded", "param_grads": "partial"} if self.state == SHARDED else {"param_grads": "reduce"}
+        asked |= (
+            {"state": "sharded", "param_grads": "partial"} if self.state == SHARDED_STATE else {"param_grads": "reduce"}
+        )
         return asked | ({"offload": self.offload} if self.offload else {})
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttentionChoice:
     """One strategy and layout for all attentions of a model: what each becomes, and how many there are."""
 
     key: tuple[str, str]
@@ -99,27 +101,27 @@ class Attend:
         return max((c.memory for c, _ in self.found), default=0.0)
 
 
-Largest: TypeAlias = tuple[float, str]
+LargestMoments: TypeAlias = tuple[float, str]
 """Bytes of a moment, and its phase."""
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PeakMemory:
     """Of a step with a share on the host: the largest moments at attention's lines, and elsewhere; host: bytes there.
 
     Each where FSDP shares the state over the way's ranks, and where it does not.
     """
 
     step: StepMemory
-    near: tuple[Largest, Largest]
-    away: tuple[Largest, Largest]
+    near_attention: tuple[LargestMoments, LargestMoments]
+    away: tuple[LargestMoments, LargestMoments]
     host: float
 
     @staticmethod
-    def of(step: StepMemory, n: int) -> _Held:
+    def of(step: StepMemory, n: int) -> _PeakMemory:
         points = list(step.points())
         lines = {point.moment.where for point in points if point.moment.attends} - {""}
-        most: dict[tuple[bool, bool], Largest] = {}
+        most: dict[tuple[bool, bool], LargestMoments] = {}
         for point in points:
             for whole in (False, True):
                 key = point.moment.where in lines, whole
@@ -127,96 +129,100 @@ class _Held:
                 most[key] = max(most.get(key, found), found)
         nothing = 0.0, "forward"
         near, away = ((most.get((at, False), nothing), most.get((at, True), nothing)) for at in (True, False))
-        return _Held(step, near, away, step.offloaded.nbytes if step.offloaded is not None else 0.0)
+        return _PeakMemory(step, near, away, step.offloaded.nbytes if step.offloaded is not None else 0.0)
 
-    def towards(self, other: _Held, share: float) -> _Held:
+    def with_offload(self, other: _PeakMemory, share: float) -> _PeakMemory:
         """With so much of what the other one has on the host."""
         near, away = (
             tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(mine, others))
-            for mine, others in ((self.near, other.near), (self.away, other.away))
+            for mine, others in ((self.near_attention, other.near_attention), (self.away, other.away))
         )
-        return _Held(self.step, near, away, share * other.host)  # type: ignore[arg-type]
+        return _PeakMemory(self.step, near, away, share * other.host)  # type: ignore[arg-type]
 
-    def memory(self, state: str, n: int, more: float = 0.0) -> Largest:
+    def memory(self, state: str, n: int, more: float = 0.0) -> LargestMoments:
         """The peak of a rank and its phase, where an attention holds so much more."""
-        whole = state != SHARDED
-        (near, phase), away = self.near[whole], self.away[whole]
+        whole = state != SHARDED_STATE
+        (near, phase), away = self.near_attention[whole], self.away[whole]
         values, phase = max((near + more, phase), away)
         if not whole:
             return self.step.peak_in_shards(int(values), n), phase
-        return self.step.state + max(values, self.step.weights.learned), phase
+        return self.step.state + max(values, self.step.weights.trainable), phase
 
 
 @dataclass
-class LookedStep:
+class PlannedStep:
     """A look at a way. exact: do a few layers stand for all, so that any share on the host is a number of layers?"""
 
-    way: PlanWay
-    look: Look
+    config: PlanConfig
+    dry_run: DryRun
     exact: bool
-    _known: dict[float, _Held] = field(default_factory=dict)
+    _known: dict[float, _PeakMemory] = field(default_factory=dict)
 
     @property
     def step(self) -> StepMemory:
         """As it was asked for."""
-        assert self.look.report.step is not None
-        return self.look.report.step
+        assert self.dry_run.report.step is not None
+        return self.dry_run.report.step
 
     @property
-    def kept(self) -> float:
+    def saved_bytes(self) -> float:
         """Bytes that the forward leaves for the backward, wherever."""
         return self.step.saved + (self.step.offloaded.nbytes if self.step.offloaded is not None else 0)
 
     @property
-    def most_tiles(self) -> int:
-        return max((one.tiles for one in self.look.report.tiled), default=0)
+    def max_tiles(self) -> int:
+        return max((one.tiles for one in self.dry_run.report.tiled), default=0)
 
     @property
-    def attends_again(self) -> bool:
+    def recomputes_attention(self) -> bool:
         """Is attention computed again in the backward?"""
-        return bool(self.look.report.find_notes(NoteKind.RECOMPUTED))
+        return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
-    def as_it_is(self, attend: Attend) -> Attend:
+    def actual_attention(self, attend: AttentionChoice) -> AttentionChoice:
         """What the attentions are in fact, if it is theirs. On one rank nothing is decided."""
-        found = [(d.chosen, d.nodes) for d in self.look.report.attention]
-        return Attend(self.way.key, found) if found and attend.key == self.way.key else attend
+        found = [(d.chosen, d.nodes) for d in self.dry_run.report.attention]
+        return AttentionChoice(self.config.key, found) if found and attend.key == self.config.key else attend
 
     @property
     def attention(self) -> float:
         """Bytes of the attention that holds most."""
-        return max((d.chosen.memory for d in self.look.report.attention), default=0.0)
+        return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
 
-    def held(self, share: float) -> _Held:
+    def peak_memory(self, share: float) -> _PeakMemory:
         """With this share on the host."""
         if share not in self._known:
-            self._known[share] = self._held(share)
+            self._known[share] = self._peak_memory(share)
         return self._known[share]
 
-    def _held(self, share: float) -> _Held:
-        steps = self.look.steps or []
-        if share == self.way.offload:
-            return _Held.of(self.step, self.way.ranks)
+    def _peak_memory(self, share: float) -> _PeakMemory:
+        steps = self.dry_run.steps or []
+        if share == self.config.offload:
+            return _PeakMemory.of(self.step, self.config.ranks)
         if self.exact:
-            return _Held.of(replace(self.step, graphs=[one.step(one.share(share)) for one in steps]), self.way.ranks)
+            return _PeakMemory.of(
+                replace(self.step, graphs=[one.step(one.share(share)) for one in steps]), self.config.ranks
+            )
         if share == 1.0:
-            return _Held.of(replace(self.step, graphs=[one.graph.hosted or one.graph for one in steps]), self.way.ranks)
-        return self.held(0.0).towards(self.held(1.0), share)
+            return _PeakMemory.of(
+                replace(self.step, graphs=[one.graph.hosted or one.graph for one in steps]), self.config.ranks
+            )
+        return self.peak_memory(0.0).with_offload(self.peak_memory(1.0), share)
 
     @property
-    def knows_shares(self) -> bool:
+    def covers_any_share(self) -> bool:
         """Would a look with any other share on the host say the same as this one does of that?"""
-        return self.exact and not self.attends_again
+        return self.exact and not self.recomputes_attention
 
-    def is_exact(self, attend: Attend, state: str, share: float) -> bool:
+    def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
         """Would a look with these options say the same?"""
-        same = attend.key == self.way.key and state == self.way.state
-        return same and (share == self.way.offload or self.knows_shares)
+        same = attend.key == self.config.key and state == self.config.state
+        return same and (share == self.config.offload or self.covers_any_share)
 
-    def seconds(self, attend: Attend, machine: Machine) -> float:
+    def seconds(self, attend: AttentionChoice, machine: Machine) -> float:
         """Of a step, but for exchanges of weights and gradients, the optimizer and copies to the host."""
         flops, traffic = self._work
-        found = attend.seconds + (attend.forward if self.attends_again else 0.0)
-        return found + flops / machine.flops + machine.copy(traffic) + self._exchanged(machine)
+        found = attend.seconds + (attend.forward if self.recomputes_attention else 0.0)
+        return found + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
     @cached_property
     def _work(self) -> tuple[int, int]:
@@ -224,14 +230,16 @@ class LookedStep:
         walks = [walk for graph in self.step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
         return sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
 
-    def _exchanged(self, machine: Machine) -> float:
+    def _exchange_seconds(self, machine: Machine) -> float:
         """Seconds of the exchanges besides attention's and gradients'."""
         found = 0.0
-        for exchange in self.look.report.exchanges:
+        for exchange in self.dry_run.report.exchanges:
             if exchange.of_attention or exchange.op == "reduce_grad":
                 continue
-            for kind, sent in zip(collectives_of(exchange), map(typical, (exchange.forward, exchange.backward))):
-                found += machine.line(kind, self.way.ranks).seconds(sent) if sent else 0.0
+            for kind, sent in zip(
+                exchange_collectives(exchange), map(assume_large, (exchange.forward, exchange.backward))
+            ):
+                found += machine.line(kind, self.config.ranks).seconds(sent) if sent else 0.0
         return found
 
 
@@ -255,10 +263,12 @@ class StepPlanner:
     blocks: Sequence[nn.Module]
     offload: float = 0.0
     host: float = math.inf
-    _steps: dict[PlanWay, LookedStep] = field(default_factory=dict)
-    _attends: dict[int, list[Attend]] = field(default_factory=dict)
+    _steps: dict[PlanConfig, PlannedStep] = field(default_factory=dict)
+    _choices: dict[int, list[AttentionChoice]] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
-    _traced: dict[bool, Traced] = field(default_factory=lambda: {again: Traced() for again in (False, True)})
+    _captured: dict[bool, CapturedGraphs] = field(
+        default_factory=lambda: {again: CapturedGraphs() for again in (False, True)}
+    )
 
     @cached_property
     def weights(self) -> ModelBytes:
@@ -267,23 +277,23 @@ class StepPlanner:
     def states(self, n: int) -> Sequence[str]:
         """Where the state may be, the one first that most is known of."""
         if n == 1:
-            return (WHOLE,)
+            return (REPLICATED_STATE,)
         if "state" in self.options:
-            return (SHARDED if self.options["state"] == "sharded" else WHOLE,)
+            return (SHARDED_STATE if self.options["state"] == "sharded" else REPLICATED_STATE,)
         return STATES
 
-    def look(self, ways: Sequence[PlanWay]) -> list[LookedStep]:
+    def plan_steps(self, ways: Sequence[PlanConfig]) -> list[PlannedStep]:
         """At each of these that can be; all with the same checkpoints are traced once."""
         new = [way for way in dict.fromkeys(ways) if way not in self._steps]
-        depth = alike(self.model)
+        depth = similar_layers(self.model)
         for again in (False, True):
-            asked = [way for way in new if way.again == again]
+            asked = [way for way in new if way.checkpoint == again]
             if not asked:
                 continue
-            given = [(way.ranks, self._given(**way.options)) for way in asked]
+            given = [(way.ranks, self._make_dry_run(**way.options)) for way in asked]
             try:
-                with checkpointed(self.blocks if again else []), _few_collections():
-                    looks = explain_each(self.model, self.args, given, self.per_weight, depth, self._traced[again])
+                with checkpoint_layers(self.blocks if again else []), _reduce_gc():
+                    looks = explain_configs(self.model, self.args, given, self.per_weight, depth, self._captured[again])
             except SpError as error:
                 if asked != list(ways) or self._steps:
                     self._problems |= {way.ranks: str(error) for way in asked}
@@ -291,138 +301,148 @@ class StepPlanner:
                 raise
             for way, look in zip(asked, looks, strict=True):
                 if look.problem is None:
-                    self._steps[way] = LookedStep(way, look, depth is not None)
+                    self._steps[way] = PlannedStep(way, look, depth is not None)
                 else:
                     self._problems[way.ranks] = str(look.problem)
         return [self._steps[way] for way in ways if way in self._steps]
 
-    def _given(self, **options: Any) -> dict[str, Any]:
-        return {**merged_options(self.options, options), "kwargs": dict(self.kwargs)}
+    def _make_dry_run(self, **options: Any) -> dict[str, Any]:
+        return {**merge_options(self.options, options), "kwargs": dict(self.kwargs)}
 
     @cached_property
-    def _shapes(self) -> list[tuple[Shape, float]]:
+    def _shapes(self) -> list[tuple[AttentionShape, float]]:
         """Each shape of attention, and how many there are. With one strategy that splits all of them."""
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
-        given = self._given(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
-        with _few_collections():
-            found = attentions_of(self.model, self.args, (SAMPLE, given), alike(self.model), self._traced[False])
-        count: dict[Shape, float] = {}
+        given = self._make_dry_run(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
+        with _reduce_gc():
+            found = attentions_of(
+                self.model, self.args, (SAMPLE_SHARE, given), similar_layers(self.model), self._captured[False]
+            )
+        count: dict[AttentionShape, float] = {}
         for decision in found:
-            shape = _unmoved(decision.shape)
+            shape = _with_program_order(decision.shape)
             count[shape] = count.get(shape, 0.0) + decision.nodes
         return list(count.items())
 
-    def attends(self, n: int) -> list[Attend]:
+    def attention_choices(self, n: int) -> list[AttentionChoice]:
         """Strategies and layouts that all attentions can have on so many ranks and the options allow, fastest first."""
-        if n not in self._attends:
-            self._attends[n] = self._found_attends(n)
-        return self._attends[n]
+        if n not in self._choices:
+            self._choices[n] = self._find_attention_choices(n)
+        return self._choices[n]
 
-    def _found_attends(self, n: int) -> list[Attend]:
+    def _find_attention_choices(self, n: int) -> list[AttentionChoice]:
         if not self._shapes or n == 1:
-            return [self._attend(n, AUTO, CONTIGUOUS.name)]
-        kind, layout = (self.options.get(name, "auto") for name in OPTIONS)
-        dealt = any(shape.order.dealt for shape, _ in self._shapes)
-        layouts = [order.name for order in LAYOUTS.values() if order.dealt == dealt and layout in ("auto", order.name)]
+            return [self._attention_choice(n, AUTO, CONTIGUOUS.name)]
+        kind, layout = (self.options.get(name, "auto") for name in PLAN_OPTIONS)
+        dealt = any(shape.order.is_balanced for shape, _ in self._shapes)
+        layouts = [
+            order.name for order in LAYOUTS.values() if order.is_balanced == dealt and layout in ("auto", order.name)
+        ]
         kinds = [one.name for one in attention_strategies() if kind in ("auto", one.name)]
-        alike = [self._attend(n, key, key[1]) for key in product(kinds, layouts)]
+        alike = [self._attention_choice(n, key, key[1]) for key in product(kinds, layouts)]
         found = [one for one in alike if any(c.layout == one.key[1] for c, _ in one.found)]
         for key in product(dict.fromkeys([*kinds, kind]), [layout]):  # as local attention beside global one
-            each = [one for order in layouts if (one := self._attend(n, key, order)).found]
+            each = [one for order in layouts if (one := self._attention_choice(n, key, order)).found]
             mixed = min(each, key=lambda one: one.seconds, default=None)
             found += [mixed] if mixed is not None and all(one.found != mixed.found for one in found) else []
         return sorted(found, key=lambda one: (one.memory > self.machine.memory, one.seconds))
 
-    def _attend(self, n: int, key: tuple[str, str], order: str) -> Attend:
+    def _attention_choice(self, n: int, key: tuple[str, str], order: str) -> AttentionChoice:
         """What `explain` takes, if the program keeps its sequence in this order; of nothing, where that cannot be."""
         shapes = [(replace(shape, n=n, order=LAYOUTS[order]), count) for shape, count in self._shapes]
-        found = [(c, count) for shape, count in shapes if (c := _taken(shape, *key, self.machine)) is not None]
-        return Attend(key, found if len(found) == len(shapes) else [])
+        found = [(c, count) for shape, count in shapes if (c := _best_candidate(shape, *key, self.machine)) is not None]
+        return AttentionChoice(key, found if len(found) == len(shapes) else [])
 
-    def refusal(self, n: int) -> str:
+    def refusal_reason(self, n: int) -> str:
         """Why nothing can be on so many ranks."""
         if n in self._problems:
             return self._problems[n]
-        asked = {name: self.options[name] for name in OPTIONS if self.options.get(name, "auto") != "auto"}
+        asked = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
         legal = {
             f"{c.kind}: {c.legal}"
             for shape, _ in self._shapes
-            for c in candidates(replace(shape, n=n), self.machine)
+            for c in all_candidates(replace(shape, n=n), self.machine)
             if c.legal and c.kind == asked.get("attention", c.kind)
         }
         words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
         return f"{words} cannot be ({'; '.join(sorted(legal)) or 'no candidate'}); leave it out"
 
-    def rows(self, looked: LookedStep, attend: Attend) -> Iterator[dict[str, Any]]:
+    def plan_rows(self, looked: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
         """What is known of an attention on these ranks: with nothing on the host, and with the least that fits."""
-        n = looked.way.ranks
+        n = looked.config.ranks
         for state in self.states(n):
-            here = self.row(looked, attend, state, self.offload)
+            here = self.plan_row(looked, attend, state, self.offload)
             yield here
-            if not here["fits"] and looked.look.steps and (least := self.least(looked, attend, state)) is not None:
+            if (
+                not here["fits"]
+                and looked.dry_run.steps
+                and (least := self.min_offload(looked, attend, state)) is not None
+            ):
                 yield least
 
-    def least(self, looked: LookedStep, attend: Attend, state: str) -> dict[str, Any] | None:
+    def min_offload(self, looked: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
         """With the least share on the host that fits; with the largest that the host has room for, where none does."""
-        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: looked.held(share).host)]
+        shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: looked.peak_memory(share).host)]
         if not shares:
             return None
-        first = bisect_left(shares[:-1], True, key=lambda share: self.row(looked, attend, state, share)["fits"])
-        return self.row(looked, attend, state, shares[first])
+        first = bisect_left(shares[:-1], True, key=lambda share: self.plan_row(looked, attend, state, share)["fits"])
+        return self.plan_row(looked, attend, state, shares[first])
 
-    def row(self, looked: LookedStep, attend: Attend, state: str, share: float) -> dict[str, Any]:
+    def plan_row(self, looked: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
         """What is said of one way."""
-        held, n, machine, weights = looked.held(share), looked.way.ranks, self.machine, self.weights
-        other = attend.key != looked.way.key
+        held, n, machine, weights = looked.peak_memory(share), looked.config.ranks, self.machine, self.weights
+        other = attend.key != looked.config.key
         memory, phase = held.memory(state, n, attend.memory - looked.attention if other else 0.0)
-        seconds = looked.seconds(looked.as_it_is(attend), machine)
-        shards = n if state == SHARDED else 1
+        seconds = looked.seconds(looked.actual_attention(attend), machine)
+        shards = n if state == SHARDED_STATE else 1
         if shards > 1:
             moved = machine.seconds("all_gather", weights.parameters / n, n) * 2
-            moved += machine.seconds("reduce_scatter", weights.learned / n, n)
+            moved += machine.seconds("reduce_scatter", weights.trainable / n, n)
             seconds = machine.together(seconds, moved)
         else:
-            seconds += machine.seconds("all_reduce", weights.learned, n)
-        trained = weights.parameters + weights.learned + self.per_weight * weights.learned
+            seconds += machine.seconds("all_reduce", weights.trainable, n)
+        trained = weights.parameters + weights.trainable + self.per_weight * weights.trainable
         seconds += machine.copy(2 * trained / shards)
         return {
-            "way": replace(looked.way, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
+            "way": replace(looked.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
             "host": held.host,
             "memory": memory,
             "phase": phase,
-            "kept": looked.kept,
+            "kept": looked.saved_bytes,
             "seconds": machine.together(seconds, 2 * copy_seconds(held.host, machine)),
             "fits": memory <= machine.memory and held.host <= self.host,
             "looked": looked.is_exact(attend, state, share),
-            "most_tiles": looked.most_tiles,
+            "most_tiles": looked.max_tiles,
         }
 
-    def largest(self, way: PlanWay) -> str:
+    def largest_value(self, way: PlanConfig) -> str:
         """The line of the largest value at the peak of what was looked at that is nearest to a way."""
-        alike = [one for one in self._steps.values() if one.way.ranks == way.ranks]
-        looked = max(alike, key=lambda one: sum(a == b for a, b in zip(asdict(one.way).values(), asdict(way).values())))
+        alike = [one for one in self._steps.values() if one.config.ranks == way.ranks]
+        looked = max(
+            alike, key=lambda one: sum(a == b for a, b in zip(asdict(one.config).values(), asdict(way).values()))
+        )
         step = looked.step
         return step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
 
     def constant(self, n: int) -> float:
         """Bytes of a rank, values apart, with state in shards if there are several."""
-        return sum(self.weights.sharded(n, self.per_weight)) + self.weights.buffers
+        return sum(self.weights.sharded_bytes(n, self.per_weight)) + self.weights.buffers
 
 
-OPTIONS = "attention", "layout"
+PLAN_OPTIONS = "attention", "layout"
 
 
-def merged_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def merge_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """What a plan was given, and what a way is; what becomes of gradients is the program's, where it says that."""
     return {**given, **options, **{name: given[name] for name in ("param_grads",) if name in given}}
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
+def _reduce_gc() -> Iterator[None]:
     """The garbage collector passes over what was there before, all of torch, and comes seldom: a fifth of a look."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(SELDOM, *before[1:])
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:
@@ -430,17 +450,17 @@ def _few_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _taken(shape: Shape, kind: str, layout: str, machine: Machine) -> Candidate | None:
+def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Machine) -> Candidate | None:
     """The best of a strategy and a layout, or of "auto"; what needs least, where none fits a device."""
     found = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         found = [c for c in found if not c.relayout]
     if legal := [c for c in found if c.legal is None]:
-        return choose(legal)
+        return choose_attention(legal)
     large = min((c for c in found if not c.fits), key=lambda c: (c.memory, c.seconds), default=None)
     return None if large is None else replace(large, legal=None, fits=True)
 
 
-def _unmoved(shape: Shape) -> Shape:
+def _with_program_order(shape: AttentionShape) -> AttentionShape:
     """In a program that keeps its order; what is dealt stays so."""
-    return shape if shape.order.dealt else replace(shape, order=CONTIGUOUS)
+    return shape if shape.order.is_balanced else replace(shape, order=CONTIGUOUS)

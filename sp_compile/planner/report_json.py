@@ -38,18 +38,18 @@ from dataclasses import asdict
 from typing import Any
 
 from sp_compile.lowering.base.errors import TANGENTS_LINE, UNKNOWN_LINE
-from sp_compile.passes.cost.decision import described
+from sp_compile.passes.cost.decision import describe_shape
 from sp_compile.passes.cost.step_memory import StepMemory
-from sp_compile.passes.graph.sizes import typical
+from sp_compile.passes.graph.sizes import assume_large
 from sp_compile.passes.report import Report
 
 from .plan import StepPlan
 
 VERSION = 1
-MOST_ALIVE = 20
+MAX_ALIVE_VALUES = 20
 
 
-def of_report(report: Report) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
     """What `explain` or `verify` found."""
     return {
         "format": "sp_compile.report",
@@ -74,14 +74,14 @@ def of_report(report: Report) -> dict[str, Any]:
                 "node": e.node,
                 "where": e.where,
                 "shape": e.shape,
-                "forward_bytes": typical(e.forward),
-                "backward_bytes": typical(e.backward),
+                "forward_bytes": assume_large(e.forward),
+                "backward_bytes": assume_large(e.backward),
             }
             for e in report.exchanges
         ],
         "attention": [
             {
-                "attention": described(d.shape),
+                "attention": describe_shape(d.shape),
                 "nodes": d.nodes,
                 "chosen": d.chosen.kind,
                 "layout": d.chosen.layout,
@@ -90,7 +90,7 @@ def of_report(report: Report) -> dict[str, Any]:
             }
             for d in report.attention
         ],
-        "blocks": _blocks(report),
+        "blocks": _line_blocks(report),
         "tiles": [
             {
                 "node": one.node,
@@ -102,12 +102,12 @@ def of_report(report: Report) -> dict[str, Any]:
             }
             for one in report.tiled
         ],
-        "memory": None if report.step is None else _memory(report.step, report.n),
+        "memory": None if report.step is None else _memory_json(report.step, report.n),
         "errors": [{"name": name, "error": error if math.isfinite(error) else None} for name, error in report.errors],
     }
 
 
-def of_plan(plan: StepPlan) -> dict[str, Any]:
+def plan_json(plan: StepPlan) -> dict[str, Any]:
     """What `plan` found."""
     best = plan.best if any(row.fits for row in plan.rows) else None
     return {
@@ -135,8 +135,8 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
                 "fits": row.fits,
-                "looked": row.looked,
-                "options": {name: _as_json(value) for name, value in row.options.items()},
+                "looked": row.is_measured,
+                "options": {name: _option_json(value) for name, value in row.options.items()},
             }
             for row in plan.rows
         ],
@@ -145,14 +145,14 @@ def of_plan(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _as_json(value: Any) -> Any:
+def _option_json(value: Any) -> Any:
     """An option: mappings with names as keys, and what is no JSON as its text."""
     if isinstance(value, Mapping):
-        return {str(name): _as_json(one) for name, one in value.items()}
+        return {str(name): _option_json(one) for name, one in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _blocks(report: Report) -> list[dict[str, Any]]:
+def _line_blocks(report: Report) -> list[dict[str, Any]]:
     """The user's lines in the order in which they run, as far as that is known."""
     kept: Counter[str] = Counter()
     lines: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
     lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
     sent: Counter[str] = Counter()
     for e in report.exchanges:
-        sent[e.where] += typical(e.forward) + typical(e.backward)
+        sent[e.where] += assume_large(e.forward) + assume_large(e.backward)
     done: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
         done[note.where].append(note.label)
@@ -191,18 +191,18 @@ def _blocks(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(step: StepMemory, n: int) -> dict[str, Any]:
+def _memory_json(step: StepMemory, n: int) -> dict[str, Any]:
     def at_moment(point: Any) -> dict[str, Any]:
         moment = point.moment
-        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.held(point)}
+        return {"phase": point.phase, "node": moment.name, "where": moment.where, "values_bytes": step.peak_with(point)}
 
     def alive(point: Any) -> list[dict[str, Any]]:
-        found = step.summary(point, MOST_ALIVE)
+        found = step.summary(point, MAX_ALIVE_VALUES)
         return [{"origin": origin, "where": where, "bytes": nbytes} for origin, where, nbytes, _ in found]
 
     return {
         "parameters_bytes": step.weights.parameters,
-        "gradients_bytes": step.weights.learned,
+        "gradients_bytes": step.weights.trainable,
         "optimizer_bytes": step.optimizer,
         "buffers_bytes": step.weights.buffers,
         "inputs_bytes": step.inputs,

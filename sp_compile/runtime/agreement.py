@@ -20,42 +20,42 @@ import torch
 
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives.checksums import ABOUT
-from sp_compile.runtime.control.channel import STOPPED, gather, stop, wire_of
-from sp_compile.runtime.control.message import COMPILES, READS, STOPS, Message
+from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
+from sp_compile.runtime.control.channel import STOPPED_CAUSE, channel_of, gather_integers, publish_stop
+from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
-CLOSE = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
-SHOWN = 8  # fields that differ, in an error message
-WIDTH = 1000  # characters of a value
+TOLERANCE_RATIO = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
+MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
+MAX_FIELD_WIDTH = 1000  # characters of a value
 
 
-def exchanged(ranks: Ranks, mine: Message) -> list[Message] | None:
+def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
     """Every rank's message, in the order of the ranks; None if all say the same and nobody asks or has failed.
 
-    Raises what `Wire.gather` does.
+    Raises what `ControlChannel.gather` does.
     """
-    wire = wire_of(ranks)
-    if wire is not None and mine.doing != READS:
-        wire.own()
+    wire = channel_of(ranks)
+    if wire is not None and mine.verb != READ_VERB:
+        wire.check_thread()
     if wire is not None and wire.raised:
         mine, wire.raised = replace(mine, raised=wire.raised), None
-    headers = gather(mine.header, ranks, torch.int64, mine)
+    headers = gather_integers(mine.header, ranks, torch.int64, mine)
     same = all(header == headers[0] for header in headers)
-    if same and mine.error is None and not mine.asks:
+    if same and mine.error is None and not mine.expects_answer:
         if wire is not None:
-            wire.seen = [str(mine)] * ranks.n
+            wire.last_fields = [str(mine)] * ranks.n
         return None
-    longest = max(length for (length,) in gather([len(mine.body)], ranks, torch.int64, mine))
-    bodies = gather(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
+    longest = max(length for (length,) in gather_integers([len(mine.body)], ranks, torch.int64, mine))
+    bodies = gather_integers(list(mine.body.ljust(longest)), ranks, torch.uint8, mine)
     everyone = [Message.read(bytes(one)) for one in bodies]
     if wire is not None:
-        wire.seen = [str(one) if one.error is None else f"{one} and failed" for one in everyone]
-        if different_work(everyone):
-            wire.begin_anew(everyone)
+        wire.last_fields = [str(one) if one.error is None else f"{one} and failed" for one in everyone]
+        if describe_operation_mismatch(everyone):
+            wire.reset_counters(everyone)
     return everyone
 
 
-def agree(ranks: Ranks, mine: Message, same: str) -> None:
+def require_agreement(ranks: Ranks, mine: Message, same: str) -> None:
     """Raise SpError, the same on every rank, if a rank has failed or the calls of a function differ.
 
     Args:
@@ -63,42 +63,42 @@ def agree(ranks: Ranks, mine: Message, same: str) -> None:
         mine: The call of this rank.
         same: What has to be the same on every rank.
     """
-    everyone = exchanged(ranks, mine) or ()
+    everyone = all_gather_messages(ranks, mine) or ()
     if problem := stopped(everyone):
         raise problem
-    if differ := unlike_fields(everyone, f"{mine.subject}: the ranks' calls differ"):
+    if differ := describe_field_mismatch(everyone, f"{mine.subject}: the ranks' calls differ"):
         raise SpError("SP508", differ, f"Make the same call on every rank: {same}.")
 
 
-def ask(ranks: Ranks, mine: Message) -> list[Message]:
+def all_gather_answers(ranks: Ranks, mine: Message) -> list[Message]:
     """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
-    everyone = exchanged(ranks, mine)
+    everyone = all_gather_messages(ranks, mine)
     assert everyone is not None
-    if different := different_work(everyone):
+    if different := describe_operation_mismatch(everyone):
         raise different
     return everyone
 
 
-def answers(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
-    """Every rank's answer, in the order of the ranks. Raises what `ask` does."""
-    return [one.answer for one in ask(ranks, Message(doing, subject, asks=True, answer=mine))]
+def all_gather_object(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
+    """Every rank's answer, in the order of the ranks. Raises what `all_gather_answers` does."""
+    return [one.answer for one in all_gather_answers(ranks, Message(doing, subject, expects_answer=True, answer=mine))]
 
 
 @contextmanager
-def saying_why() -> Iterator[None]:
+def publish_failure() -> Iterator[None]:
     """Say why this rank stops, where it finds something wrong before it meets the others."""
     try:
         yield
     except SpError as error:
-        stop(str(error)[:STOPPED])
+        publish_stop(str(error)[:STOPPED_CAUSE])
         raise
 
 
-def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
+def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
     """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
 
     def meet(error: Exception | None) -> None:
-        if problem := stopped(exchanged(ranks, replace(saying, error=wrap_error(error))) or ()):
+        if problem := stopped(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
             raise problem from error
 
     return meet
@@ -106,47 +106,47 @@ def meeting(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]
 
 def stopped(everyone: Sequence[Message]) -> SpError | None:
     """Return the error of ranks that have failed, or are about to do different things; None without one."""
-    return failure([one.error for one in everyone]) or different_work(everyone)
+    return failure([one.error for one in everyone]) or describe_operation_mismatch(everyone)
 
 
-def different_work(everyone: Sequence[Message]) -> SpError | None:
+def describe_operation_mismatch(everyone: Sequence[Message]) -> SpError | None:
     """Return the error of ranks that are about to do different things, after what some have raised in a program."""
-    if len({(one.doing, one.subject, one.model, one.number) for one in everyone}) <= 1:
+    if len({(one.verb, one.subject, one.model, one.number) for one in everyone}) <= 1:
         return None
-    return _different(everyone).with_context(who_raised(everyone))
+    return _first_difference(everyone).with_context(describe_raised(everyone))
 
 
-def who_raised(everyone: Sequence[Message]) -> str:
+def describe_raised(everyone: Sequence[Message]) -> str:
     """What ranks have raised in a program since the last exchange, in lines; "" if none has."""
     return "".join(f"rank {one.raised[0]} raised {one.raised[1]}\n" for one in everyone if one.raised)
 
 
-def _different(everyone: Sequence[Message]) -> SpError:
+def _first_difference(everyone: Sequence[Message]) -> SpError:
     whole = [f"{one}: {one.fields['']}" if "" in one.fields else str(one) for one in everyone]
     each = "\n".join(f"  rank {rank} {one}" for rank, one in enumerate(whole))
-    n, gone = len(everyone), [rank for rank, one in enumerate(everyone) if one.doing == STOPS.doing]
-    alone = [rank for rank, one in enumerate(everyone) if one.doing == COMPILES]
+    n, gone = len(everyone), [rank for rank, one in enumerate(everyone) if one.verb == STOP_VERB.verb]
+    alone = [rank for rank, one in enumerate(everyone) if one.verb == COMPILE_VERB]
     if gone:
-        cause = f"rank {_listed(gone)} of {n} does not take part in this call, as another of its groups differs."
+        cause = f"rank {_format_ranks(gone)} of {n} does not take part in this call, as another of its groups differs."
         return SpError("SP603", cause)
     if alone and len(alone) < n:
-        cause = f"rank {_listed(alone)} of {n} compiles the program again for this call and the others do not:\n{each}"
+        cause = f"rank {_format_ranks(alone)} of {n} compiles the program again for this call and the others do not:\n{each}"
         return SpError("SP602", cause)
-    readers = [rank for rank, one in enumerate(everyone) if one.doing == READS]
+    readers = [rank for rank, one in enumerate(everyone) if one.verb == READ_VERB]
     if readers and len(readers) < n:
         return SpError(
-            "SP604", f"rank {_listed(readers)} of {n} reads a value in shards and the others do not:\n{each}"
+            "SP604", f"rank {_format_ranks(readers)} of {n} reads a value in shards and the others do not:\n{each}"
         )
     if readers:
         return SpError("SP604", f"the {n} ranks of this group read different values in shards:\n{each}")
     cause = f"the {n} ranks of this group are about to do different things:\n{each}"
     new = [rank for rank, one in enumerate(everyone) if one.number == 1]
-    if 0 < len(new) < n and len({(one.doing, one.subject) for one in everyone}) == 1:
-        return SpError("SP605", f"{cause}\nrank {_listed(new)} of {n} calls it with new tensors for weights.")
+    if 0 < len(new) < n and len({(one.verb, one.subject) for one in everyone}) == 1:
+        return SpError("SP605", f"{cause}\nrank {_format_ranks(new)} of {n} calls it with new tensors for weights.")
     return SpError("SP601", cause)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -160,11 +160,11 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
     if first is None:
         return None
     (who, *_), (_, *others) = failed.values(), failed.items()
-    rest = "".join(f"\nrank {_listed(ranks)}: {text}" for text, ranks in others)
-    return SpError(first.code, f"rank {_listed(who)}: {first.cause}{rest}", first.fix)
+    rest = "".join(f"\nrank {_format_ranks(ranks)}: {text}" for text, ranks in others)
+    return SpError(first.code, f"rank {_format_ranks(who)}: {first.cause}{rest}", first.fix)
 
 
-def unlike_fields(everyone: Sequence[Message], what: str) -> str:
+def describe_field_mismatch(everyone: Sequence[Message], what: str) -> str:
     """Return the cause of an error: in which fields that all ranks have these differ; "" if in none."""
     if not everyone:
         return ""
@@ -172,34 +172,39 @@ def unlike_fields(everyone: Sequence[Message], what: str) -> str:
     names = [
         name for name in names if not all(is_close(everyone[0].fields[name], one.fields[name]) for one in everyone)
     ]
-    return what_differs(what, rows_by_rank([one.fields for one in everyone], names)) if names else ""
+    return format_mismatch(what, format_rank_rows([one.fields for one in everyone], names)) if names else ""
 
 
-HOW, SPLIT = "how it runs", "as backend='sp' compiles it"
+RUN_MODE_FIELD, SPLIT_MODE = "how it runs", "as backend='sp' compiles it"
 
 
-def way(whole: str) -> dict[str, str]:
+def run_mode(whole: str) -> dict[str, str]:
     """The field that says how a program runs. whole: why as it was written; "" if it is split."""
-    return {HOW: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT}
+    return {RUN_MODE_FIELD: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT_MODE}
 
 
-def unlike_ways(everyone: Sequence[Message]) -> SpError | None:
+def describe_mode_mismatch(everyone: Sequence[Message]) -> SpError | None:
     """Return the error of ranks of which some run the program as it was written; None without one."""
-    how = [one.fields.get(HOW, SPLIT) for one in everyone]
-    if not 0 < how.count(SPLIT) < len(how):
+    how = [one.fields.get(RUN_MODE_FIELD, SPLIT_MODE) for one in everyone]
+    if not 0 < how.count(SPLIT_MODE) < len(how):
         return None
     what = "backend='sp' could compile this program on some ranks of this group only"
-    return SpError("SP609", what_differs(what, how))
+    return SpError("SP609", format_mismatch(what, how))
 
 
-def rows_by_rank(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
+def format_rank_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
     """What each rank says of the first of these fields, and how many more there are."""
-    shown, more = names[:SHOWN], f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    each = [", ".join(f"{name} {one.get(name, 'missing')[:WIDTH]}".strip() for name in shown) for one in everyone]
+    shown, more = (
+        names[:MAX_SHOWN_FIELDS],
+        f" and {len(names) - MAX_SHOWN_FIELDS} more" if len(names) > MAX_SHOWN_FIELDS else "",
+    )
+    each = [
+        ", ".join(f"{name} {one.get(name, 'missing')[:MAX_FIELD_WIDTH]}".strip() for name in shown) for one in everyone
+    ]
     return [row + more for row in each]
 
 
-def what_differs(what: str, rows: Sequence[str], heading: str = "What differs") -> str:
+def format_mismatch(what: str, rows: Sequence[str], heading: str = "What differs") -> str:
     """Return the cause of an error: what differs, and of each rank its row."""
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
     return f"{what}. {heading}:\n{each}"
@@ -207,10 +212,12 @@ def what_differs(what: str, rows: Sequence[str], heading: str = "What differs") 
 
 def is_close(a: str, b: str) -> bool:
     """Do two ranks say the same of a value, as far as numbers need be the same?"""
-    if a == b or not (a.startswith(ABOUT) and b.startswith(ABOUT)):
+    if a == b or not (a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)):
         return a == b
-    first, second = ([float(x) for x in one.removeprefix(ABOUT).split()] for one in (a, b))
-    return all(x == y or (isnan(x) and isnan(y)) or abs(x - y) <= CLOSE * first[0] for x, y in zip(first, second))
+    first, second = ([float(x) for x in one.removeprefix(SUMMARY_PREFIX).split()] for one in (a, b))
+    return all(
+        x == y or (isnan(x) and isnan(y)) or abs(x - y) <= TOLERANCE_RATIO * first[0] for x, y in zip(first, second)
+    )
 
 
 def wrap_error(error: Exception | None) -> SpError | None:

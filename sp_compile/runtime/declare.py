@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import group_timeout, process_groups
-from sp_compile.passes.cost.known_groups import Groups, Partition, add_declared, reduced, subsets
-from sp_compile.passes.cost.measure import lines_of_reductions
-from sp_compile.runtime.control.message import MEASURES, sendable
+from sp_compile.passes.cost.known_groups import KnownGroups, Partition, add_declared, label_subsets, reduce_partitions
+from sp_compile.passes.cost.measure import measure_reductions
+from sp_compile.runtime.control.message import MEASURE_VERB, register_sendable
 
-from .agreement import answers, failure, meeting, wrap_error
+from .agreement import all_gather_object, failure, make_error_barrier, wrap_error
 
 
 def declare_groups(
     mesh: DeviceMesh | Sequence[dist.ProcessGroup], unions: Sequence[Sequence[str]] | None = None, measure: bool = True
-) -> Groups:
+) -> KnownGroups:
     """Declare the axes of a mesh: `merge_reductions` may then make one collective of several over them.
 
     Every rank of the program has to call it, at the same point, those outside of the mesh too. `mesh`: a DeviceMesh, or
@@ -39,7 +39,8 @@ def declare_groups(
     those of a flattened mesh, the default group, those of an earlier call. `measure`: time the all_reduces of each on
     these ranks, unless this process did so before or that is on rank 0's disk.
 
-    Returns the table, which `sp_compile.passes.cost.known_groups.Groups` describes; the backend finds it by itself.
+    Returns the table, which `sp_compile.passes.cost.known_groups.KnownGroups` describes; the backend finds it by
+    itself.
     Raises SpError, on every rank: no process group, no mesh, no axis, other arguments than rank 0's, an axis that no
     rank has a group of or some rank has two of, None from a rank that is in another's group of that axis, an unknown
     axis in `unions`, or one whose ranks are no grid.
@@ -48,24 +49,28 @@ def declare_groups(
         raise SpError("SP614", "declare_groups: there is no default process group.")
     world = dist.group.WORLD
     ranks = Ranks(world.size(), world.group_name)
-    every: list[_Declaration] = answers(ranks, "declares", "groups", _declaration(mesh, unions, measure))
-    axes = _agreed(every)
-    names, turns = _communicators(axes, every)
-    near = _reached(dist.get_rank(), [groups for _, groups in names])
+    every: list[_Declaration] = all_gather_object(ranks, "declares", "groups", _make_declaration(mesh, unions, measure))
+    axes = _agreed_axes(every)
+    names, turns = _create_communicators(axes, every)
+    near = _reachable_ranks(dist.get_rank(), [groups for _, groups in names])
     members = {name: tuple(g for g in groups if g[0] in near) for name, groups in names if name is not None}
     hosts = [told.host for told in every]
-    table = Groups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
-    where = _where(every)
+    table = KnownGroups(members, {r: hosts.index(host) for r, host in enumerate(hosts)})
+    where = _common_device(every)
     if every[0].measure and where is not None:
-        lines, in_turn = lines_of_reductions(
-            names, turns, _device(every[0].device), _device(where), meeting(ranks, MEASURES)
+        lines, in_turn = measure_reductions(
+            names,
+            turns,
+            _device_of_kind(every[0].device),
+            _device_of_kind(where),
+            make_error_barrier(ranks, MEASURE_VERB),
         )
         table = replace(table, lines=lines, turns=in_turn)
     add_declared(table)
     return table
 
 
-@sendable
+@register_sendable
 @dataclass(frozen=True)
 class _Axis:
     """A process group of one rank. backend: as torch spells which one of each device, "cpu:gloo,cuda:nccl"."""
@@ -75,7 +80,7 @@ class _Axis:
     backend: str
 
 
-@sendable
+@register_sendable
 @dataclass(frozen=True)
 class _Declaration:
     """What a rank tells the others."""
@@ -89,7 +94,7 @@ class _Declaration:
     error: SpError | None = None
 
 
-def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
+def _make_declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
     """This rank's part. What is wrong with it travels too: a rank that raised here would leave the others waiting."""
     host = platform.node()
     try:
@@ -99,12 +104,12 @@ def _declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
             label: by_name[group.group_name] if isinstance(group, dist.ProcessGroup) else None
             for label, group in _groups_of(mesh).items()
         }
-        return _Declaration(host, _device_type(mesh), axes, existing, _wanted(unions), bool(measure))
+        return _Declaration(host, _device_type(mesh), axes, existing, _validate_unions(unions), bool(measure))
     except Exception as error:
         return _Declaration(host, error=wrap_error(error))
 
 
-def _wanted(unions: Any) -> tuple[tuple[str, ...], ...] | None:
+def _validate_unions(unions: Any) -> tuple[tuple[str, ...], ...] | None:
     """`unions`, of strings alone: only what certainly reaches the others may be compared with theirs."""
     if unions is None:
         return None
@@ -133,22 +138,22 @@ def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
     return {str(i): group if isinstance(group, dist.ProcessGroup) else None for i, group in enumerate(mesh)}
 
 
-def _agreed(every: Sequence[_Declaration]) -> dict[str, Partition]:
+def _agreed_axes(every: Sequence[_Declaration]) -> dict[str, Partition]:
     """axis -> the groups of all ranks."""
     if failed := failure([told.error for told in every]):
         raise failed.with_context("declare_groups: ")
     for rank, told in enumerate(every):
-        theirs, ours = _arguments(told), _arguments(every[0])
+        theirs, ours = _describe_arguments(told), _describe_arguments(every[0])
         if theirs != ours:
             raise SpError("SP617", f"declare_groups: rank {rank} passes {theirs}, rank 0 {ours}.")
-    return {label: _partition(label, [told.axes[label] for told in every]) for label in every[0].axes}
+    return {label: _axis_groups(label, [told.axes[label] for told in every]) for label in every[0].axes}
 
 
-def _arguments(told: _Declaration) -> str:
+def _describe_arguments(told: _Declaration) -> str:
     return f"axes {tuple(told.axes)}, unions {told.unions} and measure={told.measure}"
 
 
-def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
+def _axis_groups(label: str, mine: Sequence[_Axis | None]) -> Partition:
     """The groups of one axis, given each rank's own."""
     groups = sorted({axis.ranks for axis in mine if axis is not None})
     ranks = [rank for group in groups for rank in group]
@@ -164,7 +169,7 @@ def _partition(label: str, mine: Sequence[_Axis | None]) -> Partition:
     return tuple(groups)
 
 
-def _communicators(
+def _create_communicators(
     axes: Mapping[str, Partition], every: Sequence[_Declaration]
 ) -> tuple[list[tuple[str | None, Partition]], list[list[int]]]:
     """What this rank calls its groups of each axis, then of each union; the axes of each union, by number."""
@@ -172,24 +177,24 @@ def _communicators(
     names = [(axis.name if (axis := mine[label]) else None, groups) for label, groups in axes.items()]
     made: dict[Partition, str | None] = {}
     turns = []
-    for labels, groups in _unions(axes, every[0].unions):
+    for labels, groups in _requested_unions(axes, every[0].unions):
         if groups not in made:
-            made[groups] = _communicator(groups, labels[0], every)
+            made[groups] = _find_communicator(groups, labels[0], every)
         names.append((made[groups], groups))
         turns.append([list(axes).index(label) for label in labels])
     return names, turns
 
 
-def _unions(
+def _requested_unions(
     axes: Mapping[str, Partition], asked: Sequence[Sequence[str]] | None
 ) -> list[tuple[Sequence[str], Partition]]:
     """The axes that are to have a communicator in common, and its groups."""
     found = []
-    for labels in subsets(list(axes)) if asked is None else asked:
+    for labels in label_subsets(list(axes)) if asked is None else asked:
         unknown = [label for label in labels if label not in axes]
         if unknown or not labels:
             raise SpError("SP616", f"unions: expected axes out of {list(axes)}, got {unknown}.")
-        groups = reduced([axes[label] for label in labels])
+        groups = reduce_partitions([axes[label] for label in labels])
         if groups is not None:
             found.append((labels, groups))
         elif asked is not None:
@@ -198,7 +203,7 @@ def _unions(
     return found
 
 
-def _communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -> str | None:
+def _find_communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -> str | None:
     """The name of this rank's communicator among `groups`: the one that all members have, or a new one."""
     mine = None
     usual = next(e.backend for e in every[0].existing if len(e.ranks) == len(every))
@@ -221,7 +226,7 @@ def _communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -
     return mine
 
 
-def _reached(rank: int, parts: Sequence[Partition]) -> set[int]:
+def _reachable_ranks(rank: int, parts: Sequence[Partition]) -> set[int]:
     """The ranks that this one reaches from group to group. Others may have a mesh of their own, of another shape."""
     near, size = {rank}, 0
     while size != len(near):
@@ -230,7 +235,7 @@ def _reached(rank: int, parts: Sequence[Partition]) -> set[int]:
     return near
 
 
-def _where(every: Sequence[_Declaration]) -> str | None:
+def _common_device(every: Sequence[_Declaration]) -> str | None:
     """The device whose tensors all these groups take; None if there is no such, as with nccl beside gloo's on CPU."""
     world = next(e for e in every[0].existing if len(e.ranks) == len(every))
     used = [axis for told in every for axis in told.axes.values() if axis is not None]
@@ -247,5 +252,5 @@ def _device_type(mesh: Any) -> str:
     return "cpu" if only_cpu else accelerator.type
 
 
-def _device(kind: str) -> torch.device:
+def _device_of_kind(kind: str) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)

@@ -17,39 +17,39 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-RUNS_EAGERLY = (
+EAGER_WARNING = (
     "%s runs eagerly, whole on every rank, though it was compiled with backend='sp': torch.compile left its code "
     "(%s:%d) to Python: %s. %s"
 )
-CURE_OF_TORCHS_OWN = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
+TORCH_SKIP_FIX = "Call it in the forward of a module of yours and compile that one, or take torch.compile(module)"
 DISABLED_REASON = "it is under torch.compiler.disable"
-CURE_OF_DISABLED = "Take that away, or do not compile it"
-CURE_OF_LIMIT = (
+DISABLED_FIX = "Take that away, or do not compile it"
+RECOMPILE_LIMIT_FIX = (
     "TORCH_LOGS=recompiles says what differs from call to call: pass equal shapes and types, compile with "
     "dynamic=True, or raise torch._dynamo.config.recompile_limit; the cache of transformers, of which each layer "
     "sees another state, is no part of training: use_cache=False"
 )
-CURE_OF_BREAK = (
+GRAPH_BREAK_FIX = (
     "TORCH_LOGS=graph_breaks says where: take what it names out of loops, try and with, or out of the block; "
     "fullgraph=True makes it an error"
 )
 
-SHARDED_PARTS = (
+FSDP_WARNING = (
     "%s is compiled with backend='sp' as a whole, but fully_shard has %d of its parts, %s the first. FSDP gathers and "
     "frees their weights in Python, which ends a graph at each: they are compiled one by one at most, and what is "
     "between them, as an embedding, a norm, a head with its loss, may run whole on every rank. %s"
 )
-CURE_OF_SHARDED_PARTS = (
+FSDP_FIX = (
     "Compile each part by itself, the last one with the loss (docs/recipes/blocks.md), or call fully_shard on the "
     "whole model only"
 )
 
-_told: set[tuple[str, CodeType]] = set()
+_warned: set[tuple[str, CodeType]] = set()
 
-_told_of_parts: set[str] = set()
+_warned_fsdp: set[str] = set()
 
 
-def tell_of_eager(what: Any, code: CodeType, reason: str) -> None:
+def warn_eager_fallback(what: Any, code: CodeType, reason: str) -> None:
     """Warn on rank 0, once for each piece of code.
 
     Args:
@@ -59,30 +59,30 @@ def tell_of_eager(what: Any, code: CodeType, reason: str) -> None:
     """
     if "no tensor" in reason:
         return
-    name, own = named(what), code
+    name, own = name_of_callable(what), code
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
     limited = "recompile limit" in reason  # be it of a decorator around the module's own code
     disabled = own is not code and not limited
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank > 0 or (name, own) in _told:
+    if rank > 0 or (name, own) in _warned:
         return
-    _told.add((name, own))
+    _warned.add((name, own))
     if disabled:
-        reason, advice = DISABLED_REASON, CURE_OF_DISABLED
+        reason, advice = DISABLED_REASON, DISABLED_FIX
     elif "skipfiles" in reason:
-        reason, advice = "it is torch's own", CURE_OF_TORCHS_OWN
+        reason, advice = "it is torch's own", TORCH_SKIP_FIX
     elif limited:
-        advice = CURE_OF_LIMIT
-    elif isinstance(what, torch.nn.Module) and sharded_parts(what):
-        advice = CURE_OF_SHARDED_PARTS
-        _told_of_parts.add(name)
+        advice = RECOMPILE_LIMIT_FIX
+    elif isinstance(what, torch.nn.Module) and find_fsdp_submodules(what):
+        advice = FSDP_FIX
+        _warned_fsdp.add(name)
     else:
-        advice = CURE_OF_BREAK
-    log.warning(RUNS_EAGERLY, name, own.co_filename, own.co_firstlineno, reason, advice)
+        advice = GRAPH_BREAK_FIX
+    log.warning(EAGER_WARNING, name, own.co_filename, own.co_firstlineno, reason, advice)
 
 
-def sharded_parts(model: torch.nn.Module) -> list[str]:
+def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
     """The names of the modules inside of a model that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # which it is part of; not imported for those who do not shard
     if fsdp is None:
@@ -90,17 +90,17 @@ def sharded_parts(model: torch.nn.Module) -> list[str]:
     return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
 
 
-def tell_of_sharded_parts(model: torch.nn.Module) -> None:
+def warn_fsdp_submodules(model: torch.nn.Module) -> None:
     """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if rank > 0 or named(model) in _told_of_parts:
+    if rank > 0 or name_of_callable(model) in _warned_fsdp:
         return
-    parts = sharded_parts(model)
+    parts = find_fsdp_submodules(model)
     if parts:
-        _told_of_parts.add(named(model))
-        log.warning(SHARDED_PARTS, named(model), len(parts), parts[0], CURE_OF_SHARDED_PARTS)
+        _warned_fsdp.add(name_of_callable(model))
+        log.warning(FSDP_WARNING, name_of_callable(model), len(parts), parts[0], FSDP_FIX)
 
 
-def named(what: Any) -> str:
+def name_of_callable(what: Any) -> str:
     """A module's class; the name of a function as it is."""
     return type(what).__name__ if isinstance(what, torch.nn.Module) else str(what)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.errors import first_frame, source_line, trace_of
+from sp_compile.lowering.base.errors import first_frame, source_line, stack_trace
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives.checksums import checksum
 from sp_compile.lowering.torch_compat import (
@@ -21,15 +21,15 @@ from sp_compile.lowering.torch_compat import (
     known_process_group,
     namespace_of,
     pytree,
-    real_tensors,
     size_hint,
+    use_real_tensors,
 )
 from sp_compile.passes.sharding.group_names import is_collective
-from sp_compile.runtime.control.message import hashed
+from sp_compile.runtime.control.message import hash_text
 
-from .agreement import answers
+from .agreement import all_gather_object
 
-WIDTH = 160  # characters of a line in an error message
+TEXT_WIDTH = 160  # characters of a line in an error message
 
 
 class TextLine(NamedTuple):
@@ -41,7 +41,7 @@ class TextLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramDigest:
     """digest: equal for programs that ranks may run together. lines: its operations, in order."""
 
     digest: int = 0
@@ -53,8 +53,8 @@ class Program:
         Empty if they do not differ. Two exchanges: of digests a line, then of one line a rank. A line that reads alike
         on all ranks, and only takes other lines' results, comes behind one that does not.
         """
-        hashes: list[list[list[int]]] = _from_all(
-            ranks, [[hashed(line.name), hashed(line.text)] for line in self.lines]
+        hashes: list[list[list[int]]] = _gather_programs(
+            ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
         )
         shortest, longest = min(map(len, hashes)), max(map(len, hashes))
         places = [(which, i) for which in (0, 1) for i in range(shortest)]
@@ -63,21 +63,21 @@ class Program:
         if first == longest:
             return []
         if first == len(self.lines):
-            return _from_all(ranks, "nothing more")
+            return _gather_programs(ranks, "nothing more")
         _, name, trace = self.lines[first]
-        short = name if len(name) <= WIDTH else name[: WIDTH - 3] + "..."
-        return _from_all(ranks, f"{short} at {source_line(trace)}" if trace else short)
+        short = name if len(name) <= TEXT_WIDTH else name[: TEXT_WIDTH - 3] + "..."
+        return _gather_programs(ranks, f"{short} at {source_line(trace)}" if trace else short)
 
 
-def _from_all(ranks: Ranks, mine: Any) -> list[Any]:
+def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
     """What every rank tells of its program."""
-    return answers(ranks, "compares", "programs", mine)
+    return all_gather_object(ranks, "compares", "programs", mine)
 
 
-def subject_of(gm: GraphModule) -> str:
+def program_subject(gm: GraphModule) -> str:
     """What a person calls the program: the function that was compiled, and its first line that computes something."""
     for node in gm.graph.nodes:
-        frame = first_frame(trace_of(node)) if node.op == "call_function" else ""
+        frame = first_frame(stack_trace(node)) if node.op == "call_function" else ""
         if frame:
             return frame
     return "a program"
@@ -104,7 +104,7 @@ class NodeText(NamedTuple):
         return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
 
 
-def lines_of(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
+def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
     """The text of a graph, but for symbols that only describe memory: ranks need not share them.
 
     inside: the checkpoint that it is the body of.
@@ -120,65 +120,65 @@ def lines_of(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
         places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
-        written = [_written(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
+        written = [_argument_text(node, leaf) for leaf in leaves if not isinstance(leaf, Node)]
         constant = attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
         if isinstance(constant, torch.Tensor) and not isinstance(constant, torch.nn.Parameter):
-            written.append(digest(constant))
+            written.append(value_digest(constant))
         region, policy = checkpoint_of(node)
         own = inside or (f"{checkpoints[region]} {policy}".strip() if region is not None else "")
-        body = lines_of(constant, own) if isinstance(constant, GraphModule) else ()
-        lines.append(NodeText(node, _call(node), takes, str(spec), tuple(written), body, own))
+        body = graph_lines(constant, own) if isinstance(constant, GraphModule) else ()
+        lines.append(NodeText(node, _call_text(node), takes, str(spec), tuple(written), body, own))
     return tuple(lines)
 
 
-def program_of(gm: GraphModule) -> Program:
+def exchange_digest(gm: GraphModule) -> ProgramDigest:
     """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight.
 
     Its lines are each op and which of the ops before it it follows on, whatever the inputs and numbers are.
     """
-    lines = lines_of(gm)
-    exchanges = _exchanges(lines)
-    shape = [f"{x.node.op} {_target(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
-    ops = [line for line in with_bodies(lines) if line.node.op not in ("placeholder", "output")]
+    lines = graph_lines(gm)
+    exchanges = _exchange_lines(lines)
+    shape = [f"{x.node.op} {_target_text(x.node)} {x.takes} {x.spec}" for x in lines if x.node.op != "output"]
+    ops = [line for line in inline_bodies(lines) if line.node.op not in ("placeholder", "output")]
     joints = [(line, ["input" if isinstance(one, str) else one for one in line.takes]) for line in ops]
-    told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, trace_of(x.node)) for x, takes in joints]
-    return Program(hashed("\n".join(exchanges or shape)), tuple(told))
+    told = [TextLine(f"{x.call} {takes} {x.spec}", x.call or x.node.name, stack_trace(x.node)) for x, takes in joints]
+    return ProgramDigest(hash_text("\n".join(exchanges or shape)), tuple(told))
 
 
-def fingerprint(gm: GraphModule, names: Sequence[str] = ()) -> Program:
+def graph_digest(gm: GraphModule, names: Sequence[str] = ()) -> ProgramDigest:
     """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too.
 
     names: of its inputs, as `input_names` gives them.
     """
     texts, told = [], []
     shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
-    for line in with_bodies(lines_of(gm)):
+    for line in inline_bodies(graph_lines(gm)):
         name = " ".join(filter(None, [line.node.name, line.call, *line.written, line.value, line.checkpoint]))
-        one = TextLine(f"{name} {line.takes} {line.spec}", name, trace_of(line.node))
+        one = TextLine(f"{name} {line.takes} {line.spec}", name, stack_trace(line.node))
         texts.append(one.text)
         if line.node.op == "placeholder":
             value = line.value or "a number that may change, as lengths do under dynamic=True"
             one = TextLine(value, f"input {shown.get(line.node.name, line.node.name)}: {value}", "")
         told.append(one)
-    return Program(hashed("\n".join(texts)), tuple(told))
+    return ProgramDigest(hash_text("\n".join(texts)), tuple(told))
 
 
-def with_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
+def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
     """The lines, with those of a region's body in place of the one that names it."""
     for line in lines:
-        yield from with_bodies(line.body) if line.body else [line]
+        yield from inline_bodies(line.body) if line.body else [line]
 
 
-def _exchanges(lines: Iterable[NodeText]) -> list[str]:
+def _exchange_lines(lines: Iterable[NodeText]) -> list[str]:
     """The exchanges, in order, bodies of regions included."""
-    return [f"{line.call} {line.checkpoint}" for line in with_bodies(lines) if is_collective(line.node)]
+    return [f"{line.call} {line.checkpoint}" for line in inline_bodies(lines) if is_collective(line.node)]
 
 
-def _call(node: Node) -> str:
+def _call_text(node: Node) -> str:
     """An op; of an exchange what it does with the values as well: sum, max."""
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
-    words = [_written(node, leaf) for leaf in leaves if isinstance(leaf, str)]
-    return " ".join([_target(node), *filter(None, words)])
+    words = [_argument_text(node, leaf) for leaf in leaves if isinstance(leaf, str)]
+    return " ".join([_target_text(node), *filter(None, words)])
 
 
 class InputName(str):
@@ -207,23 +207,23 @@ def is_unused_symbol(node: Node) -> bool:
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
-def digest(x: Any) -> str:
+def value_digest(x: Any) -> str:
     """Something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
     if isinstance(x, torch.Tensor):
-        with real_tensors():
+        with use_real_tensors():
             value = str(x.item()) if x.ndim == 0 else checksum(x)
         return f"{x.dtype} {tuple(x.shape)} {value}"
     return str(size_hint(x)) if isinstance(x, torch.SymInt) else str(x)
 
 
-def _target(node: Node) -> str:
+def _target_text(node: Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return ""
     target: Any = node.target
     return str(target) if namespace_of(target) else getattr(target, "__qualname__", str(target))
 
 
-def _written(node: Node, leaf: Any) -> str:
+def _argument_text(node: Node, leaf: Any) -> str:
     """A device counts without its number, an exchange's words without the group: each rank has its own."""
     if isinstance(leaf, torch.device):
         return leaf.type

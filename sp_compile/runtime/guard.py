@@ -18,34 +18,41 @@ import torch
 
 from sp_compile.lowering.base.errors import RemoteError, SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.collectives.checksums import ABOUT, checksum, later, part, sent, summary
+from sp_compile.lowering.collectives.checksums import (
+    SUMMARY_PREFIX,
+    checksum,
+    sample_view,
+    start_checksums,
+    start_cpu_copy,
+    summarize,
+)
 from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.lowering.collectives.sharded import Sharded, refuse_transforms
-from sp_compile.lowering.torch_compat import FakeTensor, compiled_backwards, pytree, wraps_others
-from sp_compile.passes.graph.provenance import Place
-from sp_compile.runtime.control.channel import Wire, wire_of
-from sp_compile.runtime.control.failures import agreeing, announcing, end_if_connected
-from sp_compile.runtime.control.message import BACKWARD, CALLS, STOPS, Field, FieldKind, HashedFields, Message
-from sp_compile.runtime.control.watch import involved, running
+from sp_compile.lowering.torch_compat import FakeTensor, find_backward_nodes, is_wrapper, pytree
+from sp_compile.passes.graph.provenance import ExchangeSource
+from sp_compile.runtime.control.channel import ControlChannel, channel_of
+from sp_compile.runtime.control.failures import abort_if_connected, announce_failures, mark_agreed
+from sp_compile.runtime.control.message import BACKWARD, CALL_VERB, STOP_VERB, Field, FieldKind, HashedFields, Message
+from sp_compile.runtime.control.watch import involved_groups, mark_running
 
 from .agreement import (
-    different_work,
-    exchanged,
+    all_gather_messages,
+    describe_field_mismatch,
+    describe_mode_mismatch,
+    describe_operation_mismatch,
+    describe_raised,
     failure,
+    format_mismatch,
+    format_rank_rows,
     not_compiled,
-    rows_by_rank,
+    run_mode,
     stopped,
-    unlike_fields,
-    unlike_ways,
-    way,
-    what_differs,
-    who_raised,
     wrap_error,
 )
-from .fingerprint import InputName, Program
-from .input_checks import FEW, is_away, is_small, local_of, sharded_data
-from .settings_digest import mode
-from .sharded_values import OnWhole, are_traced, have_shards, read_arguments, refusal
+from .fingerprint import InputName, ProgramDigest
+from .input_checks import FEW_FLOATS, is_cheap_to_compare, is_on_accelerator, local_value, sharded_data_fix
+from .settings_digest import mode_fields
+from .sharded_values import GatheredProgram, any_sharded, any_traced, call_refusal, unwrap_arguments
 
 OTHER_VALUES = "the ranks of this group were given different values"
 OTHER_GRADIENTS = "the ranks of this group go backward from other gradients of what the program has returned"
@@ -54,7 +61,7 @@ GRADIENTS = "gradients"
 
 
 @dataclass(eq=False)
-class CheckedProgram:
+class GuardedProgram:
     """Calls `run` once all ranks have said the same of themselves and their inputs.
 
     run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the
@@ -66,7 +73,8 @@ class CheckedProgram:
     grad.
     backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
     but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `places_of` gives them; lines: of its nodes, as of `node_lines`.
+    number; others are read. places: its exchanges, as `exchange_sources` gives them; lines: of its nodes, as of
+    `node_lines`.
     why_whole: why it is the program as it was written, which every rank runs whole.
     Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
     in another mode or at another call, or was given other sizes or values.
@@ -74,7 +82,7 @@ class CheckedProgram:
 
     run: Callable[..., Any] | None
     ranks: Ranks
-    program: Program
+    program: ProgramDigest
     names: Sequence[str]
     error: Exception | None = None
     equal: frozenset[str] = frozenset()
@@ -90,20 +98,20 @@ class CheckedProgram:
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     sharded: frozenset[int] = frozenset()
     wanted: Sequence[str] = ()
-    places: Mapping[str, Place] = field(default_factory=dict)
+    exchange_sources: Mapping[str, ExchangeSource] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
     written: Sequence[int] = ()  # the inputs that it changes in place, by number
-    why_whole: str = ""
+    unsplit_reason: str = ""
     takes_rows: bool = False  # are some inputs shards, as plain tensors?
     called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
     parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
 
     @cached_property
-    def standing(self) -> HashedFields:
+    def static_fields(self) -> HashedFields:
         """What it says of itself on every call."""
-        wanted = "\n".join(map(_shown, self.wanted))
+        wanted = "\n".join(map(_shown_name, self.wanted))
         return HashedFields(
-            {**self.options, **way(self.why_whole), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
+            {**self.options, **run_mode(self.unsplit_reason), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
         )
 
     def _parameters(self, args: Sequence[Any]) -> Sequence[bool]:
@@ -115,50 +123,50 @@ class CheckedProgram:
     @cached_property
     def _names_shown(self) -> list[tuple[int, str, str]]:
         """Number and name of each input that has one, and what a person calls it."""
-        return [(i, name, _shown(name)) for i, name in enumerate(self.names) if name]
+        return [(i, name, _shown_name(name)) for i, name in enumerate(self.names) if name]
 
     @cached_property
-    def _spoken_of(self) -> list[tuple[int, str, str]]:
+    def _reported_inputs(self) -> list[tuple[int, str, str]]:
         """The inputs of which every call says something."""
         silent = [given and name not in self.always for name, given in zip(self.names, self.parameters or ())]
         return [one for one in self._names_shown if not silent[one[0]]]
 
     @cached_property
-    def _telling(self) -> list[bool]:
+    def _sharding_inputs(self) -> list[bool]:
         """The inputs by which stand-ins and values in shards are known: all but parameters, and one of these."""
         parameters = self.parameters or ()
         return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
 
     def __call__(self, *args: Any) -> Any:
         refuse_transforms()
-        some = args if self.parameters is None else [*compress(args, self._telling)]
-        traced = are_traced(some)  # then nothing runs
-        written = self.run.written if isinstance(self.run, OnWhole) else self.written
-        refused = refusal(args, sorted(written), self.names) if written and not traced else None
-        with agreeing():
-            call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALLS)
+        some = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
+        traced = any_traced(some)  # then nothing runs
+        written = self.run.written if isinstance(self.run, GatheredProgram) else self.written
+        refused = call_refusal(args, sorted(written), self.names) if written and not traced else None
+        with mark_agreed():
+            call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALL_VERB)
         if refused is not None:  # of a rank by itself: several have raised it together
             raise refused
         if self.error is not None:
             raise self.error
         assert self.run is not None
-        takes = self._takes(args) if have_shards(some) else args
+        takes = self._accepts(args) if any_sharded(some) else args
         if traced:
             return self.run(*takes)
-        with self._running(call):
+        with self._run_marked(call):
             out = self.run(*takes)
         if self.backward and torch.is_grad_enabled():
             self._watch(out, call)
         return out
 
-    def _takes(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _accepts(self, args: Sequence[Any]) -> Sequence[Any]:
         """Another program that is asked first takes values as they are, and so does one that reads them itself."""
-        return args if isinstance(self.run, CheckedProgram | OnWhole) else read_arguments(args, self.layouts)
+        return args if isinstance(self.run, GuardedProgram | GatheredProgram) else unwrap_arguments(args, self.layouts)
 
     def _agree(self, args: Sequence[Any], refused: SpError | None = None) -> Message:
-        wire, which, number, parameters = wire_of(self.ranks), 0, 0, self._parameters(args)
+        wire, which, number, parameters = channel_of(self.ranks), 0, 0, self._parameters(args)
         if wire is not None:
-            wire.own()  # before the call counts
+            wire.check_thread()  # before the call counts
             which = wire.model([*compress(args, parameters)])
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
@@ -167,12 +175,12 @@ class CheckedProgram:
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
         error = not_compiled(self.error) or refused
-        mine = Message(CALLS, self.subject, number, fields, self.standing, error, model=which)
-        with self._announcing_failure(mine):
+        mine = Message(CALL_VERB, self.subject, number, fields, self.static_fields, error, model=which)
+        with self._announce_failure(mine):
             fields.update(self._fields(args, first or again, wire, mine))
         has_raised = wire is not None and wire.raised is not None
-        everyone = exchanged(self.ranks, mine)
-        raised, different = who_raised(everyone or ()), different_work(everyone or ())
+        everyone = all_gather_messages(self.ranks, mine)
+        raised, different = describe_raised(everyone or ()), describe_operation_mismatch(everyone or ())
         problem = different or (
             self._difference(everyone) if everyone is not None else wrap_error(self.error) or refused
         )
@@ -180,36 +188,38 @@ class CheckedProgram:
             self.called.add(which)
             return mine
         inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
-        while isinstance(inner, CheckedProgram):
-            exchanged(inner.ranks, STOPS)
+        while isinstance(inner, GuardedProgram):
+            all_gather_messages(inner.ranks, STOP_VERB)
             inner = inner.run
         if raised and different is not None:
-            if has_raised and len(involved()) == 1:
+            if has_raised and len(involved_groups()) == 1:
                 return self._agree(
                     args, refused
                 )  # the others go on with the step in which this rank has raised, and raise now
-            end_if_connected(wire, everyone or (), mine)
+            abort_if_connected(wire, everyone or (), mine)
         raise (problem if different is not None else problem.with_context(raised)) from self.error
 
-    def _fields(self, args: Sequence[Any], everything: bool, wire: Wire | None, mine: Message) -> dict[Any, str]:
+    def _fields(
+        self, args: Sequence[Any], everything: bool, wire: ControlChannel | None, mine: Message
+    ) -> dict[Any, str]:
         """What this rank says of a call. everything: of all values, not only of those that change from call to call.
 
         Of values that lie on a device it is said at the next call, whichever that is: the device has come to them then.
         """
         compared = self.always | self.equal if everything else self.always
         looked_at = frozenset() if everything else self.arguments
-        out: dict[Any, str] = {"mode": mode()}
+        out: dict[Any, str] = {"mode": mode_fields()}
         away: defaultdict[torch.device, dict[Field, torch.Tensor]] = defaultdict(dict)
-        for i, name, shown in self._names_shown if everything else self._spoken_of:
+        for i, name, shown in self._names_shown if everything else self._reported_inputs:
             given = args[i]
             asked = self.error is None and (name in compared or name in looked_at) and isinstance(given, torch.Tensor)
-            a = local_of(given) if asked else given
-            where = f" in shards {given.lies}" if isinstance(given, Sharded) else ""
+            a = local_value(given) if asked else given
+            where = f" in shards {given.sharding}" if isinstance(given, Sharded) else ""
             is_weight = isinstance(given, torch.nn.Parameter) and name not in self.always
-            out[Field(FieldKind.WEIGHT if is_weight else FieldKind.INPUT, shown)] = _size(given) + where
-            some = asked and name not in compared and not is_small(a)
-            a = part(a, FEW, mine.number) if some else a
-            if asked and wire is not None and is_away(a):
+            out[Field(FieldKind.WEIGHT if is_weight else FieldKind.INPUT, shown)] = _value_size(given) + where
+            some = asked and name not in compared and not is_cheap_to_compare(a)
+            a = sample_view(a, FEW_FLOATS, mine.number) if some else a
+            if asked and wire is not None and is_on_accelerator(a):
                 what = f"{Field(FieldKind.PART, shown) if some else shown} when it {mine}"
                 away[a.device][Field(FieldKind.EARLIER, what)] = a
             elif some:
@@ -218,78 +228,80 @@ class CheckedProgram:
                 out[Field(FieldKind.CHECKSUM, shown)] = value
         if wire is not None:
             found = ({name: x for name, x in each.items() if x.numel()} for each in away.values())
-            wire.later += [(list(tensors), later(list(tensors.values()))) for tensors in found if tensors]
+            wire.later += [(list(tensors), start_checksums(list(tensors.values()))) for tensors in found if tensors]
         return out
 
     def _difference(self, everyone: Sequence[Message]) -> SpError | None:
         """Return why ranks that do the same cannot go on; None if they can. Fields of some ranks are not compared."""
         failed = failure([one.error for one in everyone]) or (
-            self.error if isinstance(self.error, RemoteError) else unlike_ways(everyone)
+            self.error if isinstance(self.error, RemoteError) else describe_mode_mismatch(everyone)
         )
         if failed is not None:
             return failed
-        common = [_only(one, {"mode", *self.options}.__contains__) for one in everyone]
-        if other := unlike_fields(common, OTHER_OPTIONS):
+        common = [_filter_message(one, {"mode", *self.options}.__contains__) for one in everyone]
+        if other := describe_field_mismatch(common, OTHER_OPTIONS):
             return SpError("SP610", other)
         earlier = [_only_kind(one, FieldKind.EARLIER) for one in everyone]
-        if other := unlike_fields(earlier, OTHER_VALUES_EARLIER):
+        if other := describe_field_mismatch(earlier, OTHER_VALUES_EARLIER):
             return SpError("SP638", other)
         lines: list[str] = []
         if len({one.fields[PROGRAM] for one in everyone}) > 1:
             lines = self.program.first_difference(self.ranks)
-        arguments, shared = ({_shown(n) for n in self.names if n in some} for some in (self.arguments, self.shared))
-        parts = unlike_fields([_only_kind(one, FieldKind.PART) for one in everyone], OTHER_VALUES)
+        arguments, shared = (
+            {_shown_name(n) for n in self.names if n in some} for some in (self.arguments, self.shared)
+        )
+        parts = describe_field_mismatch([_only_kind(one, FieldKind.PART) for one in everyone], OTHER_VALUES)
         held = set()
         if everyone[0].number > 1:
-            held = {_shown(name) for name in self.names if name in self.equal - self.arguments - self.always}
-        found = explained(everyone, lines, shared, arguments, held, self.takes_rows)
+            held = {_shown_name(name) for name in self.names if name in self.equal - self.arguments - self.always}
+        found = format_input_mismatch(everyone, lines, shared, arguments, held, self.takes_rows)
         if found is not None and found.code == "SP635" and self.leaves_partial:
             return SpError(found.code, found.cause, f"{found.fix} {LEFT_PARTIAL}")
-        return found or (sharded_data(parts, self.takes_rows) if parts else None)
+        return found or (sharded_data_fix(parts, self.takes_rows) if parts else None)
 
     @cached_property
     def connected(self) -> list[Ranks]:
         """The groups that this program exchanges over, and those that it calls first."""
-        return [self.ranks, *(self.run.connected if isinstance(self.run, CheckedProgram) else [])]
+        return [self.ranks, *(self.run.connected if isinstance(self.run, GuardedProgram) else [])]
 
     @contextmanager
-    def _running(self, what: Message) -> Iterator[None]:
+    def _run_marked(self, what: Message) -> Iterator[None]:
         """The program runs inside, where this rank waits for others, and they for it."""
-        with self._announcing_failure(what), running(self.connected):
+        with self._announce_failure(what), mark_running(self.connected):
             yield
 
-    def _announcing_failure(self, what: Message) -> AbstractContextManager[None]:
-        return announcing(wire_of(self.ranks), what, self.places, self.lines)
+    def _announce_failure(self, what: Message) -> AbstractContextManager[None]:
+        return announce_failures(channel_of(self.ranks), what, self.exchange_sources, self.lines)
 
     def _watch(self, out: Any, call: Message) -> None:
         """Compare the backward of a call over the ranks, when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
-        for node, alone in compiled_backwards(leaves, self.sharded, lambda: self._running(mine)):
-            node.register_prehook(partial(self._begin, mine, alone))
+        for node, alone in find_backward_nodes(leaves, self.sharded, lambda: self._run_marked(mine)):
+            node.register_prehook(partial(self._start_backward, mine, alone))
 
     @torch.compiler.disable
-    def _begin(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
+    def _start_backward(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
         """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
 
         rows: the numbers of those of which a rank has rows alone.
         """
         refuse_transforms(grads)
-        wire, fields = wire_of(self.ranks), dict[str, str]()
+        wire, fields = channel_of(self.ranks), dict[str, str]()
         for i, grad in [(i, grad) for i, grad in enumerate(grads if self.whole else ()) if i not in rows]:
             name = f"gradient of result {i}"
-            if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or wraps_others(grad):
+            if not isinstance(grad, torch.Tensor) or isinstance(grad, FakeTensor) or is_wrapper(grad):
                 fields[name] = "none" if grad is None else ""
-            elif wire is not None and is_away(grad):
+            elif wire is not None and is_on_accelerator(grad):
                 earlier = Field(FieldKind.EARLIER, f"the {name} when it {mine}")
-                wire.later.append(([earlier], sent(summary(grad)[None])))
+                wire.later.append(([earlier], start_cpu_copy(summarize(grad)[None])))
             else:
-                fields[name] = _about(grad)
-        everyone = exchanged(self.ranks, replace(mine, fields=fields))
+                fields[name] = _grad_field(grad)
+        everyone = all_gather_messages(self.ranks, replace(mine, fields=fields))
         problem = stopped(everyone or ())
-        if problem is None and (other := unlike_fields(everyone or (), OTHER_GRADIENTS)):
+        if problem is None and (other := describe_field_mismatch(everyone or (), OTHER_GRADIENTS)):
             problem = SpError("SP637", other)
         if problem is not None:
-            end_if_connected(wire, everyone or (), mine)
+            abort_if_connected(wire, everyone or (), mine)
             raise problem
 
 
@@ -315,19 +327,19 @@ class InProcesses:
         return self.run(*args)
 
 
-def _about(grad: torch.Tensor) -> str:
+def _grad_field(grad: torch.Tensor) -> str:
     """What is said of a gradient on the CPU; of a loss, as of most, without a tensor more."""
     if grad.numel() == 1 and not grad.is_complex():
-        return f"{ABOUT}{abs(value := grad.item())!r} {value!r}"
-    return sent(summary(grad)[None]).read()[0]
+        return f"{SUMMARY_PREFIX}{abs(value := grad.item())!r} {value!r}"
+    return start_cpu_copy(summarize(grad)[None]).read()[0]
 
 
-def _only(message: Message, wanted: Callable[[Any], bool]) -> Message:
+def _filter_message(message: Message, wanted: Callable[[Any], bool]) -> Message:
     return replace(message, fields={name: value for name, value in message.fields.items() if wanted(name)})
 
 
 def _only_kind(message: Message, kind: FieldKind) -> Message:
-    return _only(message, lambda name: isinstance(name, Field) and name.kind == kind)
+    return _filter_message(message, lambda name: isinstance(name, Field) and name.kind == kind)
 
 
 OTHER_OPTIONS = "the ranks of this group were given different options, or are in different modes"
@@ -336,7 +348,7 @@ OTHER_VALUES_EARLIER = (
     "later, so the steps since then are wrong"
 )
 
-LATER = (
+LATER_CAUSE = (
     "They were equal when the program was compiled, and ranks with equal values share work. If they are meant to "
     "differ, compile the program with different values, or with sequence_parallel_linear='never'."
 )
@@ -347,7 +359,7 @@ LEFT_PARTIAL = (
 )
 
 
-def explained(
+def format_input_mismatch(
     everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str], own: bool
 ) -> SpError | None:
     """Return the error of ranks whose programs or inputs differ; None if they do not.
@@ -360,16 +372,16 @@ def explained(
     if len(known) == min(map(len, inputs)):  # what a rank has more than others, the lines of its program show
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
-    names = [name for name in {**first, **inputs[-1]} if _differ([one.get(name) for one in inputs])]
+    names = [name for name in {**first, **inputs[-1]} if _has_differences([one.get(name) for one in inputs])]
     names.sort(key=lambda name: name in first and not first[name].is_tensor)  # tensors before symbols
-    rows = rows_by_rank([{name: str(value) for name, value in one.items()} for one in inputs], names)
+    rows = format_rank_rows([{name: str(value) for name, value in one.items()} for one in inputs], names)
     heading = "What differs"
     same_program = len({one.fields[PROGRAM] for one in everyone}) == 1
-    unlike = _unlike_gradients([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
+    unlike = _describe_gradient_mismatch([one.fields.get(GRADIENTS, "").split("\n") for one in everyone])
     if unlike is not None and not names:
         return unlike
     same_names = all(one.keys() == first.keys() for one in inputs)
-    sizes_differ = same_names and _sizes_differ(inputs, known)
+    sizes_differ = same_names and _describe_size_mismatch(inputs, known)
     if same_names and not sizes_differ and not same_program and lines:
         heading = "What differs first"
         rows = [line + (f"; {row}" if row else "") for line, row in zip(lines, rows)]
@@ -378,30 +390,30 @@ def explained(
     if sizes_differ:
         numbers = bool(names) and not first[names[0]].is_tensor
         what = "different numbers" if numbers else "inputs of different sizes"
-        return SpError("SP632", what_differs(f"{given} {what}", rows))
+        return SpError("SP632", format_mismatch(f"{given} {what}", rows))
     if not same_names or not same_program:
-        return SpError("SP631", what_differs(f"{given} different programs", rows, heading))
+        return SpError("SP631", format_mismatch(f"{given} different programs", rows, heading))
     if not names:
         return None
-    cause = what_differs(f"{given} different values", rows)
+    cause = format_mismatch(f"{given} different values", rows)
     found = SpError("SP633", cause)
     if arguments >= set(names):
-        found = sharded_data(cause, own)
+        found = sharded_data_fix(cause, own)
     elif held >= set(names):
         found = SpError("SP635", cause)
-    return found if shared.isdisjoint(names) else SpError(found.code, cause, f"{found.fix} {LATER}")
+    return found if shared.isdisjoint(names) else SpError(found.code, cause, f"{found.fix} {LATER_CAUSE}")
 
 
-def _unlike_gradients(wanted: Sequence[Sequence[str]]) -> SpError | None:
+def _describe_gradient_mismatch(wanted: Sequence[Sequence[str]]) -> SpError | None:
     """Return the error of ranks that require gradients of different inputs; None without one."""
     names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
     if not names:
         return None
-    rows = rows_by_rank([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
-    return SpError("SP639", what_differs("the ranks of this group require gradients of different inputs", rows))
+    rows = format_rank_rows([dict.fromkeys(set(names).intersection(one), "wanted") for one in wanted], list(names))
+    return SpError("SP639", format_mismatch("the ranks of this group require gradients of different inputs", rows))
 
 
-def _shown(name: str) -> str:
+def _shown_name(name: str) -> str:
     return name.shown if isinstance(name, InputName) else name
 
 
@@ -435,17 +447,17 @@ def _inputs_of(everyone: Sequence[Message]) -> list[dict[str, InputFields]]:
     ]
 
 
-def _sizes_differ(inputs: Sequence[Mapping[str, InputFields]], names: Sequence[str]) -> bool:
+def _describe_size_mismatch(inputs: Sequence[Mapping[str, InputFields]], names: Sequence[str]) -> bool:
     return len({tuple(one[name].size for name in names) for one in inputs}) > 1
 
 
-def _differ(values: Sequence[InputFields | None]) -> bool:
+def _has_differences(values: Sequence[InputFields | None]) -> bool:
     """Return whether the ranks' inputs differ. A checksum that a rank does not state differs from none."""
     sizes, sums = ({value and value[i] for value in values} for i in range(2))
     return len(sizes) > 1 or len({one for one in sums if one}) > 1
 
 
-def _size(a: Any) -> str:
+def _value_size(a: Any) -> str:
     """The shape of a tensor; the value of a number (Dynamo passes a Python float as a tensor of no dims)."""
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())

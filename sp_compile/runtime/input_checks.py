@@ -15,28 +15,28 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.collectives.checksums import is_one_number
+from sp_compile.lowering.collectives.checksums import is_constant
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.lowering.torch_compat import in_memory, is_module_state, is_python_number, real_tensors
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.sharding.input_facts import Facts
-from sp_compile.runtime.control.message import sendable
+from sp_compile.lowering.torch_compat import is_module_state, is_python_number, to_plain_tensor, use_real_tensors
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.sharding.input_facts import InputFacts
+from sp_compile.runtime.control.message import register_sendable
 
-from .fingerprint import digest, input_names
+from .fingerprint import input_names, value_digest
 
-FEW = 4096  # floats that are compared on every call; of more, as many
+FEW_FLOATS = 4096  # floats that are compared on every call; of more, as many
 
 
-def digests_of(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
+def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
     """Return what this rank sends of the inputs and options of a Dynamo graph; nothing is exchanged."""
-    values = {label: digest(local_of(x)) for label, x in zip(_labels(inputs), inputs) if label}
-    with real_tensors():
+    values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
+    with use_real_tensors():
         tensors = enumerate(local_tensors(inputs))
-        blank = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_one_number(x)]
+        blank = [f"input_{i}" for i, x in tensors if x.ndim > 1 and is_constant(x)]
     return InputDigests(values, frozenset(blank), options)
 
 
-@sendable
+@register_sendable
 @dataclass(frozen=True)
 class InputDigests:
     """What one rank sends: digests of values by name, tensors of one number throughout, the options."""
@@ -46,9 +46,9 @@ class InputDigests:
     options: str
 
 
-def data_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
-    """The tensors among the inputs that a call brings with it, as `Facts` call them."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _labels(inputs), strict=True)
+def data_inputs(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
+    """The tensors among the inputs that a call brings with it, as `InputFacts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _input_labels(inputs), strict=True)
     return frozenset(label for node, x, label in rows if isinstance(x, torch.Tensor) and _is_data(node, x))
 
 
@@ -57,11 +57,11 @@ def _is_data(node: Node, x: torch.Tensor) -> bool:
     return x.ndim > 0 and not held and not is_python_number(node)
 
 
-def facts_of(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> Facts:
+def combine_facts(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> InputFacts:
     """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
     others = [one.values if one is not None else {} for one in everyone]
     differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
-    return Facts(differ=differ, equal=frozenset(mine.values) - differ, blank=mine.blank - differ)
+    return InputFacts(differing=differ, equal=frozenset(mine.values) - differ, constants=mine.blank - differ)
 
 
 def check_options(everyone: Sequence[InputDigests | None]) -> None:
@@ -73,38 +73,38 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """What this rank holds of the tensors among the inputs, see `local_of`."""
-    return [local_of(x) for x in inputs if isinstance(x, torch.Tensor)]
+    """What this rank holds of the tensors among the inputs, see `local_value`."""
+    return [local_value(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
-def local_of(x: Any) -> Any:
+def local_value(x: Any) -> Any:
     """What this rank holds of an input: of a DTensor and of a value in shards its part, of a wrapper what is inside."""
     if isinstance(x, Sharded):
         return x.local
     local = x.to_local() if isinstance(x, DTensor) else x
-    return in_memory(local) if isinstance(local, torch.Tensor) else local
+    return to_plain_tensor(local) if isinstance(local, torch.Tensor) else local
 
 
-def _labels(inputs: Iterable[Any]) -> list[str]:
+def _input_labels(inputs: Iterable[Any]) -> list[str]:
     """What facts call each input: tensors input_0, input_1, ..., symbols size_0, ..., all else ""."""
     counts = {"input": count(), "size": count()}
     kinds = ["input" if isinstance(x, torch.Tensor) else "size" if isinstance(x, torch.SymInt) else "" for x in inputs]
     return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
 
 
-def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> frozenset[str]:
+def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> frozenset[str]:
     """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs))
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs))
     equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
     return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
 
 
-def is_small(a: Any) -> bool:
+def is_cheap_to_compare(a: Any) -> bool:
     """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
-    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW)
+    return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW_FLOATS)
 
 
-def is_away(a: Any) -> bool:
+def is_on_accelerator(a: Any) -> bool:
     """Does it lie on a device that works while Python goes on?"""
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
@@ -117,7 +117,7 @@ def equal_inputs(
     """
     state, arguments = set(), set()
     for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs)):
-        held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or record(node).parameter
+        held = isinstance(example, torch.nn.Parameter) or is_module_state(node) or node_info(node).parameter
         if held and isinstance(example, torch.Tensor):
             state |= {node.name} if node.users else set()
         elif i not in shards and not isinstance(example, Sharded):
@@ -126,33 +126,33 @@ def equal_inputs(
 
 
 def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Collection[str]) -> frozenset[str]:
-    """Names of the weights among these inputs, which are called as `Facts` call them."""
-    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _labels(example_inputs), strict=True)
+    """Names of the weights among these inputs, which are called as `InputFacts` call them."""
+    rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs), strict=True)
     return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
 
 
-def trained(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
+def trained_inputs(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
     """Names of the inputs that require grad, which Dynamo compiles anew where it changes. weights: those too?"""
     named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]
     tensors = [(name, x) for name, x in named if weights or not isinstance(x, torch.nn.Parameter)]
     return [name for name, x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
-def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: Facts) -> list[str]:
+def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> list[str]:
     """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly, and
     for numbers of Python's where each rank has data of its own, to which they may belong.
     """
-    names, own = input_names(gm), not facts.differ.isdisjoint(data_of(gm, example_inputs))
-    labels, nodes = _labels(example_inputs), gm.graph.find_nodes(op="placeholder")
+    names, own = input_names(gm), not facts.differing.isdisjoint(data_inputs(gm, example_inputs))
+    labels, nodes = _input_labels(example_inputs), gm.graph.find_nodes(op="placeholder")
     for i, (node, x, label) in enumerate(zip(nodes, example_inputs, labels, strict=True)):
         whole = isinstance(x, torch.Tensor) and x.ndim > 0
         part = not whole or isinstance(x, torch.nn.Parameter) or is_module_state(node)
-        if (part and label in facts.differ) or (own and is_python_number(node)):
+        if (part and label in facts.differing) or (own and is_python_number(node)):
             names[i] = ""
     return names
 
 
-def sharded_data(cause: str, own_rows: bool) -> SpError:
+def sharded_data_fix(cause: str, own_rows: bool) -> SpError:
     """Return the error of ranks that were given different data where nothing else differs.
 
     Args:

@@ -19,46 +19,59 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sp_compile.config import splits_sequence, unchecked
-from sp_compile.lowering.base.errors import RanksDiffer, SpError
+from sp_compile.config import can_split_sequence, parse_unchecked
+from sp_compile.lowering.base.errors import RankMismatchError, SpError
 from sp_compile.lowering.base.options import AnyOptions, SPConfig
-from sp_compile.lowering.base.progress import show, working
-from sp_compile.lowering.base.ranks import ALONE, Ranks, resolve
-from sp_compile.lowering.torch_compat import argument_name, around_late_backward, on_recompile_limit
-from sp_compile.passes.boundary.graph_boundary import Edges
-from sp_compile.passes.context import Settings
+from sp_compile.lowering.base.progress import show_in_thread, show_progress
+from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks, resolve
+from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, wrap_late_backward
+from sp_compile.passes.boundary.graph_boundary import GraphBoundary
+from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost import measure
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.provenance import node_lines, places_of
-from sp_compile.passes.sharding.group_names import Grid, check_groups, grids, groups_of, is_collective, named_groups
-from sp_compile.passes.sharding.input_facts import Facts
-from sp_compile.runtime.control.channel import BEAT, STOPPED, broken_within, stop, wire_of
-from sp_compile.runtime.control.message import MEASURES, hashed, sendable
-from sp_compile.runtime.control.store import ANSWERS
+from sp_compile.passes.graph.provenance import exchange_sources, node_lines
+from sp_compile.passes.sharding.group_names import (
+    GroupGrid,
+    check_groups,
+    group_grids,
+    is_collective,
+    named_groups,
+    program_groups,
+)
+from sp_compile.passes.sharding.input_facts import InputFacts
+from sp_compile.runtime.control.channel import (
+    HEARTBEAT_INTERVAL,
+    STOPPED_CAUSE,
+    broken_context,
+    channel_of,
+    publish_stop,
+)
+from sp_compile.runtime.control.message import MEASURE_VERB, hash_text, register_sendable
+from sp_compile.runtime.control.store import STORE_TIMEOUT
 
-from .agreement import meeting, wrap_error
-from .compile_protocol import Lockstep
-from .fingerprint import Program, fingerprint, input_names, program_of, subject_of
-from .guard import CheckedProgram, InProcesses
+from .agreement import make_error_barrier, wrap_error
+from .compile_protocol import CompileProtocol
+from .fingerprint import ProgramDigest, exchange_digest, graph_digest, input_names, program_subject
+from .guard import GuardedProgram, InProcesses
 from .input_checks import (
     check_options,
+    combine_facts,
     common_weights,
-    digests_of,
     equal_arguments,
     equal_inputs,
-    facts_of,
+    input_digests,
     sized_inputs,
-    trained,
+    trained_inputs,
 )
-from .settings_digest import settings
-from .sharded_values import OnWhole, ShardedProgram, have_shards
+from .settings_digest import settings_fields
+from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
-sendable(Machine)
-on_recompile_limit(partial(stop, goes_on=True))
+register_sendable(Machine)
+on_recompile_limit(partial(publish_stop, continues=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 
 
-class Session:
+class CompileSession:
     """The ranks of one program, given to Dynamo's graph and its inputs; until `open` or `learn` nobody is asked.
 
     options: as the user gave them, unchecked. groups: those that the program exchanges over by itself, in the order of
@@ -79,34 +92,34 @@ class Session:
     ) -> None:
         given = vars(options) if isinstance(options, SPConfig) else options
         self.given, self.mode = given if isinstance(given, Mapping) else {}, mode
-        mesh, mesh_dim, self.named = unchecked(self.given)
+        mesh, mesh_dim, self.named = parse_unchecked(self.given)
         self.has_mesh = mesh is not None
         self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})
-        self.groups = groups_of(gm, inputs) if gm is not None else []
-        self.splits = not self.groups or splits_sequence(mesh, mesh_dim, self.groups)
+        self.groups = program_groups(gm, inputs) if gm is not None else []
+        self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
         asked = self.splits or not self.has_mesh  # an axis of no mesh is an error of any program's
-        found, self.problem = _resolved(mesh, mesh_dim) if asked else (ALONE, None)
-        self.ranks = found if self.splits else ALONE
+        found, self.problem = _resolve_or_single(mesh, mesh_dim) if asked else (SINGLE_RANK, None)
+        self.ranks = found if self.splits else SINGLE_RANK
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
         self.everyone = [*self.groups, *(ranks for ranks in self.sequence if ranks not in self.groups)]
-        self.facts: dict[str, Facts] = {}
-        self.grids: dict[str, Grid] = {}
+        self.facts: dict[str, InputFacts] = {}
+        self.grids: dict[str, GroupGrid] = {}
         self.aligned: frozenset[str] | None = None
         self.measures, self.split = measures, False
 
     @cached_property
-    def _settings(self) -> Settings:
+    def _settings(self) -> PassSettings:
         """As the options say; the default ones, where they are wrong and `lower` has said so."""
         try:
-            return Settings.of(SPConfig.of(self.given), ALONE)
+            return PassSettings.of(SPConfig.of(self.given), SINGLE_RANK)
         except Exception:
-            return Settings(ALONE)
+            return PassSettings(SINGLE_RANK)
 
     @cached_property
-    def _talk(self) -> Lockstep:
-        return Lockstep(self._questions())
+    def _protocol(self) -> CompileProtocol:
+        return CompileProtocol(self._question_plan())
 
-    def _questions(self) -> list[tuple[Ranks, str]]:
+    def _question_plan(self) -> list[tuple[Ranks, str]]:
         """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
         out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
@@ -114,14 +127,14 @@ class Session:
 
     # In front of the passes.
 
-    def open(self, gm: GraphModule) -> None:
+    def start(self, gm: GraphModule) -> None:
         """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
         if self.groups:
             if self.problem is not None:  # then ranks wait over an axis that this one does not know
-                stop(str(self.problem), subject=subject_of(gm))
-            self._talk.open(self.sequence)
+                publish_stop(str(self.problem), subject=program_subject(gm))
+            self._protocol.start(self.sequence)
 
-    def learn(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+    def exchange_facts(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         """Which inputs are equal on the ranks of each group, and how the groups lie to each other.
 
         Raises SpError: a mesh that is wrong, a group that this rank lacks, other options than other ranks'.
@@ -130,12 +143,12 @@ class Session:
         self._check_axis()
         if not self.groups:
             return
-        mine = digests_of(gm, inputs, self.options)
+        mine = input_digests(gm, inputs, self.options)
         for ranks in self.groups:
-            everyone = self._talk.ask(ranks, "inputs", mine)
+            everyone = self._protocol.exchange(ranks, "inputs", mine)
             check_options(everyone)
-            self.facts[ranks.group] = facts_of(mine, everyone)
-        self._place()
+            self.facts[ranks.group] = combine_facts(mine, everyone)
+        self._place_groups()
 
     def _check_axis(self) -> None:
         """A sequence cannot be split over ranks between which the program exchanges by itself."""
@@ -149,9 +162,9 @@ class Session:
                 f"{taken[0].n} ranks cannot share the sequence.",
             )
 
-    def _place(self) -> None:
+    def _place_groups(self) -> None:
         """How the groups lie to each other and to the ranks of the sequence."""
-        self.grids = grids(self.everyone, lambda ranks, mine: self._talk.ask(ranks, "place", mine))
+        self.grids = group_grids(self.everyone, lambda ranks, mine: self._protocol.exchange(ranks, "place", mine))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
             names = {ranks.group for ranks in self.sequence}
@@ -166,36 +179,36 @@ class Session:
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
-        found = measure.machine(self.ranks, device, meeting(self.ranks, MEASURES))
+        found = measure.machine(self.ranks, device, make_error_barrier(self.ranks, MEASURE_VERB))
         for ranks in self.everyone:  # the axes of a grid: what all have in the end is the least of all
-            answers = self._talk.ask(ranks, "machine", found)
+            answers = self._protocol.exchange(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)
         return found
 
     @contextmanager
-    def compiling(self, gm: GraphModule) -> Iterator[None]:
+    def show_compiling(self, gm: GraphModule) -> Iterator[None]:
         """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
         done = threading.Event()
-        wires = [*filter(None, map(wire_of, dict.fromkeys([*self.everyone, self.ranks])))]
+        wires = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
         def beat() -> None:
-            while not done.wait(BEAT):
+            while not done.wait(HEARTBEAT_INTERVAL):
                 for wire in wires:
-                    wire.beat()
+                    wire.send_heartbeat()
 
         thread = threading.Thread(target=beat, daemon=True)
-        title = (lambda: f"compiling {subject_of(gm)}"), done
-        shown = threading.Thread(target=show, args=title, daemon=True)
+        title = (lambda: f"compiling {program_subject(gm)}"), done
+        shown = threading.Thread(target=show_in_thread, args=title, daemon=True)
         thread.start()
         shown.start()
         try:
             yield
-            later = f"compiling the backward of {subject_of(gm)}"
-            around_late_backward(lambda: working(later))
+            later = f"compiling the backward of {program_subject(gm)}"
+            wrap_late_backward(lambda: show_progress(later))
         finally:
             done.set()
-            thread.join(ANSWERS)
-            shown.join(ANSWERS)
+            thread.join(STORE_TIMEOUT)
+            shown.join(STORE_TIMEOUT)
 
     # Between the passes.
 
@@ -208,7 +221,7 @@ class Session:
         """
         same, mine = self._is_grid(), self._compared(gm)
         for ranks in self.everyone:
-            same = all(theirs == (True, mine) for theirs in self._talk.ask(ranks, "programs", (same, mine)))
+            same = all(theirs == (True, mine) for theirs in self._protocol.exchange(ranks, "programs", (same, mine)))
         return same
 
     def _is_grid(self) -> bool:
@@ -216,7 +229,7 @@ class Session:
 
         def fits(one: str, other: str) -> bool:
             a, b = self.grids[one], self.grids[other]
-            return (other in a.level and one in b.level) or other in a.around or one in b.around
+            return (other in a.level and one in b.level) or other in a.enclosing or one in b.enclosing
 
         names = [ranks.group for ranks in self.everyone]
         return all(fits(one, other) for one, other in combinations(names, 2))
@@ -226,13 +239,13 @@ class Session:
         numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
         over = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
-        known = [[sorted(one) for one in (facts.differ, facts.equal or (), facts.blank)] for facts in facts]
+        known = [[sorted(one) for one in (facts.differing, facts.equal or (), facts.constants)] for facts in facts]
         lies = [
-            [sorted(numbers[name] for name in names) for names in (grid.level, grid.beside, grid.around)]
+            [sorted(numbers[name] for name in names) for names in (grid.level, grid.parallel, grid.enclosing)]
             for grid in self.grids.values()
         ]
         sizes = [ranks.n for ranks in self.everyone]
-        return hashed(str((fingerprint(gm).digest, over, known, lies, sizes)))
+        return hash_text(str((graph_digest(gm).digest, over, known, lies, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
         """Not in a look at a program without processes, on torch's fake groups."""
@@ -247,26 +260,28 @@ class Session:
         """
         if not self.groups:
             return error
-        error = self._talk.finish(error)
-        meets = self._talk.opened and not any(ranks in self._talk.apart for ranks in self.groups)
+        error = self._protocol.finish(error)
+        meets = self._protocol.opened and not any(ranks in self._protocol.apart for ranks in self.groups)
         if meets or error is None:
             return error
-        if self._talk.opened:  # who has heard of it over another group waits there for this rank's call
-            stop(str(error).replace("\n", " ")[:STOPPED], subject=subject_of(gm), within=broken_within())
+        if self._protocol.opened:  # who has heard of it over another group waits there for this rank's call
+            publish_stop(
+                str(error).replace("\n", " ")[:STOPPED_CAUSE], subject=program_subject(gm), within=broken_context()
+            )
         found = wrap_error(error)
         assert found is not None
-        raise RanksDiffer(found.code, found.cause, found.fix) from error
+        raise RankMismatchError(found.code, found.cause, found.fix) from error
 
     @contextmanager
-    def telling_interrupts(self, gm: GraphModule) -> Iterator[None]:
+    def publish_interrupt(self, gm: GraphModule) -> Iterator[None]:
         """Where this rank is interrupted meanwhile, it says so: no other need wait for it."""
         try:
             yield
         except Exception:
             raise
         except BaseException as error:
-            subject = subject_of(gm)
-            stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_within())
+            subject = program_subject(gm)
+            publish_stop(f"{type(error).__name__} when it compiles {subject}", subject=subject, within=broken_context())
             raise
 
     def guard(
@@ -278,7 +293,7 @@ class Session:
         local: GraphModule | None = None,
         common: Mapping[str, Collection[str]] = MappingProxyType({}),
         backward: Collection[str] = (),
-        edges: Edges | None = None,
+        edges: GraphBoundary | None = None,
         whole: str = "",
         eager: bool = False,
     ) -> Callable[..., Any]:
@@ -286,22 +301,24 @@ class Session:
 
         run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
         raises on all ranks. common: the groups that share work where values are equal, and the inputs that
-        have to be for that, as `Facts` call them. backward: the groups that a backward exchanges over.
+        have to be for that, as `InputFacts` call them. backward: the groups that a backward exchanges over.
         edges: what it takes and returns in shards. whole: why it is the program as it was written, which every rank
         runs whole; "" if it is not. eager: by eager code, to which inputs that share memory are nothing special.
         """
-        job, edges = self._settings, edges or Edges()
-        subject, options = subject_of(gm), settings({"mode": self.mode, **self.given})
-        asked, partial_sums = job.asked, job.param_grads == "partial"
+        job, edges = self._settings, edges or GraphBoundary()
+        subject, options = program_subject(gm), settings_fields({"mode": self.mode, **self.given})
+        asked, partial_sums = job.user_io, job.param_grads == "partial"
         exchanges = filter(is_collective, local.graph.nodes) if local is not None else ()
-        places = places_of(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
+        places = exchange_sources(exchanges, {x.name: argument_name(x) for x in gm.graph.find_nodes(op="placeholder")})
         lines = node_lines(local.graph) if local is not None else {}
         if self.split:
             done = run is not None and local is not None
-            program = Program() if not done else program_of(gm) if whole else fingerprint(local, input_names(gm))
-            run = OnWhole(run, eager) if run is not None and whole else run
+            program = (
+                ProgramDigest() if not done else exchange_digest(gm) if whole else graph_digest(local, input_names(gm))
+            )
+            run = GatheredProgram(run, eager) if run is not None and whole else run
             equal, arguments = equal_inputs(gm, example_inputs, edges.own_rows) if done else (frozenset(), frozenset())
-            run = CheckedProgram(
+            run = GuardedProgram(
                 run,
                 self.ranks,
                 program,
@@ -317,28 +334,28 @@ class Session:
                 arguments=arguments,
                 layouts=edges.layouts,
                 sharded=edges.rows,
-                wanted=trained(gm, example_inputs, weights=True),
-                places=places,
+                wanted=trained_inputs(gm, example_inputs, weights=True),
+                exchange_sources=places,
                 lines=lines,
                 written=edges.written,
-                why_whole=whole,
+                unsplit_reason=whole,
                 takes_rows=bool(edges.own_rows),
             )
             error = None
         elif error is not None and not self.groups:
-            stop(str(error), subject=subject)  # whoever they are that this rank will not reach
-            run = CheckedProgram(None, ALONE, Program(), [], error)
-        elif run is not None and not self.groups and have_shards(example_inputs):  # which others ask for it
-            run = OnWhole(run)
+            publish_stop(str(error), subject=subject)  # whoever they are that this rank will not reach
+            run = GuardedProgram(None, SINGLE_RANK, ProgramDigest(), [], error)
+        elif run is not None and not self.groups and any_sharded(example_inputs):  # which others ask for it
+            run = GatheredProgram(run)
         for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
-            facts = self.facts.get(ranks.group, Facts())
+            facts = self.facts.get(ranks.group, InputFacts())
             compares = run is not None and ranks.group in common
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
             weights = common_weights(gm, example_inputs, common[ranks.group]) if compares else frozenset()
-            run = CheckedProgram(
+            run = GuardedProgram(
                 run,
                 ranks,
-                program_of(gm),
+                exchange_digest(gm),
                 sized_inputs(gm, example_inputs, facts),
                 error,
                 equal=weights,
@@ -349,10 +366,10 @@ class Session:
                 leaves_partial=partial_sums,
                 check_every=job.check_every,
                 shared=always | weights,
-                wanted=trained(gm, example_inputs, weights=False),  # of which ranks may hold other ones
-                places=places,
+                wanted=trained_inputs(gm, example_inputs, weights=False),  # of which ranks may hold other ones
+                exchange_sources=places,
                 lines=lines,
-                why_whole=whole,
+                unsplit_reason=whole,
             )
         assert run is not None
         if edges.results or edges.writes or edges.views:
@@ -360,9 +377,9 @@ class Session:
         return run if self.groups else InProcesses(run)
 
 
-def _resolved(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
+def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
     """The ranks of the sequence; where the mesh is wrong a single one, and what will be said of it."""
     try:
         return resolve(mesh, mesh_dim), None
     except Exception as problem:
-        return ALONE, problem
+        return SINGLE_RANK, problem

@@ -14,9 +14,9 @@ import torch._inductor.config as inductor_config
 
 from sp_compile.lowering.base.library import sources_digest
 from sp_compile.lowering.base.options import SPConfig
-from sp_compile.lowering.torch_compat import active_flash_attention, in_checkpoint, is_under_no_sync
+from sp_compile.lowering.torch_compat import active_flash_attention, is_in_checkpoint, is_under_no_sync
 
-OF_RANKS = ("mesh",)  # names the ranks of one rank's row
+RANK_SETTINGS = ("mesh",)  # names the ranks of one rank's row
 FUNCTORCH = """
 activation_memory_budget activation_memory_budget_solver activation_memory_budget_runtime_estimator
 aggressive_recomputation ban_recompute_* recompute_views max_dist_from_bw treat_parameters_as_free_to_save
@@ -29,38 +29,42 @@ use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_
 _fuse_ddp_* _collective.* aten_distributed_optimizations.*
 """.split()
 """Settings that change which collectives a graph has and in which order: names, * stands for any text."""
-TELLING = "*debug* *verbose* *.log_* *_path".split()
+COMPARED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
 """Of these what changes no graph: what is printed, and where files lie."""
 
 
-def settings(options: Mapping[str, Any]) -> dict[str, str]:
+def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
     """Equal on ranks that would compile one graph to the same exchanges: options, torch's settings, versions."""
     given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
-    ours = {f"option {name}": _named(value) for name, value in given.items() if name not in OF_RANKS}
+    ours = {f"option {name}": _without_addresses(value) for name, value in given.items() if name not in RANK_SETTINGS}
     theirs: dict[str, str] = {}
     for config, patterns in ((functorch_config, FUNCTORCH), (inductor_config, INDUCTOR)):
-        held = {name: x for name, x in config.get_config_copy().items() if _is_one(name, patterns)}
-        theirs |= {f"{config.__name__}.{name}": _named(x) for name, x in held.items() if not _is_one(name, TELLING)}
+        held = {name: x for name, x in config.get_config_copy().items() if _matches_pattern(name, patterns)}
+        theirs |= {
+            f"{config.__name__}.{name}": _without_addresses(x)
+            for name, x in held.items()
+            if not _matches_pattern(name, COMPARED_SETTINGS)
+        }
     theirs["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     theirs["torch.nn.attention.current_flash_attention_impl()"] = active_flash_attention() or "torch's"
     return {**ours, **theirs, "version of torch": torch.__version__, "operators of sp_compile": sources_digest()}
 
 
-def _is_one(name: str, patterns: Sequence[str]) -> bool:
+def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def mode() -> str:
+def mode_fields() -> str:
     """What of torch's state changes what a program does, and its backward: grad and inference mode, what is around it
     (a checkpoint, a DDP that does not sum gradients now), autocast.
     """
     kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
     casts = [f"autocast {kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
     grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
-    return ", ".join([grad, *["checkpoint"] * in_checkpoint(), *["no_sync"] * is_under_no_sync(), *casts])
+    return ", ".join([grad, *["checkpoint"] * is_in_checkpoint(), *["no_sync"] * is_under_no_sync(), *casts])
 
 
-def _named(value: Any) -> str:
+def _without_addresses(value: Any) -> str:
     """Without addresses, which differ from process to process."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)

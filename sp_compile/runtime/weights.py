@@ -11,9 +11,15 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks, resolve
 from sp_compile.runtime.control.message import Message
 
-from .agreement import different_work, exchanged, rows_by_rank, saying_why, what_differs
-from .fingerprint import digest
-from .input_checks import local_of
+from .agreement import (
+    all_gather_messages,
+    describe_operation_mismatch,
+    format_mismatch,
+    format_rank_rows,
+    publish_failure,
+)
+from .fingerprint import value_digest
+from .input_checks import local_value
 
 
 def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh_dim: str | None = None) -> None:
@@ -28,29 +34,31 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
     them and what each rank has; a rank is at another place of its program, or does not come; the model holds nothing
     that could be compared. Where the mesh of one rank alone has no such axis, the others hear of it while they wait.
     """
-    with saying_why():
+    with publish_failure():
         ranks = resolve(mesh, mesh_dim)
     inner = getattr(model, "_orig_mod", model)
     held = [*inner.named_parameters(), *inner.named_buffers()]
-    fields = {name: digest(local_of(x.detach())) for name, x in held if not _is_cut_over(x, ranks)}
+    fields = {name: value_digest(local_value(x.detach())) for name, x in held if not _is_sharded_over(x, ranks)}
     error = None
     if not fields:
         error = SpError("SP652", f"model: {type(inner).__name__} has no weight that these ranks share.")
-    everyone = exchanged(
+    everyone = all_gather_messages(
         ranks, Message("compares", f"the weights of {type(inner).__name__}", fields=fields, error=error)
     )
     if everyone is None:
         return
-    failed = next((one.error for one in everyone if one.error is not None), None) or different_work(everyone)
+    failed = next((one.error for one in everyone if one.error is not None), None) or describe_operation_mismatch(
+        everyone
+    )
     if failed is not None:
         raise failed
     names = dict.fromkeys(name for one in everyone for name in one.fields)
     other = [name for name in names if len({one.fields.get(name) for one in everyone}) > 1]
-    rows = rows_by_rank([one.fields for one in everyone], other)
-    raise SpError("SP651", what_differs("the ranks of this group hold different weights", rows))
+    rows = format_rank_rows([one.fields for one in everyone], other)
+    raise SpError("SP651", format_mismatch("the ranks of this group hold different weights", rows))
 
 
-def _is_cut_over(x: torch.Tensor, ranks: Ranks) -> bool:
+def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
     """Is it a DTensor of which each of these ranks has another part?"""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False

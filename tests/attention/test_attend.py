@@ -9,13 +9,13 @@ from support.attention.attending import PREDICATES, Problem, dense, leaves, rand
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as blockwise
-from sp_compile.lowering.attention.kernel_args import bytes_copied
+from sp_compile.lowering.attention.kernel_args import cpu_copy_bytes
 from sp_compile.lowering.attention.masking import Dropout
 from sp_compile.lowering.attention.merge_blocks import merge
 from sp_compile.lowering.attention.op_args import LocalArgs, ShardArgs
-from sp_compile.lowering.comm.communicator import current
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.comm.communicator import current_communicator
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.lowering.masks.spans import full_span
 
 sp = torch.ops.sp
 CUTS = {"contiguous": 1, "zigzag": 2}
@@ -32,12 +32,12 @@ def test_arguments_of_the_dataclass() -> None:
     assert ShardArgs.schema() == (
         f"{given}float? scale, {scores}Tensor? sinks, bool lse, SymInt[] q_frame, SymInt[] k_frame, int n, str group, bool balance"
     )
-    arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], whole(8), whole(8), 1, "")
+    arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], full_span(8), full_span(8), 1, "")
     args, others = LocalArgs.of((*arguments, True))
     assert (args.flat(), others) == (arguments, (True,))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @each_predicate
 @pytest.mark.parametrize(("key_heads", "v_width"), [(4, 8), (2, 8), (1, 8), (4, 5), (2, 11)])
 @pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12)])
@@ -46,16 +46,16 @@ def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) 
     q, k, v = leaves(p.q, p.k, p.v)
     expected, lse = dense(q, k, v, p.allowed())
     expected.backward(p.grad)
-    out, got_lse = sp.attend(p.q, p.k, p.v, *p.arguments(whole(q_len), whole(k_len)))
+    out, got_lse = sp.attend(p.q, p.k, p.v, *p.arguments(full_span(q_len), full_span(k_len)))
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(got_lse, lse.detach())
-    arguments = p.arguments(whole(q_len), whole(k_len))
+    arguments = p.arguments(full_span(q_len), full_span(k_len))
     *grads, _ = sp.attend_backward(p.grad, p.q, p.k, p.v, out, got_lse, *arguments, False)
     for got, x in zip(grads, (q, k, v)):
         torch.testing.assert_close(got, x.grad)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @each_predicate
@@ -71,7 +71,7 @@ def test_ring_by_hand(name: str, cut: str, n: int) -> None:
         q, grad, want, want_lse = (shard(x, spans[0], rank) for x in (p.q, p.grad, expected, lse[..., None]))
         wanted_rows = torch.tensor([i is not None for i in row_indices(spans[0], rank)])
         held = [[shard(x, span, rank) for x in (p.k, p.v)] for span in spans]
-        arguments = [p.arguments(spans[0], span, GROUP) for span in spans]
+        arguments = [p.arguments(spans[0], span, SIMULATED_GROUP) for span in spans]
         parts = [sp.attend(q, *x, *a) for x, a in zip(held, arguments)]
         out, lse_ = reduce(lambda a, b: merge(*a, *b), parts)
         torch.testing.assert_close(out[:, :, wanted_rows], want[:, :, wanted_rows].detach())
@@ -103,7 +103,7 @@ def test_data_mask(name: str, kind: str, shape: tuple[int, ...]) -> None:
     allowed = p.allowed() & mask if kind == "bool" else p.allowed()
     expected, _ = dense(q, k, v, allowed, bias=None if kind == "bool" else m)
     expected.backward(p.grad)
-    arguments = p.arguments(whole(9), whole(11), mask=mask)
+    arguments = p.arguments(full_span(9), full_span(11), mask=mask)
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
     torch.testing.assert_close(out, expected.detach())
     for mask_grad in (False, True):
@@ -120,7 +120,7 @@ def test_columns_of_a_mask_are_key_indices() -> None:
 
     def live(rank: int) -> Tensor:
         k, v = (shard(x, [2, 2, 1, 0, 0, 8], rank) for x in (p.k, p.v))
-        arguments = p.arguments(whole(4), [2, 2, 1, 0, 0, 8], GROUP, mask=bias)
+        arguments = p.arguments(full_span(4), [2, 2, 1, 0, 0, 8], SIMULATED_GROUP, mask=bias)
         q = p.q[:, :, :4]
         out, lse = sp.attend(q, k, v, *arguments)
         dmask = sp.attend_backward(p.grad[:, :, :4], q, k, v, out, lse, *arguments, True)[3]
@@ -138,7 +138,7 @@ def test_columns_of_a_mask_are_key_indices() -> None:
 
 def test_opcheck() -> None:
     p = Problem("all", 9, 11, key_heads=2, v_width=5)
-    arguments = p.arguments(whole(9), whole(11), mask=randn(1, 1, 9, 11))
+    arguments = p.arguments(full_span(9), full_span(11), mask=randn(1, 1, 9, 11))
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
     torch.library.opcheck(sp.attend.default, (p.q.transpose(0, 1).contiguous().transpose(0, 1), p.k, p.v, *arguments))
     for mask_grad, packed in ((True, ""), (False, "last"), (True, "rows")):
@@ -156,7 +156,7 @@ def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
     """Keys' and values' in one, whose memory has never been anything else: no row of it is left as it was."""
     v_width = 8 if packed == "stack" else 5
     p = Problem("none" if name == "nothing" else name, 9, 11, key_heads=2, v_width=v_width)
-    arguments = p.arguments(whole(9), whole(11))
+    arguments = p.arguments(full_span(9), full_span(11))
     if name == "nothing":
         arguments = [*arguments[:5], "k < q - 99", *arguments[6:]]
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
@@ -172,7 +172,7 @@ def test_gradients_as_they_are_sent(name: str, packed: str) -> None:
 
 def test_no_keys() -> None:
     q, k, grad = randn(2, 4, 5, 8), randn(2, 2, 0, 8), randn(2, 4, 5, 8)
-    arguments = [None, [], [], [], [], "", None, 0.0, 1.0, "", [], [], whole(5), whole(0), 1, ""]
+    arguments = [None, [], [], [], [], "", None, 0.0, 1.0, "", [], [], full_span(5), full_span(0), 1, ""]
     out, lse = sp.attend(q, k, k, *arguments)
     assert not out.any()
     assert (lse == -math.inf).all()
@@ -198,8 +198,8 @@ def test_rows_without_keys_give_no_gradient() -> None:
         "",
         [],
         [],
-        whole(6),
-        whole(6),
+        full_span(6),
+        full_span(6),
         1,
         "",
     ]
@@ -216,7 +216,7 @@ def test_rows_without_keys_give_no_gradient() -> None:
 
 def kept_of(seed: int, p: float, batch: int, heads: int, queries: int, keys: int) -> Tensor:
     batch_, heads_, queries_, keys_ = (torch.arange(n) for n in (batch, heads, queries, keys))
-    return Dropout(torch.tensor(seed), p, batch_, heads_).kept(queries_, keys_)
+    return Dropout(torch.tensor(seed), p, batch_, heads_).keep_mask(queries_, keys_)
 
 
 def test_dropout_keeps_the_share_it_should() -> None:
@@ -242,7 +242,7 @@ def test_dropout_is_that_of_its_mask(name: str) -> None:
     q, k, v = leaves(p.q, p.k, p.v)
     expected, _ = dense(q, k, v, p.allowed(), kept=kept / 0.7)
     expected.backward(p.grad)
-    arguments = p.arguments(whole(9), whole(9), seed=seed, dropout_p=0.3)
+    arguments = p.arguments(full_span(9), full_span(9), seed=seed, dropout_p=0.3)
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)
     torch.testing.assert_close(out, expected.detach())
     *grads, _ = sp.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *arguments, False)
@@ -252,7 +252,7 @@ def test_dropout_is_that_of_its_mask(name: str) -> None:
 
 def test_dropout_is_the_same_however_the_work_is_cut() -> None:
     p, seed = Problem("causal", 8, 8), torch.tensor(11)
-    expected, _ = sp.attend(p.q, p.k, p.v, *p.arguments(whole(8), whole(8), seed=seed, dropout_p=0.5))
+    expected, _ = sp.attend(p.q, p.k, p.v, *p.arguments(full_span(8), full_span(8), seed=seed, dropout_p=0.5))
 
     def by_sequence(rank: int) -> Tensor:
         spans = [[2, 2, 1, shift, 0, 8] for shift in range(2)]
@@ -260,16 +260,16 @@ def test_dropout_is_the_same_however_the_work_is_cut() -> None:
         parts = [
             sp.attend(
                 q, *(shard(x, span, rank) for x in (p.k, p.v)),
-                *p.arguments(spans[0], span, GROUP, seed=seed, dropout_p=0.5),
+                *p.arguments(spans[0], span, SIMULATED_GROUP, seed=seed, dropout_p=0.5),
             )
             for span in spans
         ]  # fmt: skip
         return merge(*parts[0], *parts[1])[0]
 
     def by_head(rank: int) -> Tensor:
-        assert current().rank(GROUP) == rank
+        assert current_communicator().rank(SIMULATED_GROUP) == rank
         q, k, v = (x[:, 2 * rank : 2 * rank + 2] for x in (p.q, p.k, p.v))
-        arguments = p.arguments(whole(8), whole(8), GROUP, seed=seed, dropout_p=0.5, split_heads=2)
+        arguments = p.arguments(full_span(8), full_span(8), SIMULATED_GROUP, seed=seed, dropout_p=0.5, split_heads=2)
         return sp.attend(q, k, v, *arguments)[0]
 
     for rank, out in enumerate(run_ranks(2, by_sequence)):
@@ -284,7 +284,7 @@ def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeyp
     """Where a kernel would make tensors of every score, few query rows go at a time: the same results."""
     p = Problem(name, 12, 12, key_heads=2)
     mask = randn(1, 1, 12, 12) if masked else None
-    arguments = p.arguments(whole(12), whole(12), mask=mask, seed=torch.tensor(3), dropout_p=dropout_p)
+    arguments = p.arguments(full_span(12), full_span(12), mask=mask, seed=torch.tensor(3), dropout_p=dropout_p)
 
     def results() -> list[Tensor]:
         out, lse = sp.attend(p.q, p.k, p.v, *arguments)
@@ -309,4 +309,4 @@ def test_rows_that_are_apart_are_copied_where_it_pays(
     shape = (1, rows, 4, 16)
     views = [torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(strided)]
     others = [torch.empty(1, 4, rows, 16, dtype=dtype) for _ in range(3 - strided)]
-    assert bytes_copied(*views, *others) == expected * math.prod(shape) * 4
+    assert cpu_copy_bytes(*views, *others) == expected * math.prod(shape) * 4

@@ -12,17 +12,17 @@ from support.golden import captured, show
 from sp_compile import explain, verify
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
-from sp_compile.lowering.masks.predicate import over, symbols
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.lowering.masks.predicate import evaluate_over, predicate_symbols
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import Settings
+from sp_compile.passes.context import PassSettings
 from sp_compile.passes.strategies.attention import ring_strategy as ring
-from sp_compile.passes.strategies.attention.gather_strategy import KeyGather
-from sp_compile.passes.strategies.attention.hybrid_strategy import Hybrid
-from sp_compile.passes.strategies.attention.ring_strategy import Ring, furthest
-from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
+from sp_compile.passes.strategies.attention.gather_strategy import GatherKeys
+from sp_compile.passes.strategies.attention.hybrid_strategy import HybridAttention
+from sp_compile.passes.strategies.attention.ring_strategy import RingAttention, max_hops
+from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
 
-FOUR = Ranks(4, GROUP)
+FOUR = Ranks(4, SIMULATED_GROUP)
 
 
 def split(x):
@@ -58,27 +58,27 @@ def grouped(x):
 @pytest.mark.parametrize(("n", "rows"), [(1, 8), (2, 16), (7, 8)])
 def test_the_furthest_rank_whose_keys_a_query_may_see(predicate: str, n: int, rows: int) -> None:
     """As asked of every pair of ranks."""
-    free = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+    free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
     held = [(rank * rows, (rank + 1) * rows - 1) for rank in range(n)]
     seen = {
         (q - k) % n
         for q in range(n)
         for k in range(n)
-        if over(predicate, {**free, "q": held[q], "k": held[k]}) is not False
+        if evaluate_over(predicate, {**free, "q": held[q], "k": held[k]}) is not False
     }
-    assert furthest(predicate, n, rows) == max(seen, default=0)
+    assert max_hops(predicate, n, rows) == max(seen, default=0)
 
 
 def test_the_furthest_of_many_ranks_is_found_with_few_questions() -> None:
-    with mock.patch.object(ring, "over", side_effect=over) as asked:
-        assert furthest("(k <= q) & (q - k < 1000)", 512, 1024) == 1
+    with mock.patch.object(ring, "evaluate_over", side_effect=evaluate_over) as asked:
+        assert max_hops("(k <= q) & (q - k < 1000)", 512, 1024) == 1
     assert asked.call_count <= 4 * 512
 
 
 class Goldens(expecttest.TestCase):
     def test_ring(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        Ring(FOUR)(gm)
+        RingAttention(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -93,7 +93,7 @@ return (ring_attention_default,)""",
     def test_ring_of_a_window_needs_fewer_steps(self):
         gm = captured(windowed, torch.randn(1, 16, 16))
         Canonicalize()(gm)
-        Ring(FOUR)(gm)
+        RingAttention(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -107,7 +107,7 @@ return (ring_attention_default,)""",
 
     def test_zigzag(self):
         gm = captured(causal, torch.randn(1, 13, 16))
-        Ring(Settings(FOUR, folds=2))(gm)
+        RingAttention(PassSettings(FOUR, folds=2))(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -121,7 +121,7 @@ return (ring_attention_default,)""",
 
     def test_hybrid(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        Hybrid(FOUR)(gm)
+        HybridAttention(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -135,7 +135,7 @@ return (hybrid_attention_default,)""",
 
     def test_gathered(self):
         gm = captured(causal, torch.randn(1, 16, 16))
-        KeyGather(FOUR)(gm)
+        GatherKeys(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -149,7 +149,7 @@ return (gathered_attention_default,)""",
 
     def test_ulysses_repeats_key_heads_for_the_ranks(self):
         gm = captured(grouped, torch.randn(1, 16, 16))
-        Ulysses(FOUR)(gm)
+        UlyssesAttention(FOUR)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -179,13 +179,13 @@ return (getitem_3,)""",
 def test_ulysses_that_was_asked_for_and_cannot_be():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(SpError, match=r"SP402: .*3 ranks do not divide the 4 heads .* \[1, 4, 15, 4\]"):
-        Ulysses(Ranks(3, GROUP), attention="ulysses")(gm)
+        UlyssesAttention(Ranks(3, SIMULATED_GROUP), attention="ulysses")(gm)
 
 
 def test_a_hybrid_of_ranks_that_do_not_factor():
     gm = captured(causal, torch.randn(1, 15, 16))
     with pytest.raises(SpError, match="SP401"):
-        Hybrid(Ranks(3, GROUP))(gm)
+        HybridAttention(Ranks(3, SIMULATED_GROUP))(gm)
 
 
 def test_a_hybrid_of_what_has_no_heads():
@@ -215,7 +215,7 @@ def slid(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, (i[:, None] >= i) & (i[:, None] - i < 3)).transpose(1, 2)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("strategy", ["auto", "ulysses", "ring", "gather"])
 @pytest.mark.parametrize("program", [alone, projected, of_itself, slid])
 def test_attention_begins_on_shards_of_inputs(program, strategy):

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import sp_compile
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.attention import attention_flops as flops
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.lowering.masks.spans import stretches, whole
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.lowering.masks.spans import full_span, shard_spans
 
 sp = torch.ops.sp
 OF_POSITIONS = ("none", "causal", "shifted", "window", "prefix", "sink", "chunks", "nothing")
@@ -50,7 +50,7 @@ def forward_and_backward(p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tens
 def test_pairs_of_a_mask(name: str, q_len: int, k_len: int) -> None:
     p = Problem(name, q_len, k_len, key_heads=2, width=8, v_width=5)
     pairs = 4 * int(p.allowed().sum())
-    found = forward_and_backward(p, p.q, p.k, p.v, p.grad[..., :5], p.arguments(whole(q_len), whole(k_len)))
+    found = forward_and_backward(p, p.q, p.k, p.v, p.grad[..., :5], p.arguments(full_span(q_len), full_span(k_len)))
     want = [2 * pairs * (8 + 5), 2 * pairs * (3 * 8 + 2 * 5)]
     assert found == want
 
@@ -58,7 +58,7 @@ def test_pairs_of_a_mask(name: str, q_len: int, k_len: int) -> None:
 def test_documents_that_differ_in_a_batch() -> None:
     """Tables have bounds of their numbers; the pairs are those of the vectors."""
     documents = torch.stack([torch.bucketize(torch.arange(300), torch.tensor(ends)) for ends in ([40, 41], [7, 222])])
-    q, span = torch.randn(2, 4, 300, 8), whole(300)
+    q, span = torch.randn(2, 4, 300, 8), full_span(300)
     predicate, same = "Eq(row0, col0) & (k <= q)", documents[:, :, None] == documents[:, None, :]
     arguments = (None, [documents], [documents], [], [], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     pairs = 4 * int(same.tril().sum())
@@ -76,7 +76,7 @@ def test_a_mask_of_a_long_sequence(name: str) -> None:
     """In a time that grows with the edges of what attends, not with all pairs."""
     predicate, pairs = LONG[name]
     length = 1 << 16
-    q, span = torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, length, 8), whole(length)
+    q, span = torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, length, 8), full_span(length)
     arguments = (None, [], [], [], [3], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     begin = time.process_time()
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * pairs(length) * 16}
@@ -90,13 +90,13 @@ def test_the_mean_of_many_ranks_that_gather_keys(window: int | None) -> None:
     In a time that grows neither with the ranks nor with their chunks: all ranks together attend as one device does.
     """
     n, length = 512, 1 << 22
-    q_span, (first, second) = [n, 2, 1, 0, 0, length], stretches([1, length // n, 0, length, 2], n)
+    q_span, (first, second) = [n, 2, 1, 0, 0, length], shard_spans([1, length // n, 0, length, 2], n)
     predicate, sizes = ("k <= q", []) if window is None else ("(k <= q) & (q - k < n0)", [window])
     pairs = length * (length + 1) // 2 if window is None else length * window - window * (window - 1) // 2
     q, k = (torch.empty(1, 1, 1, 8, device="meta").expand(1, 1, rows, 8) for rows in (length // n, length // 2))
     found, begin = 0, time.process_time()
     for k_span in (first, second):
-        arguments = (None, [], [], [], sizes, predicate, None, 0.0, 0.3, "", [], [], q_span, k_span, 1, GROUP)
+        arguments = (None, [], [], [], sizes, predicate, None, 0.0, 0.3, "", [], [], q_span, k_span, 1, SIMULATED_GROUP)
         found += counted(lambda a=arguments: sp.attend(q, k, k, *a))[sp.attend]  # type: ignore[misc]
     assert abs(n * found - 2 * 16 * pairs) <= 2 * n * 2 * 16  # each is rounded down
     assert time.process_time() - begin < 5
@@ -105,9 +105,9 @@ def test_the_mean_of_many_ranks_that_gather_keys(window: int | None) -> None:
 def test_where_all_pairs_would_have_to_be_asked() -> None:
     """Some blocks are, for all."""
     length = 512
-    q, span = torch.empty(1, 1, length, 8, device="meta"), whole(length)
+    q, span = torch.empty(1, 1, length, 8, device="meta"), full_span(length)
     arguments = (None, [], [], [], [], "Eq(Mod(q + k, 4), 0)", None, 0.0, 0.3, "", [], [], span, span, 1, "")
-    with mock.patch.object(flops, "MOST_BLOCKS", 6):
+    with mock.patch.object(flops, "MAX_COUNTED_BLOCKS", 6):
         found = counted(lambda: sp.attend(q, q, q, *arguments))
     assert found == {sp.attend: 2 * 16 * length**2 // 4}
 
@@ -123,7 +123,7 @@ def test_packed_documents_by_their_positions() -> None:
     document, position = packed(lengths)
     q, total = torch.randn(1, 2, sum(lengths), 8), sum(n * (n + 1) // 2 for n in lengths)
     predicate, vectors = "Eq(row0, col0) & (col1 <= row1)", [document, position]
-    span = whole(sum(lengths))
+    span = full_span(sum(lengths))
     arguments = (None, vectors, vectors, [], [], predicate, None, 0.0, 0.3, "", [], [], span, span, 1, "")
     assert counted(lambda: sp.attend(q, q, q, *arguments)) == {sp.attend: 2 * 2 * total * 16}
 
@@ -139,7 +139,7 @@ def test_ranks_add_up(name: str, folds: int) -> None:
     def live(rank: int) -> list[list[int]]:
         q, grad = (shard(x, spans[0], rank) for x in (p.q, p.grad))
         held = [[shard(x, span, rank) for x in (p.k, p.v)] for span in spans]
-        arguments = [p.arguments(spans[0], span, GROUP) for span in spans]
+        arguments = [p.arguments(spans[0], span, SIMULATED_GROUP) for span in spans]
         return [forward_and_backward(p, q, *x, grad, a) for x, a in zip(held, arguments)]
 
     ranks = run_ranks(n, live)
@@ -155,7 +155,7 @@ def test_ranks_add_up(name: str, folds: int) -> None:
 def _of_fake(p: Problem, q_span: Sequence[int], k_span: Sequence[int], rows: int) -> int:
     with FakeTensorMode():
         q, k, v = (torch.empty(x.shape[0], x.shape[1], rows, x.shape[3]) for x in (p.q, p.k, p.v))
-        arguments = p.arguments(q_span, k_span, GROUP)
+        arguments = p.arguments(q_span, k_span, SIMULATED_GROUP)
         arguments[1:3] = [[], []]
         return counted(lambda: sp.attend(q, k, v, *arguments))[sp.attend]
 
@@ -164,7 +164,7 @@ def every_pair(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("attend", "layout"), [(every_pair, "contiguous"), (causal, "zigzag")])
 def test_a_rank_does_its_share(attend: Any, layout: str, strategy: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 DOCUMENTS = torch.stack([torch.arange(16) // 5, torch.arange(16) // 7])
 CASES = {
@@ -50,7 +50,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", CASES)
@@ -195,7 +195,7 @@ def test_autocast_computes_in_the_dtype_of_autocast(op: str) -> None:
 
     def live(rank: int) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            return attend(op, case, Ranks(2, GROUP), rank, 2)
+            return attend(op, case, Ranks(2, SIMULATED_GROUP), rank, 2)
 
     found = whole(case, run_ranks(2, live))
     assert found[0].dtype == torch.bfloat16
@@ -232,7 +232,7 @@ def test_heads_behind_the_sequence_cost_no_copy(op: str) -> None:
         done = []
         for operands in (plain, [x.transpose(1, 2) for x in views]):
             with _Copies() as copies:
-                out = fn(*operands, mesh=Ranks(2, GROUP), is_causal=True, **extra)
+                out = fn(*operands, mesh=Ranks(2, SIMULATED_GROUP), is_causal=True, **extra)
                 grads = torch.autograd.grad(out.sum(), operands)
             done.append((copies.elements, torch.cat([x.flatten() for x in (out, *grads)])))
         return done

@@ -14,7 +14,7 @@ from torch import Tensor
 import sp_compile
 from sp_compile import SpError, gathered_attention, hybrid_attention, ring_attention, ulysses_attention
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 TIMEOUT = 30.0
 
@@ -126,7 +126,7 @@ def test_the_group_is_whole_after_an_error(ranks) -> None:
 
 def test_simulated_ranks_raise_as_well() -> None:
     def live(rank: int) -> Tensor:
-        return ring_attention(*operands(s=8 + rank), mesh=Ranks(2, GROUP))
+        return ring_attention(*operands(s=8 + rank), mesh=Ranks(2, SIMULATED_GROUP))
 
     with pytest.raises(SpError, match="SP508"):
         run_ranks(2, live)
@@ -177,7 +177,7 @@ def test_shapes_alone() -> None:
 
 def test_a_hybrid_must_be_told_its_width() -> None:
     def live(rank: int) -> Tensor:
-        return hybrid_attention(*operands(), mesh=Ranks(2, GROUP))
+        return hybrid_attention(*operands(), mesh=Ranks(2, SIMULATED_GROUP))
 
     with pytest.raises(SpError, match="SP452"):
         run_ranks(2, live)

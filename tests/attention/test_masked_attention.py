@@ -7,7 +7,7 @@ import torch
 from support.attention.attending import SIZES, Problem, leaves, randn
 from torch import Tensor
 
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 
 sp = torch.ops.sp
 
@@ -39,7 +39,7 @@ def test_half_precision(dtype: torch.dtype, predicate: str) -> None:
     assert all(a <= 2 * b + 1e-12 for a, b in zip(ours, theirs)), (ours, theirs)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_masked_attention(compiled: bool, dropout_p: float) -> None:
@@ -52,7 +52,7 @@ def test_masked_attention(compiled: bool, dropout_p: float) -> None:
 
     torch.manual_seed(3)
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
-    arguments = p.arguments(whole(9), whole(11), seed=seed, dropout_p=dropout_p)
+    arguments = p.arguments(full_span(9), full_span(11), seed=seed, dropout_p=dropout_p)
     out, lse = sp.attend(q.detach(), k.detach(), v.detach(), *arguments)
     grads = sp.attend_backward(p.grad.float(), q.detach(), k.detach(), v.detach(), out, lse, *arguments, False)
     torch.manual_seed(3)
@@ -97,7 +97,7 @@ def test_shapes_of_masked_attention(
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_gradcheck(dropout_p: float) -> None:
     p = Problem("all", 4, 5, heads=2, key_heads=1, width=3, v_width=2)

@@ -13,7 +13,7 @@ from support.attention import toy_strategy
 from torch import Tensor
 
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 BATCH, DIM = 2, 4
@@ -70,7 +70,7 @@ def allowed(lookups: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], st
 
 
 def cut(x: Tensor, frame: list[int], n: int) -> Tensor:
-    return sp.shard(x, 2, frame, n, GROUP)
+    return sp.shard(x, 2, frame, n, SIMULATED_GROUP)
 
 
 OWN: dict[str, tuple[Any, ...]] = {
@@ -127,12 +127,12 @@ def check(
     def live(rank: int) -> list[Tensor]:
         mine = [x.detach().clone().requires_grad_() for x in leaves]
         shards = [cut(x, f, n) for x, f in zip(mine, (frames[0], frames[1], frames[1]))]
-        shared = sp.reduce_grad(mine[3:], "reduce", n, GROUP) if mine[3:] else []
+        shared = sp.reduce_grad(mine[3:], "reduce", n, SIMULATED_GROUP) if mine[3:] else []
         logits = shared.pop(0) if with_sinks else None
         bias = shared.pop(0) if given is not None else None
         scores = (bias, rows, cols, [], sizes, predicate, None, 0.0, None, "", [], [], logits, False)
-        out = run(*shards, *scores, *frames, n, GROUP, balance, *last)
-        out = sp.unshard(out, 2, frames[0], n, GROUP)
+        out = run(*shards, *scores, *frames, n, SIMULATED_GROUP, balance, *last)
+        out = sp.unshard(out, 2, frames[0], n, SIMULATED_GROUP)
         return [out.detach(), *torch.autograd.grad(out, mine, grad)]
 
     for results in run_ranks(n, live):
@@ -140,7 +140,7 @@ def check(
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("folds", [[], [2]], ids=["contiguous", "zigzag"])
@@ -148,7 +148,7 @@ def test_equals_one_device(op: str, mask: str, folds: list[int]) -> None:
     check(op, mask, 4, 16, 16, 2, folds)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (6, 16), (8, 21), (4, 3)])
@@ -170,7 +170,7 @@ def test_balanced_inside(op: str, n: int) -> None:
     check(op, "causal", n, 16, 16, 2, [], balance=True)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(all_blocks=8)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (4, 3)])

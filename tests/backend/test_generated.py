@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sp_compile.runtime.guard import CheckedProgram
+from sp_compile.runtime.guard import GuardedProgram
 
 
 def recorded(layers: int, seq: int, batch: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def kept_by(attention: str, seq: int, n: int) -> int:
     recorder = Recorder()
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
     try:
-        with mock.patch.object(CheckedProgram, "_agree"):
+        with mock.patch.object(GuardedProgram, "_agree"):
             sp(build(layers=1), compiler=recorder, attention=attention)(*text(seq))
     finally:
         dist.destroy_process_group()
@@ -129,7 +129,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     assert sorted(backward) in (sorted([*travelling, "among", "among"]), sorted([*sent_home, "among", "among"]))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_memory_falls_with_the_ranks(attention: str) -> None:
     """No rank keeps the keys that came from others; what does not shrink is views of the weights."""

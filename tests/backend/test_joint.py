@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sp_compile
-from sp_compile.lowering.base.library import SOURCES, _digest, sources_digest
+from sp_compile.lowering.base.library import SOURCE_FOLDERS, _hash_sources, sources_digest
 from sp_compile.passes.joint import joint
 
 EXCHANGES = re.compile(r"_c10d_functional\.(\w+)\.default")
@@ -72,7 +72,7 @@ def summed(policy: str, swap: bool) -> tuple[float, float, list[str], list[str]]
     return (loss / expected - 1).abs().item(), error.item(), *seen
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize(("policy", "left"), [("always", 1), ("never", 2)])
 def test_reductions_over_two_axes(ranks: Ranks, policy: str, left: int) -> None:
     for loss, gradient, before, after in ranks.run(4, summed, policy, False):
@@ -192,20 +192,20 @@ def test_cached_code_is_forgotten_when_a_pass_changes(tmp_path: Path, monkeypatc
     (tmp_path / "one.py").write_text("a = 1")
     monkeypatch.setattr(sp_compile.passes, "__path__", [str(tmp_path)])
     before = joint.JointPasses().key()
-    _digest.cache_clear()
+    _hash_sources.cache_clear()
     assert joint.JointPasses().key() == before
     (tmp_path / "one.py").write_text("a = 2")
-    _digest.cache_clear()
+    _hash_sources.cache_clear()
     assert joint.JointPasses().key() != before
 
 
 def test_an_operator_from_outside_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import support.attention.toy_strategy as toy
 
-    assert Path(toy.__file__).resolve() in SOURCES
-    monkeypatch.setattr(sp_compile.lowering.base.library, "SOURCES", {tmp_path / "op.py"})
+    assert Path(toy.__file__).resolve() in SOURCE_FOLDERS
+    monkeypatch.setattr(sp_compile.lowering.base.library, "SOURCE_FOLDERS", {tmp_path / "op.py"})
     (tmp_path / "op.py").write_text("a = 1")
     before = sources_digest()
     (tmp_path / "op.py").write_text("a = 2")
-    _digest.cache_clear()
+    _hash_sources.cache_clear()
     assert sources_digest() != before

@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.torch_compat import argument_name
-from sp_compile.runtime.control.message import CALLS, Field, FieldKind, Message
+from sp_compile.runtime.control.message import CALL_VERB, Field, FieldKind, Message
 from sp_compile.runtime.fingerprint import input_names
-from sp_compile.runtime.guard import explained
+from sp_compile.runtime.guard import format_input_mismatch
 
 
 def handed_on(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,9 +122,9 @@ def test_of_many_weights_a_few_are_shown() -> None:
         names = [f"layers.{i}.weight" for i in range(12)]
         sizes = {Field(FieldKind.INPUT, name): "(4, 4)" for name in names}
         sums = {Field(FieldKind.CHECKSUM, name): f"{rank}" for name in names}
-        return Message(CALLS, "forward", 1, {"program": "1", **sizes, **sums})
+        return Message(CALL_VERB, "forward", 1, {"program": "1", **sizes, **sums})
 
-    message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    message = format_input_mismatch([said(0), said(1)], [], set(), {"ids"}, set(), False)
     assert message is not None
     assert message.code == "SP633"
     assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message.cause
@@ -134,9 +134,9 @@ def test_of_many_weights_a_few_are_shown() -> None:
 def test_other_data_are_explained_by_a_sampler() -> None:
     def said(rank: int) -> Message:
         ids = {Field(FieldKind.INPUT, "ids"): "(4,)", Field(FieldKind.CHECKSUM, "ids"): f"{rank}"}
-        return Message(CALLS, "forward", 1, {"program": "1", **ids})
+        return Message(CALL_VERB, "forward", 1, {"program": "1", **ids})
 
-    message = explained([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    message = format_input_mismatch([said(0), said(1)], [], set(), {"ids"}, set(), False)
     assert message is not None
     assert message.code == "SP634"
 

@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile import SPConfig, SpError, backend, pipeline
 from sp_compile.passes.cost import known_groups
-from sp_compile.passes.cost.known_groups import Groups, axis_of
-from sp_compile.runtime.guard import CheckedProgram, InProcesses
-from sp_compile.runtime.session import Session
+from sp_compile.passes.cost.known_groups import KnownGroups, mesh_axis_groups
+from sp_compile.runtime.guard import GuardedProgram, InProcesses
+from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import ShardedProgram
 
 WIDTH, WORLD = 16, (2, 4)
@@ -36,8 +36,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     found = init_device_mesh("cpu", WORLD, mesh_dim_names=("dp", "sp"))
     world = dist.group.WORLD
-    members = {group.group_name: axis_of(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
-    with mock.patch.dict(known_groups._declared, {world: Groups({**members, world.group_name: (tuple(range(8)),)})}):
+    members = {group.group_name: mesh_axis_groups(WORLD, dim) for dim, group in enumerate(found.get_all_groups())}
+    with mock.patch.dict(
+        known_groups._declared_groups, {world: KnownGroups({**members, world.group_name: (tuple(range(8)),)})}
+    ):
         yield found
     dist.destroy_process_group()
 
@@ -101,9 +103,9 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run
 
-    guard = Session.guard
+    guard = CompileSession.guard
 
-    def guarded(self: Session, *args: Any) -> Any:
+    def guarded(self: CompileSession, *args: Any) -> Any:
         run = guard(self, *args)
         checked = run
         while isinstance(checked, InProcesses | ShardedProgram):
@@ -115,8 +117,8 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
     with (
         mock.patch.object(backend, "compile_local", watched),
-        mock.patch.object(Session, "guard", guarded),
-        mock.patch.object(CheckedProgram, "_agree"),
+        mock.patch.object(CompileSession, "guard", guarded),
+        mock.patch.object(GuardedProgram, "_agree"),
     ):
         torch.compile(model, backend="sp", options={"compiler": compiler, **options})(x)
     return str(seen)
@@ -179,7 +181,7 @@ def _with_room(mesh: DeviceMesh) -> tuple[Options, str]:
     """A device on which the fastest attention just fits, beside weights that lie on it whole."""
     slow = {"all_to_all_bandwidth": 1e5}
     found = sp_compile.explain(Model(), of_text(), mesh=mesh, cost={**slow, "memory": 1e15})
-    room = found.memory[0].taken + found.attention[0].chosen.memory + 1
+    room = found.memory[0].used + found.attention[0].chosen.memory + 1
     return {"mesh": mesh, "cost": {**slow, "memory": room}}, "sharded"
 
 
@@ -212,7 +214,7 @@ def plainly() -> Callable[..., str]:
     return found
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honoured_or_refused(
@@ -220,7 +222,7 @@ def test_an_option_is_honoured_or_refused(
 ) -> None:
     model, others, value = given(option, mesh)
     if entry in (of_parallelize, of_verify):  # they refuse what is only there to have the others show something
-        others = {name: one for name, one in others.items() if name not in pipeline.BEHIND}
+        others = {name: one for name, one in others.items() if name not in pipeline.CALL_OPTIONS}
     without = {name: one for name, one in others.items() if name != option}
     plain = plainly(entry, model, others, option)
     found = outcome(entry, model, {**without, option: value}, option)
@@ -230,7 +232,7 @@ def test_an_option_is_honoured_or_refused(
         assert found != plain
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("entry", [of_backend, of_explain])
 @pytest.mark.parametrize(
     "options",

@@ -19,16 +19,16 @@ import sp_compile
 from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Job, Pass, check_order, passes_in, register, settings
-from sp_compile.passes.base import CAPTURED, CollectivePass, Spelling, ordered, registered
-from sp_compile.passes.boundary.add_tokens import PROVED, EdgePasses
-from sp_compile.passes.context import NoteKind, laps_by_pass
-from sp_compile.passes.graph.edit import copied
-from sp_compile.passes.graph.node_info import erase, mark, record
-from sp_compile.passes.joint.joint import JOINT, JointPasses
-from sp_compile.passes.joint.partitioned import Halves
-from sp_compile.pipeline import Pipeline, strategies
+from sp_compile.passes.base import CAPTURED_WORD, CanonicalPass, CollectivePass, order_passes, registered_passes
+from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
+from sp_compile.passes.context import NoteKind, runs_by_pass
+from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.graph.node_info import clear_node_info, node_info, set_node_info
+from sp_compile.passes.joint.joint import JOINT_WORD, JointPasses
+from sp_compile.passes.joint.partitioned import PartitionedPasses
+from sp_compile.pipeline import Pipeline, strategy_passes
 
-BEHIND = {EdgePasses: PROVED, JointPasses: JOINT, Halves: CAPTURED}
+BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_WORD, PartitionedPasses: CAPTURED_WORD}
 """What runs behind the pipeline, and what it is given."""
 
 
@@ -47,7 +47,7 @@ def doubled() -> Iterator[None]:
 
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     check_order(passes_in(Pipeline))
-    check_order(tuple(registered(CollectivePass)))
+    check_order(tuple(registered_passes(CollectivePass)))
     for kind, given in BEHIND.items():
         check_order(passes_in(kind), given)
 
@@ -90,7 +90,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    every = {Pipeline: CAPTURED, **BEHIND}
+    every = {Pipeline: CAPTURED_WORD, **BEHIND}
     kind = next(one for one in every if {first, second} <= {part.name for part in passes_in(one)})
     order = list(passes_in(kind))
     names = [one.name for one in order]
@@ -102,8 +102,8 @@ def test_a_swapped_order_is_refused(first: str, second: str) -> None:
 
 
 def test_spellings_are_ordered_by_their_words_alone() -> None:
-    assert [one.name for one in registered(Spelling)] == [
-        one.name for one in ordered(tuple(reversed(registered(Spelling))))
+    assert [one.name for one in registered_passes(CanonicalPass)] == [
+        one.name for one in order_passes(tuple(reversed(registered_passes(CanonicalPass))))
     ]
 
 
@@ -115,7 +115,7 @@ def test_passes_that_require_each_other_are_refused() -> None:
         name, requires, provides = "b", frozenset({"a"}), frozenset({"b"})
 
     with pytest.raises(ValueError, match="require each other"):
-        ordered((A, B))
+        order_passes((A, B))
     with pytest.raises(ValueError, match="no pass before it provides"):
         check_order((A,))
 
@@ -125,7 +125,7 @@ def test_every_pass_says_what_it_is() -> None:
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
     names = [one.name for one in passes_in(Pipeline)]
-    assert {one.name for one in strategies()} <= set(names)
+    assert {one.name for one in strategy_passes()} <= set(names)
 
 
 @pytest.mark.usefixtures("doubled")
@@ -139,7 +139,7 @@ def test_a_spelling_registers_itself() -> None:
     verified = sp_compile.verify(Sums(), x, seq_dims={"x": 1})
     assert "doubled" in [note.label for note in verified.notes]
     assert verified.worst < 1e-6
-    names = [one.name for one in registered(Spelling)]
+    names = [one.name for one in registered_passes(CanonicalPass)]
     assert names.index("explicit") < names.index("doubled") < names.index("masks")
     with pytest.raises(SpError, match="SP901"):
         register(Doubled)
@@ -149,7 +149,7 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
     ids = torch.randint(0, 11, (2, 8))
     model = build(Decoder, layers=1)
     report = sp_compile.explain(model, ids, ids, passes=True, offload=1.0)
-    ran = [lap.name for lap in laps_by_pass(report.passes)]
+    ran = [lap.name for lap in runs_by_pass(report.passes)]
     behind = [
         "return_orders",
         "make_late",
@@ -162,7 +162,7 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
     ]
     assert ran[-len(behind) :] == behind
     assert all(f"\n{name} " in str(report) for name in behind)
-    changes = {lap.name: lap.changes for lap in laps_by_pass(report.passes)}
+    changes = {lap.name: lap.changes for lap in runs_by_pass(report.passes)}
     assert changes["overlap"] > 0
     assert changes["offload"] > 0
     plain = sp_compile.explain(model, ids, ids)
@@ -178,7 +178,7 @@ def test_without_it_nothing_is_left_of_it() -> None:
 
 def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
-    monkeypatch.setattr("sp_compile.passes.base.traces", lambda: True)
+    monkeypatch.setattr("sp_compile.passes.base.is_tracing_enabled", lambda: True)
     monkeypatch.setattr("sp_compile.passes.base.trace_graph", lambda name, text: traced.append(name))
     Doubled()(captured(Sums(), torch.randn(1, 8, 4)))
     assert traced == ["sp_before_doubled", "sp_after_doubled"]
@@ -187,7 +187,7 @@ def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_printed_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("torch.__trace")
     monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr("sp_compile.passes.base._text", lambda gm: pytest.fail("printed"))
+    monkeypatch.setattr("sp_compile.passes.base._join_lines", lambda gm: pytest.fail("printed"))
     assert Doubled()(captured(Sums(), torch.randn(1, 8, 4))).modified
 
 
@@ -201,8 +201,8 @@ def test_by_hand_twice() -> None:
 
 
 def test_every_name_is_there() -> None:
-    every = {one.__name__ for kind in (Spelling, CollectivePass) for one in registered(kind)}
-    in_order = [one for one in (*passes_in(Pipeline), *strategies()) if one.__module__ != Pipeline.__module__]
+    every = {one.__name__ for kind in (CanonicalPass, CollectivePass) for one in registered_passes(kind)}
+    in_order = [one for one in (*passes_in(Pipeline), *strategy_passes()) if one.__module__ != Pipeline.__module__]
     every |= {one.__name__ for one in in_order}
     assert every <= set(dir(passes))
     for name in every:
@@ -218,13 +218,13 @@ def test_every_name_is_there() -> None:
 def test_a_record_is_not_shared_by_copies() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
     (node,) = gm.graph.find_nodes(op="placeholder")
-    mark(node, parameter=True)
-    (copy,) = copied(gm).graph.find_nodes(op="placeholder")
-    mark(copy, parameter=False, requires_grad=True)
-    assert (record(node).parameter, record(node).requires_grad) == (True, None)
-    assert (record(copy).parameter, record(copy).requires_grad) == (False, True)
-    erase(copy)
-    assert record(copy).parameter is None
+    set_node_info(node, parameter=True)
+    (copy,) = copy_graph(gm).graph.find_nodes(op="placeholder")
+    set_node_info(copy, parameter=False, requires_grad=True)
+    assert (node_info(node).parameter, node_info(node).requires_grad) == (True, None)
+    assert (node_info(copy).parameter, node_info(copy).requires_grad) == (False, True)
+    clear_node_info(copy)
+    assert node_info(copy).parameter is None
 
 
 def test_a_job_analyses_anew_after_a_change() -> None:
@@ -234,7 +234,7 @@ def test_a_job_analyses_anew_after_a_change() -> None:
     before = job.plan(gm)
     passes.Gather().run(gm, job)
     assert job.plan(gm) is not before
-    assert [lap.name for lap in job.laps] == ["gather"]
+    assert [lap.name for lap in job.runs] == ["gather"]
 
 
 def step_by_step(step: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -8,19 +8,19 @@ from support.golden import captured, show
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyse, settings
+from sp_compile.passes.context import analyze, make_settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
 from sp_compile.passes.strategies.attention.expand_heads import ExpandHeads
-from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
-from sp_compile.passes.strategies.gather_demands import Gather
-from sp_compile.passes.strategies.random_draws import Draws
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
-from sp_compile.passes.strategies.select_row import Pick
+from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.gather_demands import GatherOperands
+from sp_compile.passes.strategies.random_draws import BroadcastDraws
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
+from sp_compile.passes.strategies.select_row import SelectRow
 
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
 
 
@@ -69,9 +69,9 @@ return (add,)""",
             return F.scaled_dot_product_attention(x * 2, repeated, repeated, z)
 
         gm = captured(attention, torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4), torch.ones(8, 8).bool())
-        for rewrite in (Canonicalize(), Ulysses(TWO), ExpandHeads(TWO, except_on=()), Gather(TWO)):
+        for rewrite in (Canonicalize(), UlyssesAttention(TWO), ExpandHeads(TWO, except_on=()), GatherOperands(TWO)):
             rewrite(gm)
-        assert not analyse(gm, settings(TWO))[1].demands
+        assert not analyze(gm, make_settings(TWO))[1].demands
         self.assertExpectedInline(
             show(gm),
             """\
@@ -98,7 +98,7 @@ return (unshard_default,)""",
 
     def test_ulysses(self):
         gm = captured(decode, torch.randn(1, 8, 16))
-        Ulysses(TWO)(gm)
+        UlyssesAttention(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -118,7 +118,7 @@ return (flatten,)""",
 
     def test_gather_what_has_no_rule_for_shards(self):
         gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
-        Gather(TWO, **SEQUENCE)(gm)
+        GatherOperands(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -133,7 +133,7 @@ return (unshard_default_1,)""",
 
     def test_pick_one_position(self):
         gm = captured(lambda x: (x * 2)[:, -1] + 1, torch.randn(1, 7, 4))
-        Pick(TWO, **SEQUENCE)(gm)
+        SelectRow(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -154,11 +154,11 @@ return (add,)""",
         gm.graph.lint()
         product = next(n for n in gm.graph.nodes if n.name == "mul")
         with gm.graph.inserting_after(product):
-            args = (product, 1, [1, 8, 0, 8], 2, GROUP)
+            args = (product, 1, [1, 8, 0, 8], 2, SIMULATED_GROUP)
             summand = gm.graph.call_function(torch.ops.sp.all_gather.default, args)
             summand.meta["val"] = product.meta["val"]
         next(n for n in gm.graph.nodes if n.name == "cumsum").replace_input_with(product, summand)
-        Gather(TWO, **SEQUENCE)(gm)
+        GatherOperands(TWO, **SEQUENCE)(gm)
         gm.graph.eliminate_dead_code()
         self.assertExpectedInline(
             show(gm),
@@ -175,7 +175,7 @@ return (unshard_default_1,)""",
 
     def test_means_become_sums(self):
         gm = captured(lambda x: (x * 2).mean(1), torch.randn(1, 8, 4))
-        Means(TWO, **SEQUENCE)(gm)
+        DecomposeMeans(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -192,7 +192,7 @@ return (div_tensor,)""",
             torch.randn(1, 8, 4),
             torch.zeros(1, 8).long(),
         )
-        Means(TWO, **SEQUENCE)(gm)
+        DecomposeMeans(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -211,7 +211,7 @@ return (div_tensor,)""",
 
     def test_reduce(self):
         gm = captured(lambda x: (x * 2).sum(1) + 1, torch.randn(1, 8, 4))
-        Reduce(TWO, **SEQUENCE)(gm)
+        ReducePartials(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -225,7 +225,7 @@ return (add,)""",
 
     def test_draws_on_replicated_values_are_agreed(self):
         gm = captured(lambda x, y: x * F.dropout(y, 0.5), torch.randn(1, 8, 4), torch.randn(4))
-        Draws(TWO, **SEQUENCE)(gm)
+        BroadcastDraws(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -240,9 +240,9 @@ return (mul,)""",
 
     def test_localize(self):
         gm = captured(lambda x, y: (x @ y).sum(), torch.randn(1, 7, 4), torch.randn(4, 6))
-        Reduce(TWO, **SEQUENCE)(gm)
+        ReducePartials(TWO, **SEQUENCE)(gm)
         local = Localize(TWO, **SEQUENCE)(gm).graph_module
-        validate(local, analyse(gm, settings(TWO, **SEQUENCE))[1], 2)
+        validate(local, analyze(gm, make_settings(TWO, **SEQUENCE))[1], 2)
         self.assertExpectedInline(
             show(local),
             """\

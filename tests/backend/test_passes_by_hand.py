@@ -7,14 +7,14 @@ from support.golden import captured
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
-from sp_compile.passes.strategies.gather_demands import Gather
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.gather_demands import GatherOperands
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
 
 
@@ -30,7 +30,13 @@ class GlobalView(torch.fx.Interpreter):
 def test_rewrites_are_identities_in_the_global_view():
     model, x = Decoder(), torch.randn(1, 8, 16)
     gm = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
+    for rewrite in (
+        Canonicalize(),
+        DecomposeMeans(TWO),
+        UlyssesAttention(TWO),
+        ReducePartials(TWO),
+        GatherOperands(TWO),
+    ):
         rewrite(gm)
         torch.testing.assert_close(GlobalView(gm).run(x), model(x))
 
@@ -38,7 +44,13 @@ def test_rewrites_are_identities_in_the_global_view():
 def test_passes_by_hand_make_the_same_program_as_the_pipeline():
     model, x = Decoder().double(), torch.randn(1, 9, 16).double()
     gm = sp_compile.capture_export(torch.export.export(model, (x,)))
-    for rewrite in (Canonicalize(), Means(TWO), Ulysses(TWO), Reduce(TWO), Gather(TWO)):
+    for rewrite in (
+        Canonicalize(),
+        DecomposeMeans(TWO),
+        UlyssesAttention(TWO),
+        ReducePartials(TWO),
+        GatherOperands(TWO),
+    ):
         rewrite(gm)
     local = Localize(TWO)(gm).graph_module
     whole = sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)

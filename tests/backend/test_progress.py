@@ -12,7 +12,7 @@ from rich.console import Console
 import sp_compile
 from sp_compile.lowering import torch_compat
 from sp_compile.lowering.base import progress
-from sp_compile.lowering.base.progress import ProgressLine, now, working
+from sp_compile.lowering.base.progress import ProgressLine, set_step, show_progress
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -38,13 +38,13 @@ def test_it_comes_late_and_leaves_one_line() -> None:
     line = ProgressLine("compiling f", console, clock)
     line.step = "capture"
     clock.time = 2.9
-    line.look()
+    line.refresh()
     assert shown(console) == ""
     clock.time = 3.1
-    line.look()
+    line.refresh()
     assert "sp: compiling f: capture (3 s)" in shown(console)
     line.step, clock.time = "pass gather", 4.2
-    line.look()
+    line.refresh()
     assert "sp: compiling f: pass gather (4 s)" in shown(console)
     clock.time = 5.0
     line.end()
@@ -55,17 +55,17 @@ def test_short_work_shows_nothing() -> None:
     clock, console = Clock(), terminal()
     line = ProgressLine("explain", console, clock)
     clock.time = 2.9
-    line.look()
+    line.refresh()
     line.end()
     assert shown(console) == ""
 
 
 def test_hits_are_those_of_this_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, console, hits = Clock(), terminal(), iter([5, 7])
-    monkeypatch.setattr(progress, "cache_hits", lambda: next(hits))
+    monkeypatch.setattr(progress, "count_cache_hits", lambda: next(hits))
     line = ProgressLine("compiling f", console, clock)
     clock.time = 4.0
-    line.look()
+    line.refresh()
     line.end()
     assert "2 graphs were in torch's caches" in shown(console)
 
@@ -74,7 +74,7 @@ def test_it_stays_on_one_line() -> None:
     clock, console = Clock(), terminal()
     line = ProgressLine("compiling " + "f" * 100, console, clock)
     clock.time = 4.0
-    line.look()
+    line.refresh()
     assert len(shown(console)) <= 60
 
 
@@ -90,7 +90,7 @@ def test_it_stays_on_one_line() -> None:
 def test_who_reads_it(monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, console: Console, read: bool) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCH_LOGS", logs)
-    assert progress._is_read(console) is read
+    assert progress._is_terminal(console) is read
 
 
 @pytest.fixture
@@ -120,14 +120,14 @@ def test_explain_and_verify_say_what_they_are_at(seen: list[str]) -> None:
     seen.clear()
     sp_compile.verify(program, torch.randn(1, 6, 4), sp=2)
     assert seen[-2:] == ["verify: one device", "verify: 2 simulated ranks"]
-    assert not progress._lines
+    assert not progress._active_lines
 
 
 def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     halves = []
 
     def compiler(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        halves.append(torch_compat.compiled_half())
+        halves.append(torch_compat.current_partition())
         return gm
 
     from functorch.compile import make_boxed_func
@@ -137,7 +137,7 @@ def test_the_halves_of_a_compilation_are_seen(seen: list[str]) -> None:
     options = {"compiler": backend, "seq_dims": {"x": 1}}
     torch.compile(program, backend="sp", options=options)(torch.randn(1, 6, 4, requires_grad=True)).backward()
     assert halves == ["forward", "backward"]
-    assert torch_compat.compiled_half() == ""
+    assert torch_compat.current_partition() == ""
     titles = list(dict.fromkeys(one.partition(": ")[0] for one in seen))
     assert [title.partition(" program at ")[0] for title in titles] == ["compiling", "compiling the backward of"]
     assert f"{titles[0]}: compiler" in seen
@@ -158,13 +158,13 @@ def test_a_backward_that_is_compiled_when_it_runs(seen: list[str], monkeypatch: 
         y = torch.compile(lambda x: x.sin().sum(), backend="inductor")(x)
         y.backward()
     assert [line.partition(" program")[0] for line in lines] == ["compiling", "compiling the backward of"]
-    assert not progress._lines
+    assert not progress._active_lines
 
 
 def test_work_inside_of_work_is_a_step_of_it(seen: list[str]) -> None:
-    with working("outer"):
-        with working("inner"):
-            now("a step")
-        assert len(progress._lines) == 1
-    now("nothing is going on")
+    with show_progress("outer"):
+        with show_progress("inner"):
+            set_step("a step")
+        assert len(progress._active_lines) == 1
+    set_step("nothing is going on")
     assert seen == ["outer: capture", "outer: a step"]

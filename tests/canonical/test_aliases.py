@@ -13,7 +13,7 @@ from support.golden import captured
 from torch import Tensor
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.node_info import set_node_info
 
 sdpa = F.scaled_dot_product_attention
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -135,7 +135,7 @@ def ops_of(f: Callable[[Tensor], Tensor], of: set[str]) -> Counter[str]:
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     gm = captured(f, x)
     for node in gm.graph.find_nodes(op="placeholder"):
-        mark(node, requires_grad=False)
+        set_node_info(node, requires_grad=False)
     Canonicalize()(gm)
     found = gm(x)
     torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, f(x))

@@ -14,7 +14,7 @@ import sp_compile
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.lowering.torch_compat import associative_scan_op
-from sp_compile.passes.canonical.associative_scan import AssociativeScans, Trees
+from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans, RewriteAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 
 Leaves = Sequence[Tensor]
@@ -104,7 +104,7 @@ def test_known_functions(name: str, reverse: bool) -> None:
 
 def by_hand(gm: Any) -> None:
     """Every associative_scan of the graph, by the op that it is or by a tree."""
-    for one in (AssociativeScans, Trees):
+    for one in (RewriteAssociativeScans, ExpandAssociativeScans):
         one()(gm)
 
 

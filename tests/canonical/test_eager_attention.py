@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
 def canonical(attend: Attend, dtype: torch.dtype = torch.float64, differentiable: bool = True) -> torch.fx.GraphModule:
     gm = sp_compile.capture_export(torch.export.export(Model(attend), inputs(dtype)))
     for node in gm.graph.find_nodes(op="placeholder"):
-        mark(node, requires_grad=differentiable)
+        set_node_info(node, requires_grad=differentiable)
     Canonicalize()(gm)
     return gm
 
@@ -123,7 +123,7 @@ class Projected(Model):
 ON_RANKS = {name: attend for name, (attend, _) in {**SPELLINGS, **SOFT_CAPS}.items()}
 
 
-@pytest.mark.sampled(every=46)
+@pytest.mark.sampled(all_blocks=46)
 @pytest.mark.parametrize(("attention", "ranks"), [("ulysses", 2), ("ring", 3), ("gather", 4)])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_on_ranks(name: str, attention: str, ranks: int) -> None:
@@ -156,7 +156,7 @@ def test_soft_caps(name: str) -> None:
     attend, text = SOFT_CAPS[name]
     gm = canonical(attend)
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
-    assert Call(node)["score"] == text
+    assert OpCall(node)["score"] == text
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
 
@@ -165,8 +165,8 @@ def test_soft_caps(name: str) -> None:
 def test_biases_that_no_text_says(name: str) -> None:
     gm = canonical(DATA[name])
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
-    assert Call(node)["attn_mask"] is not None
-    assert not Call(node).get("score")
+    assert OpCall(node)["attn_mask"] is not None
+    assert not OpCall(node).get("score")
     torch.testing.assert_close(grads(gm), grads(DATA[name]), rtol=1e-12, atol=1e-12)
 
 

@@ -13,7 +13,7 @@ import torch
 from support.golden import captured, show
 from torch import Tensor
 
-from sp_compile.passes.canonical.indexing import PickedElements
+from sp_compile.passes.canonical.indexing import RewriteElementReads
 
 aten = torch.ops.aten
 X, Y = torch.randn(2, 3, 5), torch.tensor([[3, -1, 0], [-4, 2, 2]])
@@ -24,7 +24,7 @@ class Goldens(expecttest.TestCase):
 
     def test_elements_of_rows(self) -> None:
         gm = captured(lambda x, y: x.flatten(0, 1)[torch.arange(6), y.flatten()], X, Y)
-        PickedElements()(gm)
+        RewriteElementReads()(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -53,7 +53,7 @@ return (squeeze_dim,)""",
 def test_the_same_elements(program: Callable[..., Tensor]) -> None:
     gm = captured(program, X, Y)
     right = gm(X, Y)[0]
-    PickedElements()(gm)
+    RewriteElementReads()(gm)
     assert gm.graph.find_nodes(op="call_function", target=aten.gather.default)
     torch.testing.assert_close(gm(X, Y)[0], right, rtol=0, atol=0)
 
@@ -74,13 +74,13 @@ def test_the_same_elements(program: Callable[..., Tensor]) -> None:
 def test_other_reads_of_rows_stay(program: Callable[..., Tensor]) -> None:
     gm = captured(program, X, Y)
     before = show(gm)
-    PickedElements()(gm)
+    RewriteElementReads()(gm)
     assert show(gm) == before
 
 
 @pytest.mark.parametrize("wrong", [5, -6])
 def test_an_element_out_of_range_is_an_error_as_before(wrong: int) -> None:
     gm = captured(lambda x, y: x[0][torch.arange(3), y[0]], X, Y)
-    PickedElements()(gm)
+    RewriteElementReads()(gm)
     with pytest.raises(IndexError, match="out of bounds"):
         gm(X, Y.where(Y != 0, wrong))

@@ -13,7 +13,7 @@ from support.golden import captured, show
 from torch import Tensor
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.graph.edit import drop_dead
+from sp_compile.passes.graph.edit import erase_dead
 
 sp = torch.ops.sp
 INFINITY = float("inf")
@@ -89,7 +89,7 @@ def test_idiom(name: str) -> None:
     idiom, scan = IDIOMS[name]
     x = torch.randn(2, 6, 3)
     gm = captured(idiom, x)
-    drop_dead(gm.graph)  # as behind Dynamo
+    erase_dead(gm.graph)  # as behind Dynamo
     Canonicalize()(gm)
     calls = [line.split(" = ")[1] for line in show(gm).split("\n") if " = sp." in line or " = aten." in line]
     if scan == "-":

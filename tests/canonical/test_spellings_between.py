@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_compile.lowering.torch_compat import associative_scan_op
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.node_info import set_node_info
 
 aten, sp = torch.ops.aten, torch.ops.sp
 SDPA = aten.scaled_dot_product_attention.default
@@ -238,7 +238,7 @@ def canonical_ops(spelling: Callable[..., Tensor], between: Between) -> list[str
     else:
         gm = captured(lambda x: spelling(x, between), *xs)
     for node in gm.graph.find_nodes(op="placeholder"):
-        mark(node, requires_grad=False)  # or a detach would mean something
+        set_node_info(node, requires_grad=False)  # or a detach would mean something
     Canonicalize()(gm)
     (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), spelling(*xs, plain)
     torch.testing.assert_close(found, wanted)
@@ -253,7 +253,7 @@ def said(node: torch.fx.Node) -> str:
     return f"{str(node.target).removesuffix('.default')}({', '.join(arguments)})"
 
 
-@pytest.mark.sampled(every=22)
+@pytest.mark.sampled(all_blocks=22)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_found_whatever_is_between(name: str, between: str) -> None:
@@ -276,7 +276,7 @@ def reducing(group: str, b: Between, more: Between = plain) -> type[torch.autogr
     return Both
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_pairs_that_reduce(between: str) -> None:
     with one_of(2) as group:

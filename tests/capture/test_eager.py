@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_compile.lowering.torch_compat.dynamo import _entered
+from sp_compile.lowering.torch_compat.dynamo import _entered_model
 from sp_compile.runtime import eager_fallback as eager
 
 
@@ -60,7 +60,7 @@ def looped(x: Tensor) -> Tensor:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     torch._dynamo.reset()
-    monkeypatch.setattr(eager, "_told", set())
+    monkeypatch.setattr(eager, "_warned", set())
     caplog.set_level(logging.WARNING, "sp_compile.runtime.eager_fallback")
     return caplog
 
@@ -138,8 +138,8 @@ def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:
     """It may run between torch.compile's wrapper and what that was given, as if it were that."""
     wrapper = torch.compile(looped, backend="eager").__code__
     caller: Any = SimpleNamespace(f_code=wrapper, f_locals={"fn": looped}, f_back=None)
-    assert _entered(looped.__code__, caller) == "looped"
-    assert _entered(weakref.WeakKeyDictionary.__init__.__code__, caller) is None
+    assert _entered_model(looped.__code__, caller) == "looped"
+    assert _entered_model(weakref.WeakKeyDictionary.__init__.__code__, caller) is None
 
 
 @pytest.mark.parametrize("module", [Block(), Broken()], ids=lambda one: type(one).__name__)

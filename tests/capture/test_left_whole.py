@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 from sp_compile import backend
 from sp_compile.lowering.base.errors import CaptureError
-from sp_compile.lowering.torch_compat import kept_state
+from sp_compile.lowering.torch_compat import preserve_thread_state
 from sp_compile.passes.capture import trace
 
 WIDTH = 8
@@ -150,7 +150,7 @@ def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tu
     return [parity(write, **how) for write in writes], told
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(all_blocks=2)
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_is_split(ranks: Ranks, n: int) -> None:
     answers = ranks.run(n, of_all, SPLIT, {})
@@ -268,7 +268,7 @@ def state() -> tuple[Any, ...]:
 
 
 def fail_in_all_states() -> None:
-    with kept_state():
+    with preserve_thread_state():
         torch._C._functorch._grad_increment_nesting()
         torch._C._functorch._vmap_increment_nesting(3, "error")
         torch._C._enter_dual_level()
@@ -310,8 +310,8 @@ def test_a_failed_compilation_leaves_no_state(write: Callable[..., Tensor], arou
     def fails_too(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
         return fails(args[0]) if target is torch.sin else call(self, target, args, kwargs)
 
-    call = trace._Lower.call_function
-    lowered = mock.patch.object(trace._Lower, "call_function", fails_too)
+    call = trace._TracingInterpreter.call_function
+    lowered = mock.patch.object(trace._TracingInterpreter, "call_function", fails_too)
     with lowered, torch.library._scoped_library("sp_tests", "DEF") as library:
         library.define("fails(Tensor x) -> Tensor")
         library.impl("fails", fails, "CompositeImplicitAutograd")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.lowering.torch_compat import only_value, symbolic_mode
+from sp_compile.lowering.torch_compat import make_symbolic_mode, single_value
 
 
 def halves(length: Any) -> None:
@@ -39,14 +39,14 @@ def root(length: Any) -> None:
 
 
 def asked(hint: int, ask: Callable[[Any], Any]) -> Any:
-    _, (length, _) = symbolic_mode(hint, 3)
+    _, (length, _) = make_symbolic_mode(hint, 3)
     ask(length)
     return length
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 10, 33, 1000, 65535])
 def test_a_tree_has_one_length(length: int) -> None:
-    assert only_value(asked(length, halves)) == length
+    assert single_value(asked(length, halves)) == length
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_tree_has_one_length(length: int) -> None:
 )
 def test_other_lengths_have_several(length: int, ask: Callable[[Any], Any]) -> None:
     symbol = asked(length, ask)
-    assert only_value(symbol) is None
+    assert single_value(symbol) is None
     assert symbol.node.expr.is_Symbol, "a guard was added"
 
 

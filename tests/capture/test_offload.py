@@ -25,8 +25,8 @@ from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.walk.liveness import nbytes_of
-from sp_compile.passes.graph.call import tensors_of
-from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.graph.call import node_tensors
+from sp_compile.passes.joint.partitioned import PartitionedPasses
 
 sp = torch.ops.sp
 
@@ -63,13 +63,13 @@ def halves(
     dynamic: is it a program of any length?
     """
     found: list[Any] = []
-    plain = Halves.both
+    plain = PartitionedPasses.run_training
 
-    def seen(self: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
+    def seen(self: PartitionedPasses, forward: GraphModule, backward: GraphModule, results: int) -> None:
         plain(self, forward, backward, results)
         found.extend([forward.graph, backward.graph, results])
 
-    with mock.patch.object(Halves, "both", seen):
+    with mock.patch.object(PartitionedPasses, "run_training", seen):
         if model == "handed out":
             compile_halves(build(Handed), (ROWS,), 1, offload=share, **options)
         else:
@@ -82,9 +82,9 @@ def halves(
 
 def kept(forward: Graph, results: int) -> dict[Any, int]:
     """Bytes of what the device keeps for the backward beside its inputs, by where it lies."""
-    given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in tensors_of(n)}
+    given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
     values: list[Node] = [n for n in forward.output_node().args[0][results:] if n.target is not sp.offload.default]
-    found = {storage_of(x): nbytes_of(x) for n in values for x in tensors_of(n)}
+    found = {storage_of(x): nbytes_of(x) for n in values for x in node_tensors(n)}
     return {place: nbytes for place, nbytes in found.items() if place not in given}
 
 
@@ -125,9 +125,9 @@ class Thirds(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
     """One copy is made of them, and all three are views of it again, once it is there."""
-    model, backwards, plain = build(Thirds), list[Graph](), Halves.both
+    model, backwards, plain = build(Thirds), list[Graph](), PartitionedPasses.run_training
 
-    def seen(self: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
+    def seen(self: PartitionedPasses, forward: GraphModule, backward: GraphModule, results: int) -> None:
         plain(self, forward, backward, results)
         backwards.append(backward.graph)
 
@@ -135,7 +135,7 @@ def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
     if dynamic:
         torch._dynamo.mark_dynamic(x, 1)
     gradients = []
-    with mock.patch.object(Halves, "both", seen):
+    with mock.patch.object(PartitionedPasses, "run_training", seen):
         for run in (model, compiled(model, offload=1.0, seq_dims={"x": 1})):
             model.zero_grad()
             run(x).backward()
@@ -264,7 +264,7 @@ ROUTES = {"at once": 1e15, "slow": 1e10}
 """Bytes a second to the host: copies take nothing, or as long as some of the work."""
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize(
     ("program", "state", "route"),
     [
@@ -384,13 +384,13 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.offloaded(host, borrow(x))
         assert host.is_pinned()
     assert host.device.type == "cpu"
-    assert not watch.seen.waits
+    assert not watch.last_fields.waits
     ops._streams[gpu, "cpu"] = Stream(log, next(names))  # its begin is on the CPU, and here its end, too
-    back = ops._copy(torch.empty(4), host, gpu)
-    ops._wait(back, gpu)
+    back = ops._start_copy(torch.empty(4), host, gpu)
+    ops._wait_for_copy(back, gpu)
     assert now == [computing]
     assert torch.equal(back, x)
-    assert not ops._copies
+    assert not ops._pending_copies
     assert log == [
         "the way there waits for the computation",
         "the way there is marked",

@@ -14,8 +14,8 @@ from support.parity import Checkpointed, Decoder, build, text
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from sp_compile.passes.cost.walk.liveness import WAIT, flops_of
-from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.cost.walk.liveness import WAIT_OPS, node_flops
+from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.passes.localize import reduce_gradients as gradients
 
 
@@ -33,15 +33,15 @@ class Separate(nn.Module):
 def backward(model: type, strategy: str, layers: int = 2) -> tuple[Graph, Graph]:
     """As AOTAutograd orders it, and as the pass does."""
     found: list[Graph] = []
-    plain = Halves.both
+    plain = PartitionedPasses.run_training
 
-    def seen(given: Halves, forward: GraphModule, backward: GraphModule, results: int) -> None:
+    def seen(given: PartitionedPasses, forward: GraphModule, backward: GraphModule, results: int) -> None:
         found.append(Graph())
         found[0].output(found[0].graph_copy(backward.graph, {}))
         plain(given, forward, backward, results)
         found.append(backward.graph)
 
-    with mock.patch.object(Halves, "both", seen):
+    with mock.patch.object(PartitionedPasses, "run_training", seen):
         compile_halves(build(model, layers=layers), text(32), 2, attention=strategy)
     return found[0], found[1]
 
@@ -61,16 +61,16 @@ def test_only_the_order_changes(model: type, strategy: str) -> None:
 def test_every_wait_is_where_its_value_is_read() -> None:
     _, graph = backward(Decoder, "ulysses", layers=1)
     nodes = list(graph.nodes)
-    for wait in graph.find_nodes(op="call_function", target=WAIT):
+    for wait in graph.find_nodes(op="call_function", target=WAIT_OPS):
         between = nodes[nodes.index(wait) : nodes.index(min(wait.users))]
-        assert not any(flops_of(node) for node in between), wait
+        assert not any(node_flops(node) for node in between), wait
 
 
 def test_an_exchange_leaves_before_products_that_it_does_not_read() -> None:
     _, graph = backward(Decoder, "ulysses")
     found = words(graph)
     starts = [i for i, word in enumerate(found) if "all_to_all_single" in word]
-    hidden = [any("aten.mm" in word for word in found[i : found.index(str(WAIT), i)]) for i in starts]
+    hidden = [any("aten.mm" in word for word in found[i : found.index(str(WAIT_OPS), i)]) for i in starts]
     assert any(hidden)
 
 

@@ -79,7 +79,7 @@ def warned() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    with mock.patch.object(eager, "_told_of_parts", set()), mock.patch.object(eager, "_told", set()):
+    with mock.patch.object(eager, "_warned_fsdp", set()), mock.patch.object(eager, "_warned", set()):
         eager.log.addHandler(handler)
         try:
             yield said
@@ -186,10 +186,10 @@ def test_nobody_touches_weights_that_are_freed(ranks: Ranks) -> None:
     first, *others = results = ranks.run(2, trained, Way(), 3)
     check(results, 3)
     assert first.cut == 1  # of both layers
-    (told,) = first.said
+    (told,) = first.label
     assert "Decoder is compiled with backend='sp' as a whole" in told
     assert "fully_shard has 2 of its parts, blocks.0 the first" in told
-    assert not any(found.said for found in others)
+    assert not any(found.label for found in others)
 
 
 WAYS = [

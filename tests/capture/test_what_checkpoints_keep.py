@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sp_compile
 from sp_compile.lowering import torch_compat
 from sp_compile.passes.context import NoteKind
-from sp_compile.passes.graph.call import WAIT
+from sp_compile.passes.graph.call import WAIT_OPS
 
 aten, sp = torch.ops.aten, torch.ops.sp
 FLASH = aten._scaled_dot_product_flash_attention.default
@@ -84,7 +84,7 @@ def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tup
     return found[0], found[1]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(all_blocks=2)
 @pytest.mark.parametrize("attention", ["ring", "gather"])
 def test_a_memory_budget_takes_what_is_cheap_first(attention: str) -> None:
     """Elementwise work, then products; no attention and no exchange runs twice until nothing may be kept."""
@@ -102,7 +102,7 @@ def test_a_memory_budget_takes_what_is_cheap_first(attention: str) -> None:
 
 
 def _is_exchange(target: Any) -> bool:
-    return "_c10d_functional" in str(target) and target is not WAIT
+    return "_c10d_functional" in str(target) and target is not WAIT_OPS
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def dropped(attention: str, tiles: int | str, offload: str | float, how: str, co
     return True
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("n", "attention", "tiles", "offload", "how"),

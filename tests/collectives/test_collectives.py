@@ -10,8 +10,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from sp_compile.lowering.base.frames import rows_held
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.base.frames import local_row_count
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 CONTIGUOUS = [[1, 8, 0, 8], [1, 7, 0, 7], [1, 3, 0, 3], [1, 7, 2, 4], [2, 7, 1, 5], [3, 8, 0, 8], [2, 1, 0, 1]]
@@ -31,7 +31,7 @@ def whole(frame: Sequence[int], seed: int = 0) -> Tensor:
 def shard_of(x: Tensor, dim: int, frame: Sequence[int], n: int, rank: int, edge: bool = True) -> Tensor:
     """What ``rank`` holds of the whole ``x``, position by position."""
     outer, size, start, length, *folds = frame
-    s = rows_held((1, size, 0, size, *folds), n)
+    s = local_row_count((1, size, 0, size, *folds), n)
     factors = x.unflatten(dim, (outer, length, -1))
     rows = []
     positions = list(range(rank * s, (rank + 1) * s))
@@ -77,7 +77,7 @@ def shards(x: Tensor, dim: int, frame: Sequence[int], n: int, edge: bool = True)
 def test_shard(frame: list[int], n: int) -> None:
     x = whole(frame)
     cotangents = shards(whole(frame, 1), DIM, frame, n, edge=False)
-    ys = check_adjoint(lambda x: sp.shard(x, DIM, frame, n, GROUP), ("once", "each"), [x] * n, cotangents)
+    ys = check_adjoint(lambda x: sp.shard(x, DIM, frame, n, SIMULATED_GROUP), ("once", "each"), [x] * n, cotangents)
     torch.testing.assert_close(ys, shards(x, DIM, frame, n), rtol=0, atol=0)
 
 
@@ -86,7 +86,7 @@ def test_shard(frame: list[int], n: int) -> None:
 def test_unshard(frame: list[int], n: int) -> None:
     x, g = whole(frame), whole(frame, 1)
     xs = shards(x, DIM, frame, n)
-    ys = check_adjoint(lambda x: sp.unshard(x, DIM, frame, n, GROUP), ("each", "once"), xs, [g] * n)
+    ys = check_adjoint(lambda x: sp.unshard(x, DIM, frame, n, SIMULATED_GROUP), ("each", "once"), xs, [g] * n)
     torch.testing.assert_close(ys, [x] * n, rtol=0, atol=0)
 
 
@@ -95,7 +95,7 @@ def test_unshard(frame: list[int], n: int) -> None:
 def test_all_gather(frame: list[int], n: int) -> None:
     x = whole(frame)
     xs, gs = shards(x, DIM, frame, n), [whole(frame, 1 + r) for r in range(n)]
-    ys = check_adjoint(lambda x: sp.all_gather(x, -2, frame, n, GROUP), ("each", "each"), xs, gs)
+    ys = check_adjoint(lambda x: sp.all_gather(x, -2, frame, n, SIMULATED_GROUP), ("each", "each"), xs, gs)
     torch.testing.assert_close(ys, [x] * n, rtol=0, atol=0)
 
 
@@ -104,9 +104,9 @@ def test_all_gather(frame: list[int], n: int) -> None:
 def test_mask(frame: list[int], n: int) -> None:
     x = whole(frame)
     xs, gs = shards(x, DIM, frame, n), shards(whole(frame, 1), DIM, frame, n)
-    ys = check_adjoint(lambda x: sp.mask(x, DIM, frame, 0, n, GROUP), ("each", "each"), xs, gs)
+    ys = check_adjoint(lambda x: sp.mask(x, DIM, frame, 0, n, SIMULATED_GROUP), ("each", "each"), xs, gs)
     torch.testing.assert_close(ys, shards(x, DIM, frame, n, edge=False), rtol=0, atol=0)
-    filled = run_ranks(n, lambda r: sp.mask(xs[r], DIM, frame, -math.inf, n, GROUP))
+    filled = run_ranks(n, lambda r: sp.mask(xs[r], DIM, frame, -math.inf, n, SIMULATED_GROUP))
     outside = [shard == 0 for shard in shards(torch.ones_like(x), DIM, frame, n, edge=False)]
     assert all(torch.equal(y == -math.inf, o) for y, o in zip(filled, outside, strict=True))
 
@@ -115,19 +115,19 @@ def test_mask(frame: list[int], n: int) -> None:
 def test_sums(n: int) -> None:
     xs = [whole([1, 4, 0, 4], r) for r in range(n)]
     gs = [whole([1, 4, 0, 4], 10 + r) for r in range(n)]
-    ys = check_adjoint(lambda x: sp.all_reduce(x, n, GROUP), ("each", "once"), xs, gs[:1] * n)
+    ys = check_adjoint(lambda x: sp.all_reduce(x, n, SIMULATED_GROUP), ("each", "once"), xs, gs[:1] * n)
     torch.testing.assert_close(ys, [sum(xs)] * n)
-    reduce = lambda x: sp.reduce_grad([x], "reduce", n, GROUP)[0]  # noqa: E731
+    reduce = lambda x: sp.reduce_grad([x], "reduce", n, SIMULATED_GROUP)[0]  # noqa: E731
     check_adjoint(reduce, ("once", "each"), xs[:1] * n, gs)
-    ys = check_adjoint(lambda x: sp.broadcast(x, GROUP), ("once", "once"), xs[:1] * n, gs[:1] * n)
-    assert torch.equal(run_ranks(n, lambda r: sp.broadcast(xs[r] > 0, GROUP))[-1], xs[0] > 0)
+    ys = check_adjoint(lambda x: sp.broadcast(x, SIMULATED_GROUP), ("once", "once"), xs[:1] * n, gs[:1] * n)
+    assert torch.equal(run_ranks(n, lambda r: sp.broadcast(xs[r] > 0, SIMULATED_GROUP))[-1], xs[0] > 0)
 
 
 @each_n
 def test_partial_grads_have_the_right_mean(n: int) -> None:
     def live(rank: int) -> Tensor:
         x = torch.ones(2, requires_grad=True)
-        (sp.reduce_grad([x], "partial", n, GROUP)[0] * (rank + 1)).sum().backward()
+        (sp.reduce_grad([x], "partial", n, SIMULATED_GROUP)[0] * (rank + 1)).sum().backward()
         return x.grad
 
     torch.testing.assert_close(sum(run_ranks(n, live)), n * torch.full((2,), n * (n + 1) / 2))
@@ -137,7 +137,7 @@ def test_reduce_grad_sends_one_message_a_dtype_and_skips_unused() -> None:
     def live(rank: int) -> list[Tensor | None]:
         kinds = [torch.float32, torch.float64, torch.float32, torch.float32]
         xs = [torch.ones(2, 2, dtype=dtype, requires_grad=True) for dtype in kinds]
-        ys = sp.reduce_grad(xs, "reduce", 2, GROUP)
+        ys = sp.reduce_grad(xs, "reduce", 2, SIMULATED_GROUP)
         loss = sum((y.T * (rank + i)).sum() for i, y in enumerate(ys[:3], 1))
         return list(torch.autograd.grad(loss, xs, allow_unused=True))
 
@@ -167,7 +167,7 @@ def test_all_to_all(heads: list[int], sequence: list[int], dims: tuple[int, int]
 
     x, g = value(0), value(1)
     xs, gs = shards(x, gather, sequence, n), shards(g, scatter, heads, n, edge=False)
-    exchange = lambda x: sp.all_to_all([x], scatter, heads, gather, sequence, n, GROUP)[0]  # noqa: E731
+    exchange = lambda x: sp.all_to_all([x], scatter, heads, gather, sequence, n, SIMULATED_GROUP)[0]  # noqa: E731
     valid = shards(x, gather, sequence, n, edge=False)
     ys = check_adjoint(exchange, ("each", "each"), valid, gs)
     torch.testing.assert_close(ys, shards(x, scatter, heads, n), rtol=0, atol=0)
@@ -178,7 +178,7 @@ def test_all_to_all_of_many_is_a_view_of_one_message_a_kind() -> None:
     def live(rank: int) -> list[Tensor]:
         q, k = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 4, 4)
         ids = torch.arange(24).view(2, 3, 4)
-        return sp.all_to_all([q, k, ids, k.double()], 2, [1, 2, 0, 2], 1, [1, 6, 0, 6], 2, GROUP)
+        return sp.all_to_all([q, k, ids, k.double()], 2, [1, 2, 0, 2], 1, [1, 6, 0, 6], 2, SIMULATED_GROUP)
 
     for q, k, ids, double in run_ranks(2, live):
         assert [list(y.shape) for y in (q, k, ids)] == [[2, 6, 4, 4], [2, 6, 2, 4], [2, 6, 2]]
@@ -190,11 +190,11 @@ def test_all_to_all_of_many_is_a_view_of_one_message_a_kind() -> None:
 def test_refusals() -> None:
     x, frame = torch.ones(4, 4), [1, 4, 0, 4]
     with pytest.raises(ValueError, match="how must be"):
-        sp.reduce_grad([x], "sum", 2, GROUP)
+        sp.reduce_grad([x], "sum", 2, SIMULATED_GROUP)
     with pytest.raises(ValueError, match="scatter and gather dim are both 1"):
-        sp.all_to_all([x], 1, frame, -1, frame, 2, GROUP)
+        sp.all_to_all([x], 1, frame, -1, frame, 2, SIMULATED_GROUP)
     with pytest.raises(ValueError, match="outer == 1"):
-        sp.all_to_all([x], 0, [2, 2, 0, 2], 1, frame, 2, GROUP)
+        sp.all_to_all([x], 0, [2, 2, 0, 2], 1, frame, 2, SIMULATED_GROUP)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -216,9 +216,15 @@ def test_shapes_need_no_process_group(dynamic: bool) -> None:
 
 def test_one_rank_copies_nothing() -> None:
     x, frame = torch.ones(6, 4), [2, 3, 0, 3]
-    (y,) = sp.reduce_grad([sp.shard(x, 0, frame, 1, GROUP)], "reduce", 1, GROUP)
-    y = sp.unshard(sp.mask(sp.all_gather(y, 0, frame, 1, GROUP), 0, frame, 0, 1, GROUP), 0, frame, 1, GROUP)
-    (y,) = sp.all_to_all([sp.all_reduce(y, 1, GROUP)], 0, [1, 6, 0, 6], 1, [1, 4, 0, 4], 1, GROUP)
+    (y,) = sp.reduce_grad([sp.shard(x, 0, frame, 1, SIMULATED_GROUP)], "reduce", 1, SIMULATED_GROUP)
+    y = sp.unshard(
+        sp.mask(sp.all_gather(y, 0, frame, 1, SIMULATED_GROUP), 0, frame, 0, 1, SIMULATED_GROUP),
+        0,
+        frame,
+        1,
+        SIMULATED_GROUP,
+    )
+    (y,) = sp.all_to_all([sp.all_reduce(y, 1, SIMULATED_GROUP)], 0, [1, 6, 0, 6], 1, [1, 4, 0, 4], 1, SIMULATED_GROUP)
     assert y.data_ptr() == x.data_ptr()
     assert torch.equal(y, x)
 
@@ -227,16 +233,16 @@ def test_one_rank_copies_nothing() -> None:
 
 FRAME4 = [1, 8, 0, 8]
 FORWARD = {
-    "unshard": lambda x: sp.unshard(x, 0, FRAME4, 4, GROUP),
-    "all_gather": lambda x: sp.all_gather(x, 0, FRAME4, 4, GROUP),
-    "all_reduce": lambda x: sp.all_reduce(x, 4, GROUP),
-    "broadcast": lambda x: sp.broadcast(x, GROUP),
-    "all_to_all": lambda x: sp.all_to_all([x], 1, FRAME4, 0, FRAME4, 4, GROUP)[0],
+    "unshard": lambda x: sp.unshard(x, 0, FRAME4, 4, SIMULATED_GROUP),
+    "all_gather": lambda x: sp.all_gather(x, 0, FRAME4, 4, SIMULATED_GROUP),
+    "all_reduce": lambda x: sp.all_reduce(x, 4, SIMULATED_GROUP),
+    "broadcast": lambda x: sp.broadcast(x, SIMULATED_GROUP),
+    "all_to_all": lambda x: sp.all_to_all([x], 1, FRAME4, 0, FRAME4, 4, SIMULATED_GROUP)[0],
 }
 BACKWARD = {
-    "shard": lambda x: sp.shard(x, 1, FRAME4, 4, GROUP),
+    "shard": lambda x: sp.shard(x, 1, FRAME4, 4, SIMULATED_GROUP),
     "all_gather": FORWARD["all_gather"],
-    "reduce_grad": lambda x: sp.reduce_grad([x], "reduce", 4, GROUP)[0],
+    "reduce_grad": lambda x: sp.reduce_grad([x], "reduce", 4, SIMULATED_GROUP)[0],
     "all_to_all": FORWARD["all_to_all"],
 }
 
@@ -262,5 +268,5 @@ def test_backward_communicates(name: str) -> None:
 
 
 def test_every_rank_reads_its_own_index() -> None:
-    read = run_ranks(4, lambda r: sp.rank(GROUP, torch.device("cpu")))
+    read = run_ranks(4, lambda r: sp.rank(SIMULATED_GROUP, torch.device("cpu")))
     assert [int(rank) for rank in read] == [0, 1, 2, 3]

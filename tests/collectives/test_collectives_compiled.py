@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 
 import sp_compile.lowering  # noqa: F401
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 HEADS, WIDTH = 4, 8
@@ -69,7 +69,7 @@ def run(fn, size: int, n: int, group: str) -> list[Tensor]:
 
 
 def simulated(fn, size: int, n: int) -> list[list[Tensor]]:
-    return run_ranks(n, lambda rank: run(fn, size, n, GROUP))
+    return run_ranks(n, lambda rank: run(fn, size, n, SIMULATED_GROUP))
 
 
 def in_eager(fn, sizes: list[int]) -> list[list[Tensor]]:
@@ -127,7 +127,7 @@ def test_eager(ranks: Ranks, fn, n: int) -> None:
     check(fn, ranks.run(n, in_eager, fn, sizes), sizes)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("fn", PROGRAMS)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_aot_eager(ranks: Ranks, fn, dynamic: bool) -> None:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sp_compile.lowering.base.frames import edges_elsewhere, is_padded, row_of_position, rows_held
+from sp_compile.lowering.base.frames import has_remote_edges, is_padded, local_row_count, row_of_position
 from sp_compile.lowering.base.library import COMPOSITES, PADDED
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.sharding.rule import RULES, TRANSFERS
 
 sp = torch.ops.sp
@@ -53,8 +53,8 @@ def test_every_frame(n: int) -> None:
         wanted = nearest(x, frame, n)
 
         def run(rank: int, x: Tensor = x, frame: list[int] = frame) -> tuple[Tensor, Tensor]:
-            shard = sp.shard(x, 0, frame, n, GROUP)
-            return shard, sp.window(sp.mask(shard, 0, frame, NAN, n, GROUP), 0, frame, n, GROUP)
+            shard = sp.shard(x, 0, frame, n, SIMULATED_GROUP)
+            return shard, sp.window(sp.mask(shard, 0, frame, NAN, n, SIMULATED_GROUP), 0, frame, n, SIMULATED_GROUP)
 
         for rank, (shard, restored) in enumerate(run_ranks(n, run)):
             assert torch.equal(shard, wanted(rank)), (frame, rank)
@@ -71,8 +71,8 @@ def test_outer_and_inner_factors_and_dtypes(n: int, size: int, start: int, lengt
     held = nearest(x.unflatten(1, (outer, length, inner)), [1, size, start, length, 1], n, 2)
 
     def run(rank: int) -> Tensor:
-        shard = sp.shard(x, 1, frame, n, GROUP)
-        return sp.window(sp.mask(shard, 1, frame, 1, n, GROUP), 1, frame, n, GROUP)
+        shard = sp.shard(x, 1, frame, n, SIMULATED_GROUP)
+        return sp.window(sp.mask(shard, 1, frame, 1, n, SIMULATED_GROUP), 1, frame, n, SIMULATED_GROUP)
 
     for rank, found in enumerate(run_ranks(n, run)):
         assert torch.equal(found, held(rank).flatten(1, 3))
@@ -85,26 +85,26 @@ def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
         x = torch.ones(frame[3], dtype=torch.float64)
 
         def run(rank: int, x: Tensor = x, frame: list[int] = frame) -> Tensor:
-            shard = sp.shard(x, 0, frame, n, GROUP).requires_grad_()
-            poison = sp.mask(torch.ones_like(shard), 0, frame, NAN, n, GROUP)
-            (grad,) = torch.autograd.grad(sp.window(shard, 0, frame, n, GROUP), shard, poison)
+            shard = sp.shard(x, 0, frame, n, SIMULATED_GROUP).requires_grad_()
+            poison = sp.mask(torch.ones_like(shard), 0, frame, NAN, n, SIMULATED_GROUP)
+            (grad,) = torch.autograd.grad(sp.window(shard, 0, frame, n, SIMULATED_GROUP), shard, poison)
             return grad.sum()
 
         assert sum(g.item() for g in run_ranks(n, run)) == frame[3]
 
 
 def test_places_and_who_lacks_an_edge() -> None:
-    """`row_of_position` and `edges_elsewhere`, against a table of who holds which position."""
+    """`row_of_position` and `has_remote_edges`, against a table of who holds which position."""
     for n, frame in itertools.product((1, 2, 3, 4), frames(6)):
         _, _, start, length, folds = frame
-        total = n * rows_held(frame, n)
+        total = n * local_row_count(frame, n)
         held = nearest(torch.arange(total), [1, total, 0, total, folds], n)
         owner = {int(p): (rank, row) for rank in range(n) for row, p in enumerate(held(rank))}
         assert {p: row_of_position(p, frame, n) for p in owner} == owner
         last = start + length - 1
         before = any(owner[p][0] != owner[start][0] for p in range(start))
         after = any(owner[p][0] != owner[last][0] for p in range(last + 1, total))
-        assert edges_elsewhere(frame, n) == (before, after), (frame, n)
+        assert has_remote_edges(frame, n) == (before, after), (frame, n)
         assert is_padded(frame, n) == (start > 0 or length < total)
 
 
@@ -128,7 +128,7 @@ def _along(op: Any, x: Tensor, dim: int, *args: Any, grown: int = 0, stride: int
         x,
         dim,
         lambda x: op(x, *args, **kwargs),
-        lambda x, n: op(x, *args, frame, result, n, GROUP, **kwargs),
+        lambda x, n: op(x, *args, frame, result, n, SIMULATED_GROUP, **kwargs),
         frame,
         result,
     )
@@ -136,12 +136,19 @@ def _along(op: Any, x: Tensor, dim: int, *args: Any, grown: int = 0, stride: int
 
 def _scan(op: Any, x: Tensor, *args: Any) -> Any:
     frame = [1, S, 0, S]
-    return x, 1, lambda x: op(x, *args), lambda x, n: op(x, *args, frame, "gather", n, GROUP), frame, frame
+    return x, 1, lambda x: op(x, *args), lambda x, n: op(x, *args, frame, "gather", n, SIMULATED_GROUP), frame, frame
 
 
 def _roll(by: int) -> Any:
     frame = [1, S, 0, S]
-    return _rows(), 1, lambda x: sp.roll(x, 1, by), lambda x, n: sp.roll(x, 1, by, frame, n, GROUP), frame, frame
+    return (
+        _rows(),
+        1,
+        lambda x: sp.roll(x, 1, by),
+        lambda x, n: sp.roll(x, 1, by, frame, n, SIMULATED_GROUP),
+        frame,
+        frame,
+    )
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -182,8 +189,8 @@ def test_results_hold_the_nearest_row_and_read_no_padding(case: str) -> None:
 
         def run(rank: int, made: Any = (x, dim, on_shards, frame, poison), n: int = n) -> list[Tensor]:
             x, dim, on_shards, frame, poison = made
-            shard = sp.shard(x, dim, frame, n, GROUP)
-            found = on_shards(sp.mask(shard, dim, frame, poison, n, GROUP), n)
+            shard = sp.shard(x, dim, frame, n, SIMULATED_GROUP)
+            found = on_shards(sp.mask(shard, dim, frame, poison, n, SIMULATED_GROUP), n)
             return [found] if isinstance(found, Tensor) else list(found)
 
         right = whole(x)
@@ -220,9 +227,9 @@ def test_exchanges_hold_the_nearest_row(n: int) -> None:
 
         def run(rank: int, x: Tensor = x, frame: list[int] = frame, heads: list[int] = heads) -> tuple[Tensor, Tensor]:
             part = x if rank == 0 else torch.zeros_like(x)
-            by_head = sp.mask(sp.shard(x, 1, heads, n, GROUP), 1, heads, NAN, n, GROUP)
-            (moved,) = sp.all_to_all([by_head], 0, frame, 1, heads, n, GROUP)
-            return sp.reduce_scatter(part, 0, frame, n, GROUP), moved
+            by_head = sp.mask(sp.shard(x, 1, heads, n, SIMULATED_GROUP), 1, heads, NAN, n, SIMULATED_GROUP)
+            (moved,) = sp.all_to_all([by_head], 0, frame, 1, heads, n, SIMULATED_GROUP)
+            return sp.reduce_scatter(part, 0, frame, n, SIMULATED_GROUP), moved
 
         for rank, (scattered, moved) in enumerate(run_ranks(n, run)):
             assert torch.equal(scattered, wanted(rank)), frame
@@ -256,15 +263,15 @@ def test_attention_reads_no_padding(way: str, causal: bool, balance: bool) -> No
             n: int = n,
             frame: list[int] = frame,
             poison: float = poison,
-            call: Any = (op, [*args, frame, frame, n, GROUP, balance, *more]),
+            call: Any = (op, [*args, frame, frame, n, SIMULATED_GROUP, balance, *more]),
         ) -> tuple[Tensor, list[Tensor]]:
-            shards = [sp.shard(one, 2, frame, n, GROUP).requires_grad_() for one in x]
+            shards = [sp.shard(one, 2, frame, n, SIMULATED_GROUP).requires_grad_() for one in x]
             attend, rest = call
-            out = attend(*(sp.mask(one, 2, frame, poison, n, GROUP) for one in shards), *rest)
-            valid = sp.mask(out, 2, frame, 0.0, n, GROUP)
+            out = attend(*(sp.mask(one, 2, frame, poison, n, SIMULATED_GROUP) for one in shards), *rest)
+            valid = sp.mask(out, 2, frame, 0.0, n, SIMULATED_GROUP)
             grads = torch.autograd.grad(valid.square().sum(), shards)
             assert all(one.isfinite().all() for one in (valid, *grads))
-            return tuple(sp.unshard(one.detach(), 2, frame, n, GROUP) for one in (out, *grads))
+            return tuple(sp.unshard(one.detach(), 2, frame, n, SIMULATED_GROUP) for one in (out, *grads))
 
         whole = [one.clone().requires_grad_() for one in x]
         right = F.scaled_dot_product_attention(*whole, is_causal=causal)

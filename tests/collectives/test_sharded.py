@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
-from sp_compile.lowering.collectives.shard_storage import Layout, Orders, Origin
-from sp_compile.lowering.collectives.sharded import Sharded, entering, leaving, write
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.collectives.shard_storage import Layout, Origin, RowPermutation
+from sp_compile.lowering.collectives.sharded import Sharded, from_local, to_local, write
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.torch_compat import FakeTensorMode
 
 LENGTH = 7
@@ -22,14 +22,16 @@ X = torch.randn(2, LENGTH, 3, dtype=torch.float64, generator=torch.Generator().m
 W = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 ORDER = torch.tensor([3, 0, 5, 1, 6, 2, 4])
 CHUNKS = torch.stack([ORDER, torch.ones_like(ORDER)])
-LAYOUTS = [Layout(1, n, GROUP, (0, 1, 2), folds) for n in (1, 2, 3) for folds in (1, 2)]
-LAYOUTS += [Layout(1, n, GROUP, (0, 1, 2), 0, dealt=Orders(ORDER, ORDER.argsort(), CHUNKS)) for n in (2, 3)]
+LAYOUTS = [Layout(1, n, SIMULATED_GROUP, (0, 1, 2), folds) for n in (1, 2, 3) for folds in (1, 2)]
+LAYOUTS += [
+    Layout(1, n, SIMULATED_GROUP, (0, 1, 2), 0, balanced=RowPermutation(ORDER, ORDER.argsort(), CHUNKS)) for n in (2, 3)
+]
 
 
 def made(x: Tensor, layout: Layout) -> Tensor:
     """What a graph makes of this rank's rows: sin(2 x)."""
-    rows = layout.rows(x)
-    return leaving((rows * 2).sin(), layout, x.shape[layout.dim])
+    rows = layout.local_rows(x)
+    return from_local((rows * 2).sin(), layout, x.shape[layout.dim])
 
 
 def on_ranks(layout: Layout, run: Callable[[Layout], object]) -> list[object]:
@@ -37,7 +39,7 @@ def on_ranks(layout: Layout, run: Callable[[Layout], object]) -> list[object]:
 
 
 def next_graph(y: Tensor, layout: Layout) -> Tensor:
-    return leaving((entering(y, layout) * W).cos(), layout, y.shape[layout.dim])
+    return from_local((to_local(y, layout) * W).cos(), layout, y.shape[layout.dim])
 
 
 WAYS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
@@ -68,7 +70,7 @@ def _written(
     alias, version, new = y.detach(), y._version, then(y)
     if isinstance(y, Sharded):
         write(y, new)
-        assert reads or not alias.is_whole
+        assert reads or not alias.is_gathered
     else:
         y.copy_(new)
     assert y._version > version
@@ -114,7 +116,7 @@ PARTS = {
 def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
     """Of a dim with a batch or heads in it, or a window: read, passed on and added up; and its gradient."""
     shape, where = PARTS[part]
-    layout = Layout(n=3, group=GROUP, order=tuple(range(len(shape))), folds=folds, **where)
+    layout = Layout(n=3, group=SIMULATED_GROUP, order=tuple(range(len(shape))), folds=folds, **where)
 
     def loss_of(x: Tensor, start: Callable[..., Tensor], then: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         y = start(x, layout)
@@ -126,7 +128,7 @@ def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
         y = made(x, layout)
         assert isinstance(y, Sharded)
         assert y.shape == x.shape
-        return loss_of(x, made, lambda y, layout: leaving(entering(y, layout).cos(), layout, y.shape[layout.dim]))
+        return loss_of(x, made, lambda y, layout: from_local(to_local(y, layout).cos(), layout, y.shape[layout.dim]))
 
     one = X.reshape(shape).clone().requires_grad_()
     right = loss_of(one, lambda x, _: (x * 2).sin(), lambda y, _: y.cos())
@@ -165,8 +167,8 @@ def test_what_only_moves_it_reads_nothing(move: str) -> None:
         y = made(X, layout)
         moved = MOVES[move](y)
         assert isinstance(moved, Sharded)
-        assert not moved.is_whole
-        assert not y.is_whole
+        assert not moved.is_gathered
+        assert not y.is_gathered
 
     on_ranks(LAYOUTS[2], rank)
 
@@ -196,8 +198,8 @@ def test_what_reads_it_makes_it_and_its_aliases_whole(read: str) -> None:
         y = made(X, layout)
         other = y.detach()
         found, right = READS[read](y), READS[read]((X * 2).sin()) if read != "full" else (X * 2).sin()
-        assert y.is_whole
-        assert other.is_whole
+        assert y.is_gathered
+        assert other.is_gathered
         if isinstance(found, Tensor):
             assert type(found) is Tensor
             torch.testing.assert_close(found, right)
@@ -218,7 +220,7 @@ def test_data_that_is_assigned() -> None:
         y.data = X
         torch.testing.assert_close(y.full(), X)
         y.data = made(X + 1, layout)
-        assert not y.is_whole
+        assert not y.is_gathered
         torch.testing.assert_close(y.data.full(), (X * 2 + 2).sin())
         torch.testing.assert_close(other.full(), (X * 2).sin())
         with pytest.raises(SpError, match=r"SP322: .*got \(1, 7, 3\) torch.float64"):
@@ -232,7 +234,7 @@ def test_it_is_gathered_once() -> None:
     told: list[str] = []
 
     def rank(layout: Layout) -> None:
-        y = leaving(layout.rows(X), layout, LENGTH, Origin("the states", told.append))
+        y = from_local(layout.local_rows(X), layout, LENGTH, Origin("the states", told.append))
         whole = [y.full(), y.detach().full(), y.mul(1)]
         assert whole[0].data_ptr() == whole[1].data_ptr() == y.data_ptr()
 
@@ -249,7 +251,7 @@ def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> Non
         assert y.sum().isfinite()
         with FakeTensorMode():
             rows = y.local
-        assert y.is_whole
+        assert y.is_gathered
         torch.testing.assert_close(rows, right)
 
     on_ranks(layout, rank)
@@ -278,7 +280,7 @@ def test_a_stream_is_told_to_what_there_is() -> None:
         y = made(X, layout)
         with suppress(NotImplementedError):
             torch.ops.aten.record_stream(y, torch.Stream(device="cpu"))
-        return not y.is_whole
+        return not y.is_gathered
 
     assert all(all(on_ranks(layout, rank)) for layout in LAYOUTS)
 
@@ -287,8 +289,8 @@ def test_the_memory_of_the_whole_is_in_its_order() -> None:
     """A result that lies transposed on one device: `view` works where it does there."""
 
     def rank(_: int) -> None:
-        layout = Layout(1, 2, GROUP, (1, 0, 2))
-        y = leaving(layout.rows(X), layout, LENGTH)
+        layout = Layout(1, 2, SIMULATED_GROUP, (1, 0, 2))
+        y = from_local(layout.local_rows(X), layout, LENGTH)
         right = X.transpose(0, 1).contiguous().transpose(0, 1)
         assert y.stride() == y.full().stride() == right.stride()
         torch.testing.assert_close(y.transpose(0, 1).view(-1, 3), right.transpose(0, 1).view(-1, 3))

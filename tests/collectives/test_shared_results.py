@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.lowering.collectives.shard_storage import HeldRows
+from sp_compile.lowering.collectives.shard_storage import ShardStorage
 from sp_compile.lowering.collectives.sharded import Sharded
 
 D = 8
@@ -165,13 +165,13 @@ def compared(program: str, length: int, product: bool, options: dict[str, Any]) 
 LAZY, EAGER = {"compiler": "aot_eager", "outputs": "lazy"}, {"compiler": "aot_eager"}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_in_shards(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, False, LAZY) == [[]] * 2
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(all_blocks=18)
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gathered(ranks: Ranks, program: str, product: bool) -> None:
@@ -219,15 +219,15 @@ def reads_of_views() -> tuple[list[bool], int, int, float]:
     assert isinstance(heads, Sharded)
     assert isinstance(part, Sharded)
     counted = [0]
-    read = HeldRows.read
+    read = ShardStorage.read
 
-    def counting(held: HeldRows) -> Tensor:
-        counted[0] += held.whole is None and type(held.near) is Tensor  # not a compiler's
+    def counting(held: ShardStorage) -> Tensor:
+        counted[0] += held.full is None and type(held.local_like) is Tensor  # not a compiler's
         return read(held)
 
-    with mock.patch.object(HeldRows, "read", counting):
+    with mock.patch.object(ShardStorage, "read", counting):
         after(heads, h).backward()
-        in_graphs, apart = counted[0], [x.is_whole for x in (part, h, heads)]
+        in_graphs, apart = counted[0], [x.is_gathered for x in (part, h, heads)]
         total = heads.detach().sum() + part.detach().sum() + h.detach().sum()
     alone = Model("views of one view", True)
     part, h, heads = alone(x)

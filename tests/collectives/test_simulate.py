@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sp_compile.lowering  # noqa: F401
-from sp_compile.lowering.comm.simulate import GROUP, SimulationError, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, SimulationError, run_ranks
 
 sp = torch.ops.sp
 
@@ -17,7 +17,7 @@ def test_an_error_is_raised_with_its_rank() -> None:
     def live(rank: int) -> torch.Tensor:
         if rank == 1:
             raise KeyError("boo")
-        return sp.all_reduce(torch.ones(2), 3, GROUP)
+        return sp.all_reduce(torch.ones(2), 3, SIMULATED_GROUP)
 
     with pytest.raises(KeyError, match="boo") as caught:
         run_ranks(3, live)
@@ -27,7 +27,7 @@ def test_an_error_is_raised_with_its_rank() -> None:
 def test_an_error_in_backward_ends_the_other_ranks() -> None:
     def live(rank: int) -> None:
         x = torch.ones(2, requires_grad=True)
-        y = sp.reduce_grad([x], "reduce", 2, GROUP)[0]
+        y = sp.reduce_grad([x], "reduce", 2, SIMULATED_GROUP)[0]
         if rank == 1:
             y.register_hook(lambda grad: 1 / 0)
         y.sum().backward()
@@ -40,9 +40,9 @@ def test_a_collective_on_the_way_out_does_not_wait() -> None:
     def live(rank: int) -> None:
         try:
             assert rank != 1, "boo"
-            sp.all_reduce(torch.ones(2), 3, GROUP)
+            sp.all_reduce(torch.ones(2), 3, SIMULATED_GROUP)
         finally:
-            sp.all_reduce(torch.ones(2), 3, GROUP)
+            sp.all_reduce(torch.ones(2), 3, SIMULATED_GROUP)
 
     with pytest.raises(AssertionError, match="boo"):
         run_ranks(3, live)
@@ -52,7 +52,7 @@ def test_a_collective_on_the_way_out_does_not_wait() -> None:
 def test_a_rank_that_returns_early_is_noticed(last: bool) -> None:
     def live(rank: int) -> None:
         if (rank == 2) != last:
-            sp.all_reduce(torch.ones(2), 3, GROUP)
+            sp.all_reduce(torch.ones(2), 3, SIMULATED_GROUP)
 
     with pytest.raises(SimulationError, match="rank 2: " + ("finished" if last else "all_reduce")):
         run_ranks(3, live)
@@ -60,7 +60,7 @@ def test_a_rank_that_returns_early_is_noticed(last: bool) -> None:
 
 def test_different_calls_are_named() -> None:
     with pytest.raises(SimulationError) as caught:
-        run_ranks(2, lambda rank: sp.all_reduce(torch.ones(2 + rank), 2, GROUP))
+        run_ranks(2, lambda rank: sp.all_reduce(torch.ones(2 + rank), 2, SIMULATED_GROUP))
     assert caught.value.code == "SP571"
     assert caught.value.cause.endswith("\n  rank 0: all_reduce of float32[2]\n  rank 1: all_reduce of float32[3]")
 
@@ -73,7 +73,7 @@ def test_each_rank_draws_what_the_caller_would() -> None:
 
     def live(rank: int) -> list[torch.Tensor]:
         first = torch.rand(2)
-        sp.all_reduce(first, 3, GROUP)
+        sp.all_reduce(first, 3, SIMULATED_GROUP)
         return [first, torch.rand(2)]
 
     for drawn in run_ranks(3, live):

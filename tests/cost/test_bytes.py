@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.simulate import GROUP
-from sp_compile.passes.context import Settings
-from sp_compile.passes.cost.collective_time import bytes_of
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.passes.context import PassSettings
+from sp_compile.passes.cost.collective_time import collective_bytes
 from sp_compile.passes.cost.machine import CPU, Machine
-from sp_compile.passes.cost.scan_cost import Carries, choose_exchange
+from sp_compile.passes.cost.scan_cost import CarryExchangeCost, choose_exchange
 from sp_compile.passes.report import Report
 from sp_compile.passes.strategies import scan_demands as scan_strategy
 from sp_compile.passes.strategies.attention import choose_attention as attention_strategy
@@ -33,7 +33,7 @@ BYTES = Machine.of("cpu", {**FREE, **ONE, **NONE})
 
 def report_of(fn: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Report:
     gm = captured(fn, x.requires_grad_())
-    return run_pipeline(gm, Settings(Ranks(N, GROUP), machine=BYTES, **options))[1]
+    return run_pipeline(gm, PassSettings(Ranks(N, SIMULATED_GROUP), machine=BYTES, **options))[1]
 
 
 def attending(heads: int, kv_heads: int, window: int | None) -> Callable[[Tensor], Tensor]:
@@ -57,13 +57,13 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize(("kind", "relayout", "heads", "kv_heads", "window"), CASES)
 def test_attention(
     monkeypatch: pytest.MonkeyPatch, kind: str, relayout: bool, heads: int, kv_heads: int, window: int | None
 ) -> None:
     taken = lambda found: next(c for c in found if (c.kind, c.relayout) == (kind, relayout))  # noqa: E731
-    monkeypatch.setattr(attention_strategy, "choose", taken)
+    monkeypatch.setattr(attention_strategy, "choose_attention", taken)
     x = torch.randn(BATCH, LENGTH, heads * DIM, dtype=torch.bfloat16)
     report = report_of(attending(heads, kv_heads, window), x, attention=kind, outputs="local")
     (decision,) = report.attention
@@ -75,9 +75,9 @@ def test_attention(
 
 @pytest.mark.parametrize("exchange", ["gather", "steps"])
 def test_scans(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
-    made: list[Carries] = []
+    made: list[CarryExchangeCost] = []
 
-    def chosen(nbytes: int, n: int, machine: Machine, folds: int) -> Carries:
+    def chosen(nbytes: int, n: int, machine: Machine, folds: int) -> CarryExchangeCost:
         made.append(choose_exchange(nbytes, n, machine, 1 if exchange == "steps" else 2))
         return made[-1]
 
@@ -91,5 +91,5 @@ def test_scans(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
 def test_chunks_that_a_fold_moves(n: int) -> None:
     """Two chunks a rank; the busiest one counts."""
-    sent = [sum(to != rank for to in routes.ends(routes.fold("g"), rank, n)[0]) for rank in range(n)]
-    assert bytes_of("fold", 2, n) == max(sent)
+    sent = [sum(to != rank for to in routes.route_ends(routes.fold_route("g"), rank, n)[0]) for rank in range(n)]
+    assert collective_bytes("fold", 2, n) == max(sent)

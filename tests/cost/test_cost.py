@@ -11,10 +11,17 @@ import torch
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.passes.cost import attention_cost as attention
-from sp_compile.passes.cost.attention_cost import Candidate, Shape, candidates, choose, fastest, halving
-from sp_compile.passes.cost.decision import described
+from sp_compile.passes.cost.attention_cost import (
+    AttentionShape,
+    Candidate,
+    all_candidates,
+    choose_attention,
+    fastest_candidate,
+    halving_documents,
+)
+from sp_compile.passes.cost.decision import describe_shape
 from sp_compile.passes.cost.machine import CPU, GPU, Machine
-from sp_compile.passes.cost.walk.workspace import workspace_of
+from sp_compile.passes.cost.walk.workspace import op_workspace
 
 LINKS = {f"{kind}_bandwidth": 1.0 for kind in ("all_to_all", "all_gather", "hop")}
 BYTES = replace(  # seconds are bytes: nothing but exchanges costs, and none of them hides
@@ -36,11 +43,11 @@ CHART = {
 }
 
 
-def shape(n: int, heads: int = 64, kv_heads: int = 8, rows: int = 1024, **changes: Any) -> Shape:
+def shape(n: int, heads: int = 64, kv_heads: int = 8, rows: int = 1024, **changes: Any) -> AttentionShape:
     """A causal bfloat16 attention of `rows` positions per rank and 128 dims a head."""
     sizes = {"batch": 1, "q_len": n * rows, "kv_len": n * rows, "head_dim": 128, "v_head_dim": 128}
     given = {**sizes, "element_size": 2, "causal": True, "order": LAYOUTS["zigzag"], **changes}
-    return Shape(n=n, heads=heads, kv_heads=kv_heads, **given)
+    return AttentionShape(n=n, heads=heads, kv_heads=kv_heads, **given)
 
 
 def of(found: list[Candidate], kind: str, ulysses: int = 0, layout: str = "") -> Candidate:
@@ -55,15 +62,15 @@ def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
     rows, keys = s.q_rows, s.kv_len
 
     def taken(kind: str, layout: str, ulysses: int = 0) -> float:
-        with_it = of(candidates(s, GPU), kind, ulysses, layout)
-        with mock.patch.object(attention, "FLASH", frozenset()):
-            return with_it.memory - of(candidates(s, GPU), kind, ulysses, layout).memory
+        with_it = of(all_candidates(s, GPU), kind, ulysses, layout)
+        with mock.patch.object(attention, "FLASH_RATE", frozenset()):
+            return with_it.memory - of(all_candidates(s, GPU), kind, ulysses, layout).memory
 
     def walked(heads: int, of_keys: int, rows: int, keys: int) -> int:
         q, k = (
             torch.empty(1, *size, 128, dtype=torch.bfloat16, device="meta") for size in ((heads, rows), (of_keys, keys))
         )
-        return workspace_of(torch.ops.sp.attend_backward.default, [q, q, k, k])
+        return op_workspace(torch.ops.sp.attend_backward.default, [q, q, k, k])
 
     whole = kv_heads * 2 * 128 * 2 * keys  # behind it, gradients of all keys are packed, beside no keys
     assert taken("gather", "contiguous") == max(0, walked(64, kv_heads, rows, keys) - whole)
@@ -77,7 +84,7 @@ def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
 @pytest.mark.parametrize(("n", "heads", "kv_heads"), [(2, 8, 8), (4, 32, 8), (8, 64, 8), (16, 64, 8), (8, 64, 1)])
 def test_bytes(n: int, heads: int, kv_heads: int, element_size: int) -> None:
     s = shape(n, heads, kv_heads, batch=3, element_size=element_size)
-    found = candidates(s, BYTES)
+    found = all_candidates(s, BYTES)
     head, wide = 3 * 1024 * 128 * element_size, max(4, element_size) / element_size
     ulysses = (n - 1) / n * head * (2 * heads + 2 * max(kv_heads, n))
     assert of(found, "ulysses").forward == pytest.approx(ulysses)
@@ -89,7 +96,7 @@ def test_bytes(n: int, heads: int, kv_heads: int, element_size: int) -> None:
         assert of(found, kind).backward == pytest.approx(kv * (1 + wide * home))
     whole_keys = n * 2 * kv_heads * head  # with their gradients, or these and what is sent of them
     assert of(found, "gather").memory == max(whole_keys * (1 + wide), 2 * whole_keys * wide) + heads * head * wide
-    alone = candidates(replace(s, training=False), BYTES)
+    alone = all_candidates(replace(s, training=False), BYTES)
     assert of(alone, "gather").memory == whole_keys
     for hybrid in (c for c in found if c.kind == "hybrid"):
         u, r = hybrid.ulysses, hybrid.ring
@@ -100,8 +107,8 @@ def test_bytes(n: int, heads: int, kv_heads: int, element_size: int) -> None:
     }
 
 
-def ring_grads(s: Shape, machine: Machine) -> str:
-    return of(candidates(s, machine), "ring", layout="contiguous").ring_grads
+def ring_grads(s: AttentionShape, machine: Machine) -> str:
+    return of(all_candidates(s, machine), "ring", layout="contiguous").ring_grads
 
 
 def test_gradients_that_travel_make_one_hop_more() -> None:
@@ -110,7 +117,7 @@ def test_gradients_that_travel_make_one_hop_more() -> None:
     assert ring_grads(s, BYTES) == "scatter"
     slow_reduction = replace(BYTES, all_gather_bandwidth=0.5)
     assert ring_grads(s, slow_reduction) == "travel"
-    ring = of(candidates(s, slow_reduction), "ring")
+    ring = of(all_candidates(s, slow_reduction), "ring")
     assert ring.backward == 3 * hop + 4 * 2 * hop
     assert ring.rounds == (3, 7)
     assert ring_grads(shape(8, rows=8192), GPU) == "travel"  # all but its last hop hides
@@ -119,16 +126,16 @@ def test_gradients_that_travel_make_one_hop_more() -> None:
 
 def test_parts_of_gradients_have_to_fit() -> None:
     s = shape(8, 8, 8)
-    scattered = of(candidates(s, BYTES), "ring")
+    scattered = of(all_candidates(s, BYTES), "ring")
     assert scattered.ring_grads == "scatter"
-    travelling = of(candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
+    travelling = of(all_candidates(s, replace(BYTES, memory=scattered.memory - 1)), "ring")
     assert (travelling.ring_grads, travelling.legal) == ("travel", None)
     assert scattered.memory - travelling.memory == 2 * s.kv_heads * s.kv_bytes * 2 * 8
 
 
 def test_different_head_dims_and_lengths() -> None:
     s = shape(4, 8, 8, q_len=100, kv_len=37, head_dim=192, v_head_dim=128, causal=False)
-    found = candidates(s, BYTES)
+    found = all_candidates(s, BYTES)
     q, out, kv = 25 * 192 * 2, 25 * 128 * 2, 10 * (192 + 128) * 2
     assert of(found, "ulysses").forward == pytest.approx(3 / 4 * 8 * (q + kv + out))
     assert of(found, "ring").forward == pytest.approx(3 * 8 * kv)
@@ -153,17 +160,17 @@ def test_work_of_masks() -> None:
 def test_work_of_documents() -> None:
     """One of half the sequence, one of a quarter, ...: a third of the pairs of a causal mask over all of it."""
     s, other = shape(4, documents=True), shape(4, documents=True, causal=False)
-    assert sum(length for _, length in halving(4096)) == 4096
-    assert halving(1) == [(0, 1)]
+    assert sum(length for _, length in halving_documents(4096)) == 4096
+    assert halving_documents(1) == [(0, 1)]
     assert s.pairs(0, 4096) == pytest.approx(4096**2 / 6, rel=1e-3)
     # The second of 4 contiguous ranks has the second half of the longest one: three quarters of its pairs.
     assert s.imbalance(4) == pytest.approx(4 * (3 / 32) * 6, rel=1e-3)
     assert s.imbalance(4, "zigzag") == pytest.approx(1.5, rel=1e-3)  # of (7/128 + 1/128) and 1/24
     assert s.imbalance(4, "balanced") == 1
-    assert described(s).endswith("causal, documents")
+    assert describe_shape(s).endswith("causal, documents")
     assert other.imbalance(4) == pytest.approx(4 * (1 / 8) * 3, rel=1e-3)
-    ring = of(candidates(replace(s, order=LAYOUTS["balanced"]), BYTES), "ring", layout="balanced")
-    assert ring.seconds == of(candidates(s, BYTES), "ring", layout="contiguous").seconds
+    ring = of(all_candidates(replace(s, order=LAYOUTS["balanced"]), BYTES), "ring", layout="balanced")
+    assert ring.seconds == of(all_candidates(s, BYTES), "ring", layout="contiguous").seconds
 
 
 def test_plain_formulas_give_the_published_model() -> None:
@@ -172,13 +179,13 @@ def test_plain_formulas_give_the_published_model() -> None:
         s = shape(n, rows=8192)
         for kind, (model, _) in expected.items():
             machine = plain if kind == "ring" else replace(plain, memory_bandwidth=math.inf)
-            assert s.flops / of(candidates(s, machine), kind).forward / 1e12 == pytest.approx(model, rel=0.005)
+            assert s.flops / of(all_candidates(s, machine), kind).forward / 1e12 == pytest.approx(model, rel=0.005)
 
 
 def test_default_gpu_against_the_published_chart() -> None:
     for n, expected in CHART.items():
         s = shape(n, rows=8192)
-        found = candidates(s, GPU)
+        found = all_candidates(s, GPU)
         for kind, (model, chart) in expected.items():
             predicted = s.flops / of(found, kind).forward / 1e12
             assert predicted == pytest.approx(model, rel={"ulysses": 0.021, "gather": 0.04, "ring": 0.015}[kind])
@@ -186,7 +193,7 @@ def test_default_gpu_against_the_published_chart() -> None:
 
 
 def bytes_winner(n: int, heads: int, kv_heads: int) -> tuple[str, int]:
-    best = fastest(candidates(shape(n, heads, kv_heads, training=False), BYTES))
+    best = fastest_candidate(all_candidates(shape(n, heads, kv_heads, training=False), BYTES))
     return best.kind, best.ulysses
 
 
@@ -205,63 +212,65 @@ def test_rules_that_fall_out_of_the_bytes() -> None:
 
 def test_gradients_move_the_rules_towards_ulysses() -> None:
     """The gradients of K and V are reduced in float32: bytes both ways are 4 to 2 of the forward's, not 1 to 1."""
-    assert fastest(candidates(shape(4, 32, 8), BYTES)).kind == "ulysses"
-    assert fastest(candidates(shape(2, 32, 8), BYTES)).kind == "gather"
-    assert fastest(candidates(shape(8, 64, 4), BYTES)).kind == "gather"
+    assert fastest_candidate(all_candidates(shape(4, 32, 8), BYTES)).kind == "ulysses"
+    assert fastest_candidate(all_candidates(shape(2, 32, 8), BYTES)).kind == "gather"
+    assert fastest_candidate(all_candidates(shape(8, 64, 4), BYTES)).kind == "gather"
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU])
 @pytest.mark.parametrize("rows", [1024, 8192, 131072])
 def test_rules_that_survive_all_terms(machine: Machine, rows: int) -> None:
     for n in (4, 8):
-        assert choose(candidates(shape(n, 32, 32, rows), machine)).kind == "ulysses"
+        assert choose_attention(all_candidates(shape(n, 32, 32, rows), machine)).kind == "ulysses"
         short = machine is GPU and rows == 1024  # the launches of the cut blocks weigh as much as the bytes
-        assert short or choose(candidates(shape(n, 32, 1, rows), machine)).kind == "gather"
+        assert short or choose_attention(all_candidates(shape(n, 32, 1, rows), machine)).kind == "gather"
 
 
 def test_heads_decide_what_is_legal() -> None:
-    found = candidates(shape(4, 6, 6), GPU)
+    found = all_candidates(shape(4, 6, 6), GPU)
     assert of(found, "ulysses").legal == "4 ranks do not divide 6 query heads"
     assert of(found, "hybrid").legal is None
-    assert choose(found).kind != "ulysses"
-    assert [c.kind for c in candidates(shape(4, 5, 5, causal=False), GPU)] == ["ulysses", "gather", "ring"]
+    assert choose_attention(found).kind != "ulysses"
+    assert [c.kind for c in all_candidates(shape(4, 5, 5, causal=False), GPU)] == ["ulysses", "gather", "ring"]
     # Neither 6 ranks nor 4 key heads divide the other: all 12 heads are repeated.
     s = shape(6, 12, 4)
-    assert of(candidates(s, BYTES), "ulysses").forward == pytest.approx(5 / 6 * s.q_bytes * (2 * 12 + 2 * 12))
+    assert of(all_candidates(s, BYTES), "ulysses").forward == pytest.approx(5 / 6 * s.q_bytes * (2 * 12 + 2 * 12))
 
 
 def test_layouts() -> None:
     s = shape(4)
-    assert {c.layout for c in candidates(replace(s, causal=False), GPU)} == {"contiguous"}
-    assert {c.layout for c in candidates(replace(s, window=64), GPU)} == {"contiguous"}
-    assert {c.layout for c in candidates(replace(s, kv_len=128), GPU)} == {"contiguous"}
-    free, moved = (of(candidates(x, BYTES), "ring", 1, "zigzag") for x in (s, replace(s, order=LAYOUTS["contiguous"])))
+    assert {c.layout for c in all_candidates(replace(s, causal=False), GPU)} == {"contiguous"}
+    assert {c.layout for c in all_candidates(replace(s, window=64), GPU)} == {"contiguous"}
+    assert {c.layout for c in all_candidates(replace(s, kv_len=128), GPU)} == {"contiguous"}
+    free, moved = (
+        of(all_candidates(x, BYTES), "ring", 1, "zigzag") for x in (s, replace(s, order=LAYOUTS["contiguous"]))
+    )
     assert not free.relayout
     assert moved.relayout
     assert moved.forward - free.forward == s.q_bytes * (2 * 64 + 2 * 8)
     assert moved.collectives == free.collectives + 4
     halves = replace(shape(2), order=LAYOUTS["contiguous"])  # of two ranks, each keeps a half
-    moved = of(candidates(halves, BYTES), "ring", 1, "zigzag")
+    moved = of(all_candidates(halves, BYTES), "ring", 1, "zigzag")
     assert moved.forward == halves.q_bytes * (2 * 8 + (2 * 64 + 2 * 8) / 2)
 
 
 def test_a_window_needs_few_hops() -> None:
     for window, hops in [(1, 0), (2, 1), (1025, 1), (1026, 2), (10**6, 7)]:
         s = shape(8, window=window)
-        ring = of(candidates(s, BYTES), "ring", 1, "contiguous")
+        ring = of(all_candidates(s, BYTES), "ring", 1, "contiguous")
         assert ring.rounds[0] == hops
         assert ring.forward == hops * 16 * s.q_bytes
-    alone = of(candidates(shape(8, window=1), BYTES), "ring", 1)
+    alone = of(all_candidates(shape(8, window=1), BYTES), "ring", 1)
     assert (alone.rounds, alone.backward) == ((0, 0), 0)
-    assert of(candidates(shape(8, window=64, causal=False), BYTES), "ring").rounds[0] == 7
-    assert choose(candidates(shape(8, 8, 8, rows=8192, window=1024, training=False), CPU)).kind == "ring"
+    assert of(all_candidates(shape(8, window=64, causal=False), BYTES), "ring").rounds[0] == 7
+    assert choose_attention(all_candidates(shape(8, 8, 8, rows=8192, window=1024, training=False), CPU)).kind == "ring"
 
 
 def test_one_rank_and_inference() -> None:
-    (alone,) = candidates(shape(1), GPU)
+    (alone,) = all_candidates(shape(1), GPU)
     assert (alone.kind, alone.collectives, alone.memory) == ("ulysses", 0, 0)
     assert alone.forward == GPU.attention(shape(1).flops, 1024) + GPU.call
-    for c in candidates(shape(4, training=False), GPU):
+    for c in all_candidates(shape(4, training=False), GPU):
         assert c.backward == 0
         assert c.rounds[1] == 0
 
@@ -272,42 +281,44 @@ def candidate(kind: str, seconds: float, rounds: int = 4, memory: float = 1.0, *
 
 def test_ties() -> None:
     ring, ulysses, gather = candidate("ring", 1.0), candidate("ulysses", 1.04), candidate("gather", 1.03)
-    assert choose([ring, gather, ulysses]) == ulysses
-    assert choose([gather, ring]) == gather
-    assert choose([ring, candidate("ulysses", 1.06)]) == ring
-    assert choose([ulysses, candidate("gather", 1.05, rounds=3)]).kind == "gather"
-    assert choose([ulysses, candidate("gather", 1.05, rounds=3, memory=2.0)]) == ulysses
-    assert choose([ring, candidate("ulysses", 0.5, legal="no")]) == ring
+    assert choose_attention([ring, gather, ulysses]) == ulysses
+    assert choose_attention([gather, ring]) == gather
+    assert choose_attention([ring, candidate("ulysses", 1.06)]) == ring
+    assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3)]).kind == "gather"
+    assert choose_attention([ulysses, candidate("gather", 1.05, rounds=3, memory=2.0)]) == ulysses
+    assert choose_attention([ring, candidate("ulysses", 0.5, legal="no")]) == ring
     with pytest.raises(SpError, match="SP701: attention: ring: too large; gather: also"):
-        choose([candidate("ring", 1, legal="too large"), candidate("gather", 1, legal="also")])
+        choose_attention([candidate("ring", 1, legal="too large"), candidate("gather", 1, legal="also")])
 
 
 def test_the_order_of_candidates_does_not_matter() -> None:
     for n in (2, 4, 6, 8, 16):
-        found = candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
-        assert found == candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
-        assert choose(found) == choose(found[::-1])
+        found = all_candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
+        assert found == all_candidates(shape(n, 48, 4, order=LAYOUTS["contiguous"]), GPU)
+        assert choose_attention(found) == choose_attention(found[::-1])
 
 
 def test_memory_is_a_limit() -> None:
     s = shape(8, 32, 32, causal=False)
-    gather = of(candidates(s, GPU), "gather")
+    gather = of(all_candidates(s, GPU), "gather")
     allowed = replace(GPU, memory=gather.memory - 1)
-    assert of(candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB left"
+    assert of(all_candidates(s, allowed), "gather").legal == "528.0 MiB, with 528.0 MiB left"
     with pytest.raises(SpError, match="MiB left"):
-        choose(candidates(s, replace(GPU, memory=1)))
+        choose_attention(all_candidates(s, replace(GPU, memory=1)))
     masked = replace(s, mask=True)
-    assert of(candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len
+    assert of(all_candidates(masked, GPU), "gather").memory - gather.memory == s.q_rows * s.kv_len
 
 
 def test_groups_of_heads_where_they_hide_an_exchange() -> None:
     """As many as there are on a rank if a call costs nothing; none where nothing hides, or where calls cost more."""
     machine = replace(BYTES, flops=4e3, overlap=1.0)
-    (plain, grouped) = [c for c in candidates(shape(4), machine) if c.kind == "ulysses" and c.layout == "contiguous"]
+    (plain, grouped) = [
+        c for c in all_candidates(shape(4), machine) if c.kind == "ulysses" and c.layout == "contiguous"
+    ]
     assert (plain.chunks, grouped.chunks) == (1, 2)
     assert grouped.seconds < plain.seconds
-    assert choose([plain, grouped]) is grouped
+    assert choose_attention([plain, grouped]) is grouped
     compute = machine.attention(shape(4).flops, shape(4).kv_len)
     assert grouped.forward == pytest.approx(compute + (plain.forward - compute) / 2)
     for other in (replace(machine, overlap=0.0), replace(machine, call=1e12)):
-        assert [c.chunks for c in candidates(shape(4), other) if c.kind == "ulysses"] == [1]
+        assert [c.chunks for c in all_candidates(shape(4), other) if c.kind == "ulysses"] == [1]

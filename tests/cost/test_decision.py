@@ -9,46 +9,48 @@ from support.attention import toy_strategy
 from sp_compile import SPConfig, SpError
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.passes.cost.attention_cost import Strategy, candidates, choose
-from sp_compile.passes.cost.decision import Decision, described, merged, table
+from sp_compile.passes.cost.attention_cost import Strategy, all_candidates, choose_attention
+from sp_compile.passes.cost.decision import Decision, candidate_table, describe_shape, merge_decisions
 from sp_compile.passes.cost.machine import GPU
 from sp_compile.passes.report import Report
-from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.rule import RULES
 
 
 def test_table() -> None:
-    found = candidates(shape(4, 6, 2, order=LAYOUTS["contiguous"]), GPU)
-    chosen = choose(found)
-    lines = table(found, chosen).splitlines()
+    found = all_candidates(shape(4, 6, 2, order=LAYOUTS["contiguous"]), GPU)
+    chosen = choose_attention(found)
+    lines = candidate_table(found, chosen).splitlines()
     assert lines[0].split() == "attention U x R layout forward ms backward ms total ms memory MiB why".split()
     assert lines[2].startswith(chosen.kind)
     assert "chosen: " in lines[2]
     assert len(lines) == 2 + len(found)
     assert lines[-1].split("  ")[0] == "ulysses"
     assert lines[-1].endswith("4 ranks do not divide 6 query heads")
-    assert "zigzag, moved" in table(found, chosen)
+    assert "zigzag, moved" in candidate_table(found, chosen)
     other = next(c for c in found if c != chosen and c.legal is None)
-    assert "chosen: asked for" in table(found, other)
-    assert "chosen: asked for" in table(found, chosen, asked=True)  # it may be the fastest, too
+    assert "chosen: asked for" in candidate_table(found, other)
+    assert "chosen: asked for" in candidate_table(found, chosen, asked=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, as many collectives, and ulysses is preferred to" in table(tied, tied[1])
+    assert "chosen: within 5 % of ring 1 x 4, as many collectives, and ulysses is preferred to" in candidate_table(
+        tied, tied[1]
+    )
     tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in table(tied, tied[1])
+    assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in candidate_table(tied, tied[1])
 
 
 def test_report() -> None:
     s = shape(2, 8, 8)
-    found = candidates(s, GPU)
-    one = Decision(s, found, choose(found))
-    assert [d.nodes for d in merged([one, one, one])] == [3]
-    assert "chosen: asked for" in str(replace(one, asked=True))
+    found = all_candidates(s, GPU)
+    one = Decision(s, found, choose_attention(found))
+    assert [d.nodes for d in merge_decisions([one, one, one])] == [3]
+    assert "chosen: asked for" in str(replace(one, requested=True))
     report, other = Report(n=2, attention=[one]), Report(n=2, attention=[one])
     report.merge(other)
     assert [d.nodes for d in report.attention] == [2]
     assert "Attention, predicted\n2 x batch 1, 8 heads x 128, 2048 positions, causal\nattention " in str(report)
     cross = replace(shape(2, 8, 2, causal=False, training=False, mask=True), kv_len=77, v_head_dim=64, window=9)
-    assert described(cross) == (
+    assert describe_shape(cross) == (
         "batch 1, 8 heads (2 of keys) x 128/64, 2048 x 77 keys positions, window 9, mask as data, no gradient"
     )
 
@@ -56,12 +58,12 @@ def test_report() -> None:
 def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
     op, before = toy_strategy.Toy.op, dict(RULES)
     with toy_strategy.registered():
-        assert SPConfig(attention="toy").attention == strategy_of(op).name
+        assert SPConfig(attention="toy").attention == op_strategy(op).name
         assert RULES.keys() - before.keys() == {op}
-        assert "toy" in {c.kind for c in candidates(shape(4), GPU)}
-    assert strategy_of(op) is None
+        assert "toy" in {c.kind for c in all_candidates(shape(4), GPU)}
+    assert op_strategy(op) is None
     assert before == RULES
-    assert "toy" not in {c.kind for c in candidates(shape(4), GPU)}
+    assert "toy" not in {c.kind for c in all_candidates(shape(4), GPU)}
     with pytest.raises(SpError, match="SP103: attention"):
         SPConfig(attention="toy")
 

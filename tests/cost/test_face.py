@@ -25,22 +25,22 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile.passes.context import Note, NoteKind, RegionInTiles
-from sp_compile.passes.cost.attention_cost import Shape, candidates
+from sp_compile.passes.context import Note, NoteKind, TiledRegion
+from sp_compile.passes.cost.attention_cost import AttentionShape, all_candidates
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.exchange_cost import Exchange
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.cost.offload_cost import OnHost
-from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, written
-from sp_compile.passes.cost.walk.liveness import Alive
+from sp_compile.passes.cost.offload_cost import HostValues
+from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, format_bytes
+from sp_compile.passes.cost.walk.liveness import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.planner import command
 from sp_compile.planner import report_json as record
 from sp_compile.planner.command import main
-from sp_compile.planner.page import HEIGHT, MOST_POINTS, page
+from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, page
 from sp_compile.planner.plan import StepPlan, Variant
-from sp_compile.planner.report_json import of_plan, of_report
+from sp_compile.planner.report_json import plan_json, report_json
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NODE = shutil.which("node")
@@ -88,7 +88,7 @@ def report() -> Report:
         Exchange("all_to_all", "a", "model.py:3: attend(x)", "2 x 3", 100, 50),
         Exchange("all_gather", "g", "model.py:4: sort(x)", "4", 10, 0),
     ]
-    tiled = [RegionInTiles("linear", "model.py:5: head(x)", 4, 64, 2048, 512)]
+    tiled = [TiledRegion("linear", "model.py:5: head(x)", 4, 64, 2048, 512)]
     return Report(2, notes=notes, exchanges=exchanges, inputs={"x": [1]}, step=step, tiled=tiled)
 
 
@@ -103,7 +103,7 @@ def row(ranks: int, seconds: float, fits: bool) -> Variant:
 
 
 def test_a_report_as_json() -> None:
-    found = json.loads(json.dumps(of_report(report())))
+    found = json.loads(json.dumps(report_json(report())))
     assert (found["format"], found["version"], found["ranks"]) == ("sp_compile.report", 1, 2)
     assert found["collectives"][0]["forward_bytes"] == 100
     kinds = {block["where"]: block["kind"] for block in found["blocks"]}
@@ -123,7 +123,7 @@ def test_an_infinite_error_is_json() -> None:
     """To which infinity is no number."""
     made = report()
     made.errors = [("result 0: torch.float32, on one device torch.float64", math.inf), ("result 1", 0.5)]
-    found = of_report(made)
+    found = report_json(made)
     json.dumps(found, allow_nan=False)
     assert [one["error"] for one in found["errors"]] == [None, 0.5]
     assert "infinite" in Page(page(found)).text
@@ -133,36 +133,36 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     """Of 8 ranks each has an eighth of the state, and the gradients of a moment are in it."""
     made = report()
     assert made.step is not None
-    assert of_report(made)["memory"]["constant_bytes"] == made.step.state
+    assert report_json(made)["memory"]["constant_bytes"] == made.step.state
     made.step.shards = 8
-    memory = of_report(made)["memory"]
+    memory = report_json(made)["memory"]
     assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
     assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of its shards, whatever the ranks of the sequence"
     words = "8 shards of parameters and state of the optimizer, buffers, inputs"
-    assert f"{words}: {written(made.step.in_shards(8))}" in page(of_report(made))
-    assert f"peak of a rank {written(made.step.fsdp(8))}, with" in made.step.text(8)
+    assert f"{words}: {format_bytes(made.step.in_shards(8))}" in page(report_json(made))
+    assert f"peak of a rank {format_bytes(made.step.fsdp(8))}, with" in made.step.text(8)
 
 
 def test_a_page_has_a_ranks_own_state_in_its_table() -> None:
     made = report()
     assert made.step is not None
-    assert "shards of parameters" not in page(of_report(made))
+    assert "shards of parameters" not in page(report_json(made))
     made.step.shards = 8
-    text = Page(page(of_report(made))).text
-    words = f"8 shards of parameters (256 B) and state of the optimizer ({written(512)})"
-    assert f"{words}{written((256 + 512) // 8)}" in text
-    assert f"peak of the step{written(made.step.fsdp(8))}" in text
-    assert f"peak, with the state on every rank{written(made.step.peak)}" in text
+    text = Page(page(report_json(made))).text
+    words = f"8 shards of parameters (256 B) and state of the optimizer ({format_bytes(512)})"
+    assert f"{words}{format_bytes((256 + 512) // 8)}" in text
+    assert f"peak of the step{format_bytes(made.step.fsdp(8))}" in text
+    assert f"peak, with the state on every rank{format_bytes(made.step.peak)}" in text
 
 
 def test_a_line_keeps_what_is_saved_of_it() -> None:
     whole, line = report(), "model.py:3: attend(x)"
     assert whole.step is not None
-    held = [Alive("a", line, 7, "saved"), Alive("b", line, 5, "saved"), Alive("c", line, 9, "value")]
+    held = [LiveValue("a", line, 7, "saved"), LiveValue("b", line, 5, "saved"), LiveValue("c", line, 9, "value")]
     backward = MagicMock(moments=[], end=0, alive=lambda index: held)
     whole.step.graphs[0].backward = backward
-    assert {block["where"]: block["kept_bytes"] for block in of_report(whole)["blocks"]}[line] == 7 + 5
+    assert {block["where"]: block["kept_bytes"] for block in report_json(whole)["blocks"]}[line] == 7 + 5
 
 
 REPORT = {
@@ -211,14 +211,14 @@ def flat(found: Any) -> set[str]:
 
 def test_names_in_json_are_those_that_are_documented() -> None:
     sizes = {"q_len": 64, "kv_len": 64, "heads": 4, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8}
-    shape = Shape(n=2, batch=1, element_size=4, **sizes)
-    ways = candidates(shape, Machine.of("cpu", {}))
+    shape = AttentionShape(n=2, batch=1, element_size=4, **sizes)
+    ways = all_candidates(shape, Machine.of("cpu", {}))
     whole = report()
     assert whole.step is not None
-    whole.step.graphs[0].offloaded = OnHost(1, 2, 3, 0.5, 0.25)
+    whole.step.graphs[0].offloaded = HostValues(1, 2, 3, 0.5, 0.25)
     whole.attention = [Decision(shape, ways, ways[0])]
     whole.errors = [("result 0", 1e-12)]
-    found = of_report(whole), of_plan(plan_of(row(8, 1.0, True)))
+    found = report_json(whole), plan_json(plan_of(row(8, 1.0, True)))
     assert [names(one) for one in found] == [REPORT, PLAN]
     assert [one["version"] for one in found] == [1, 1]
     told = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
@@ -226,16 +226,16 @@ def test_names_in_json_are_those_that_are_documented() -> None:
 
 
 def test_a_plan_as_json() -> None:
-    found = json.loads(json.dumps(of_plan(plan_of(row(8, 1.0, False), row(16, 3.0, True), row(32, 2.0, True)))))
+    found = json.loads(json.dumps(plan_json(plan_of(row(8, 1.0, False), row(16, 3.0, True), row(32, 2.0, True)))))
     assert found["best"] == 2
     options = {"attention": "ring", "layout": "zigzag", "param_grads": "partial", "tiles": 16, "offload": 0.5}
     options["state"] = "sharded"
     assert found["ways"][2]["options"] == options
-    assert of_plan(plan_of(row(8, 1.0, False)))["best"] is None
+    assert plan_json(plan_of(row(8, 1.0, False)))["best"] is None
 
 
 def test_a_page_is_whole_and_has_all() -> None:
-    text = page(of_report(report()))
+    text = page(report_json(report()))
     found = Page(text)
     assert not found.open
     assert not found.away
@@ -244,7 +244,7 @@ def test_a_page_is_whole_and_has_all() -> None:
     assert "<b>" not in text
     assert found.met["svg"] == found.met["input"] == 1
     (area,) = re.findall('<path d="([^"]+)" fill', text)
-    first, second, *_ = [HEIGHT - float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", area)]
+    first, second, *_ = [CHART_HEIGHT - float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", area)]
     state = 256 + 512 + 2048
     assert first / second == pytest.approx((state + 2048) / (state + 4096), rel=1e-2), "of the curve, above what stays"
     assert found.met["div.exchanged"] >= 1
@@ -255,17 +255,17 @@ def test_a_page_is_whole_and_has_all() -> None:
 def test_a_page_says_what_waits_on_the_host() -> None:
     whole = report()
     assert whole.step is not None
-    whole.step.graphs[0].offloaded = OnHost(1, 2048, 1024, 0.5, 0.25)
+    whole.step.graphs[0].offloaded = HostValues(1, 2048, 1024, 0.5, 0.25)
     said = "Of 3.0 KiB kept for the backward 2.0 KiB wait in the host's memory; copies take 0.5 s each way, 0.25 s of"
-    assert said in Page(page(of_report(whole))).text.replace("\n", "")
-    assert "host" not in Page(page(of_report(report()))).text
+    assert said in Page(page(report_json(whole))).text.replace("\n", "")
+    assert "host" not in Page(page(report_json(report()))).text
 
 
 def test_the_highest_of_many_points_is_drawn() -> None:
     """A spike between the points of a long step that have room in the picture."""
-    found = of_report(report())
+    found = report_json(report())
     point = found["memory"]["curve"][0]
-    found["memory"]["curve"] = [{**point, "values_bytes": 0} for _ in range(3 * MOST_POINTS)]
+    found["memory"]["curve"] = [{**point, "values_bytes": 0} for _ in range(3 * MAX_POINTS)]
     found["memory"]["curve"][4] = {**point, "values_bytes": 10 * 2**30, "where": "model.py:9: spike(x)"}
     assert "10.0 GiB at model.py:9: spike(x)" in Page(page(found)).text
 
@@ -291,7 +291,7 @@ def test_what_is_whole_is_marked_and_comes_first() -> None:
     """Rows with equal words are one, though their nodes differ; each collective says what it moves."""
     made = report()
     made.notes += [Note(NoteKind.GATHERED, "gather", "a place", node, "model.py:4: sort(x)") for node in "ab"]
-    text = page(of_report(made))
+    text = page(report_json(made))
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
     assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
     assert "<td>2</td>" in rows[2]
@@ -300,7 +300,7 @@ def test_what_is_whole_is_marked_and_comes_first() -> None:
 
 def test_what_can_be_searched() -> None:
     """Every row of every table and every line of the strip is found by the script, which is about the page's own box."""
-    found = of_report(report())
+    found = report_json(report())
     met = Page(page(found)).met
     assert met["tr[data-find]"] == met["tr"] - met["thead"] > 0
     assert met["div[data-find]"] == len(found["blocks"]) > 0
@@ -316,7 +316,7 @@ def script_of(text: str) -> str:
 def test_the_script_hides_rows_without_the_words() -> None:
     rows = [["model.py:4: sort(x)", "gathered whole"], ["Sort", ""], ["matmul", "gathered"], ["nothing", None]]
     typed = ["SORT gather", "sort", "", "a b c"]
-    script = ROWS % tuple(map(json.dumps, (rows, script_of(page(of_report(report()))), typed)))
+    script = ROWS % tuple(map(json.dumps, (rows, script_of(page(report_json(report()))), typed)))
     found = subprocess.run([str(NODE), "-e", script], capture_output=True, text=True, timeout=60, check=True)
     wanted = [[True, True, False, False, False], [True, True, True, False, False]]
     wanted += [[False, *[True] * 4], [True, *[False] * 4]]  # nothing is folded while something is searched for
@@ -330,7 +330,7 @@ def test_a_browser_searches_the_page(tmp_path: Path) -> None:
     typed = "const box = document.getElementById('search'); box.value = 'SORT gather';"
     script = f"<script>{typed} box.dispatchEvent(new Event('input'))</script></body>"
     path = tmp_path / "page.html"
-    path.write_text(page(of_report(report())).replace("</body>", script))
+    path.write_text(page(report_json(report())).replace("</body>", script))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     found = subprocess.run(
         [str(BROWSER), *options, path.as_uri()], capture_output=True, text=True, timeout=240, check=True
@@ -377,7 +377,7 @@ def within(a: Sequence[float], b: Sequence[float]) -> bool:
 def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> None:
     """Whole, nothing on top of another, the peak where the area is highest, and of a rank what its options say."""
     options = {"param_grads": "partial", "state": "sharded"} if state == "sharded" else {}
-    found = of_report(sp_compile.explain(Decoder(), tokens(64), sp=2, memory=True, tiles=2, **options))
+    found = report_json(sp_compile.explain(Decoder(), tokens(64), sp=2, memory=True, tiles=2, **options))
     seen = seen_by_a_browser(tmp_path / "page.html", found)
 
     (strip,), cells = seen["strip"], seen["cells"]
@@ -404,7 +404,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
 
     memory = found["memory"]
     most = max(point["values_bytes"] for point in memory["curve"]) + memory["constant_bytes"]
-    assert any(word.startswith(f"{written(most)} at ") for word in words)
+    assert any(word.startswith(f"{format_bytes(most)} at ") for word in words)
     assert (memory["shards"], "2 shards of parameters" in seen["text"]) == ((2, True) if options else (1, False))
     assert any(("2 shards" in word) == bool(options) for word in words if word.startswith("constant: "))
 
@@ -412,7 +412,7 @@ def test_a_browser_shows_the_strip_and_the_chart(state: str, tmp_path: Path) -> 
 def test_a_page_of_a_plan() -> None:
     """The fastest of each number of ranks is marked, and what does not fit; numbers are written out."""
     ways = row(8, 1.0, False), row(16, 3.0, True), row(16, 2.0, True), row(32, 0.001, True)
-    found = Page(page(of_plan(plan_of(*ways))))
+    found = Page(page(plan_json(plan_of(*ways))))
     assert (found.met["tr.best"], found.met["tr.misses"]) == (2, 1)
     assert "1,000,000" in found.text
     assert "8 ranks: too little" in found.text
@@ -482,7 +482,7 @@ def test_a_head_in_tiles_stands_before_its_loss() -> None:
         logits = model(ids)
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
-    found = of_report(sp_compile.explain(loss, tokens(16), sp=2, memory=True, tiles=2))
+    found = report_json(sp_compile.explain(loss, tokens(16), sp=2, memory=True, tiles=2))
     kinds = {block["where"].partition(": ")[2]: block["kind"] for block in found["blocks"]}
     head, end = (next(i for i, line in enumerate(kinds) if word in line) for word in ("self.head(", "cross_entropy"))
     assert head < end
@@ -498,7 +498,7 @@ def test_files_of_a_command(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(command, name, lambda *given, **options: made)
     files = [tmp_path / "out.json", tmp_path / "out.html"]
     assert main([name, "face_model:small", "--json", str(files[0]), "--html", str(files[1])]) == 0
-    found = of_plan(made) if isinstance(made, StepPlan) else of_report(made)
+    found = plan_json(made) if isinstance(made, StepPlan) else report_json(made)
     assert json.loads(files[0].read_text()) == json.loads(json.dumps(found))
     assert files[1].read_text() == page(found)
 

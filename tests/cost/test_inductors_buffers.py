@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
-from sp_compile.passes.cost.walk.liveness import Walk, walk
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, walk
 
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
 
 
-def walked(fn: Callable[..., Any], saved: str = "", **inputs: Tensor) -> Walk:
+def walked(fn: Callable[..., Any], saved: str = "", **inputs: Tensor) -> LivenessWalk:
     """Of a graph with inputs of these names. saved: those that end."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs.values()).graph
     nodes = dict(zip(inputs, graph.find_nodes(op="placeholder")))
@@ -97,7 +97,7 @@ def test_a_gpu_adds_in_the_kernel_that_goes_on() -> None:
         ("meta", lambda x: x, ["add"]),
     ):
         on_it = {name: x.to(device) for name, x in inputs.items()}
-        assert [m.name for m in walked(partial(fn, then=then), **on_it).moments] == names
+        assert [m.name for m in walked(partial(fn, map_rows=then), **on_it).moments] == names
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -110,7 +110,7 @@ def test_kept_is_what_inductor_keeps(device: str) -> None:
     x = torch.randn(1, 2, 64, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     step = sp_compile.explain(fn, x, sp=1, memory=True, compiler="inductor").step
     assert step is not None
-    kept = {held.name for graph in step.graphs for _, held in graph.kept}
+    kept = {held.name for graph in step.graphs for _, held in graph.saved_bytes}
     assert {"add", "add_1", "getitem", "getitem_1"} <= kept
     assert not [name for name in kept if name.startswith(("alias", "detach"))]
 

@@ -18,10 +18,10 @@ from support.ranks import Ranks
 from sp_compile.lowering.base.ranks import Ranks as Group
 from sp_compile.lowering.base.ranks import resolve
 from sp_compile.passes.cost import measure
-from sp_compile.passes.cost.collective_time import Line, bytes_of, fitted
+from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
 from sp_compile.passes.cost.machine import CPU, GPU, Machine
-from sp_compile.runtime.agreement import meeting
-from sp_compile.runtime.control.message import MEASURES
+from sp_compile.runtime.agreement import make_error_barrier
+from sp_compile.runtime.control.message import MEASURE_VERB
 
 DEVICE = torch.device("cpu")
 EVERYONE = (((0, 1),),)
@@ -44,14 +44,14 @@ MARKED = replace(
 def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
     """What this rank is told, how often it measured, and the files of its folder (one folder per rank)."""
     folder = folders[dist.get_rank()]
-    measure._known.pop(worker.group(), None)  # what all of a group know, all of it must forget
+    measure._measured.pop(worker.group(), None)  # what all of a group know, all of it must forget
     with (
         mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}),
-        mock.patch.object(measure, "_fit", wraps=measure._fit) as fit,
+        mock.patch.object(measure, "_measure_and_fit", wraps=measure._measure_and_fit) as fit,
     ):
         ranks = resolve(worker.mesh(), None)
-        found = measure.machine(ranks, DEVICE, meeting(ranks, MEASURES))
-        assert measure.machine(ranks, DEVICE, meeting(ranks, MEASURES)) == found
+        found = measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB))
+        assert measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)) == found
     return found, fit.call_count, sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
@@ -62,12 +62,12 @@ def _nobody(error: Exception | None) -> None:
 def fails(where: str, folder: str) -> str:
     """The last rank cannot find its disk, or has no memory for what is timed."""
     ranks = resolve(worker.mesh(), None)
-    measure._known.pop(worker.group(), None)
+    measure._measured.pop(worker.group(), None)
     odd = (
         mock.patch.object(measure, where, side_effect=MemoryError("no room")) if dist.get_rank() == 1 else nullcontext()
     )
     with odd, mock.patch.dict(os.environ, {"SP_COMPILE_CACHE_DIR": folder}):
-        return error_text(lambda: measure.machine(ranks, DEVICE, meeting(ranks, MEASURES)))
+        return error_text(lambda: measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)))
 
 
 @pytest.mark.parametrize("where", ["_path", "whole"])
@@ -115,12 +115,12 @@ def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
     assert first.flops > 1e8
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attention": 1}', "\x00"])
 def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "rank0"
     folder.mkdir()
-    with mock.patch.object(measure, "_known", {}):
+    with mock.patch.object(measure, "_measured", {}):
         name = ranks.run(2, path_of)[0]
     (folder / name).write_text(text)
     (first, fits, files), (other, _, _) = ranks.run(2, asked, two(tmp_path))
@@ -130,17 +130,17 @@ def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: st
 
 
 def path_of() -> str:
-    return measure._path(resolve(worker.mesh(), None).process_group, DEVICE).name
+    return measure._cache_path(resolve(worker.mesh(), None).process_group, DEVICE).name
 
 
 def test_values_out_of_range_are_no_constants(tmp_path: Path) -> None:
     path = tmp_path / "lines.json"
     for wrong in ([-1.0, 1.0], [1.0, 0.0], [1.0, "fast"], [1.0], [1.0, math.nan], 1.0):
         path.write_text(json.dumps({"a": wrong}))
-        assert measure._read(path) == {}
-    lines = {"a": Line(1.0, 2.0), "b": Line(0.0, math.inf)}
-    measure._write(path, lines)
-    assert measure._read(path) == lines  # infinite values too
+        assert measure._read_cache(path) == {}
+    lines = {"a": LatencyBandwidth(1.0, 2.0), "b": LatencyBandwidth(0.0, math.inf)}
+    measure._write_cache(path, lines)
+    assert measure._read_cache(path) == lines  # infinite values too
     assert os.listdir(tmp_path) == ["lines.json"]
 
 
@@ -148,14 +148,14 @@ def test_values_out_of_range_are_no_constants(tmp_path: Path) -> None:
 def test_no_text_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines.json"
     path.write_text(text, errors="surrogatepass")
-    assert measure._read(path) == {}
+    assert measure._read_cache(path) == {}
 
 
 def test_nothing_is_left_where_the_file_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "lines.json"
     path.mkdir()
-    assert measure._read(path) == {}
-    measure._write(path, {"a": Line(1.0, 2.0)})
+    assert measure._read_cache(path) == {}
+    measure._write_cache(path, {"a": LatencyBandwidth(1.0, 2.0)})
     assert os.listdir(tmp_path) == ["lines.json"]
 
 
@@ -174,7 +174,7 @@ def test_without_processes() -> None:
 
 
 def test_constants_from_lines() -> None:
-    lines = [Line(1e-4, 2e9), Line(2e-4, 1e9), Line(1e-10, 1e10 / 300)]
+    lines = [LatencyBandwidth(1e-4, 2e9), LatencyBandwidth(2e-4, 1e9), LatencyBandwidth(1e-10, 1e10 / 300)]
     expected = replace(
         CPU,
         flops=1e10,
@@ -187,21 +187,21 @@ def test_constants_from_lines() -> None:
         hop_latency=1e-4,
         ranks_per_node=4,
     )
-    assert asdict(measure.constants(lines, 4, 4, CPU)) == pytest.approx(asdict(expected))
-    nodes = measure.constants(lines, 4, 2, GPU)  # two thirds of what a rank sends leave its node
+    assert asdict(measure.fit_constants(lines, 4, 4, CPU)) == pytest.approx(asdict(expected))
+    nodes = measure.fit_constants(lines, 4, 2, GPU)  # two thirds of what a rank sends leave its node
     assert nodes.inter_node_bandwidth == pytest.approx(2e9 * 2 / 3)
     assert nodes.all_to_all_bandwidth == GPU.all_to_all_bandwidth
-    assert nodes.seconds("all_to_all", 8.0, 4) == pytest.approx(1e-4 + bytes_of("all_to_all", 8.0, 4) / 2e9)
-    noisy = measure.constants([*lines[:2], Line(0.0, 1e10)], 4, 4, CPU)
+    assert nodes.seconds("all_to_all", 8.0, 4) == pytest.approx(1e-4 + collective_bytes("all_to_all", 8.0, 4) / 2e9)
+    noisy = measure.fit_constants([*lines[:2], LatencyBandwidth(0.0, 1e10)], 4, 4, CPU)
     assert (noisy.flops, noisy.block_keys) == (CPU.flops, CPU.block_keys)
 
 
 @pytest.mark.parametrize("keys", [0, 300])
 def test_attention_times_are_a_line(keys: float) -> None:
     """Seconds per FLOP over one over the length: from zero on the rate, and how much more short ones take."""
-    job = measure._attention(DEVICE)
+    job = measure._measure_attention(DEVICE)
     rates = [1e-10 * (1 + keys / length) for length in job.sizes]
     flops = [4 * 4 * 64 * length**2 for length in job.sizes]
-    line = fitted(*zip(*(job.point(s, r * f) for s, r, f in zip(job.sizes, rates, flops))))
-    found = measure.constants([Line(1.0, 1.0), Line(1.0, 1.0), line], 4, 4, CPU)
+    line = fit_line(*zip(*(job.point(s, r * f) for s, r, f in zip(job.sizes, rates, flops))))
+    found = measure.fit_constants([LatencyBandwidth(1.0, 1.0), LatencyBandwidth(1.0, 1.0), line], 4, 4, CPU)
     assert (found.flops, found.block_keys) == (pytest.approx(1e10), pytest.approx(keys, abs=1e-3))

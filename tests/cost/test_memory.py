@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile.passes.cost.attention_memory import GIB, Memory
+from sp_compile.passes.cost.attention_memory import GIB, RankMemory
 from sp_compile.passes.report import Report
 
 LENGTH, RANKS = 64, 4
@@ -61,10 +61,10 @@ def test_what_is_kept_is_a_share() -> None:
     (memory,) = roomy().memory
     rows, width, double = 2 * LENGTH // RANKS, 24, 8
     operands = 2 * (6 * width + 2 * width) + width  # normalised twice, q, k, v and out, the wide one; and of the head
-    assert memory.kept == rows * double * operands
+    assert memory.saved == rows * double * operands
     (again,) = explained(1e15, again=True).memory
     heads, sums = 4, 4  # of each head a log-sum-exp in float32
-    assert again.kept == rows * double * 3 * width + 2 * rows * (double * width + sums * heads)
+    assert again.saved == rows * double * 3 * width + 2 * rows * (double * width + sums * heads)
 
 
 def test_auto_takes_what_fits() -> None:
@@ -77,7 +77,7 @@ def test_auto_takes_what_fits() -> None:
     fast, *others = sorted((c for c in decision.candidates if c.legal is None), key=lambda c: c.seconds)
     smaller = [c for c in others if c.memory < fast.memory]
     assert smaller, "the fastest one needs least"
-    report = explained(memory.taken + fast.memory - 1, cost=slow_exchanges)
+    report = explained(memory.used + fast.memory - 1, cost=slow_exchanges)
     (found,) = report.attention
     assert found.chosen.kind in {c.kind for c in smaller}
     same = (fast.kind, fast.ulysses, fast.layout)
@@ -86,12 +86,12 @@ def test_auto_takes_what_fits() -> None:
     assert "MiB left" in refused.legal
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("options", [{}, {"attention": "ring"}])
 def test_nothing_fits(options: dict[str, Any]) -> None:
     """Estimates do not stop a program: the least is taken, or what was asked for, and the report says it."""
     (memory,) = roomy().memory
-    report = explained(memory.taken + 1.0, **options)
+    report = explained(memory.used + 1.0, **options)
     (decision,) = report.attention
     allowed = [c for c in decision.candidates if not c.fits and c.kind in (options.get("attention"), c.kind)]
     assert decision.chosen.memory == min(c.memory for c in allowed if options.get("attention") in (None, c.kind))
@@ -101,17 +101,17 @@ def test_nothing_fits(options: dict[str, Any]) -> None:
 def test_the_rest_alone_is_too_large() -> None:
     """Then attention is not to blame, and the fastest is taken as long as it fits by itself."""
     (memory,) = roomy().memory
-    report = explained(memory.taken)
+    report = explained(memory.used)
     assert kinds(report) == kinds(roomy())
     assert "more than" in str(report.memory[0])
 
 
 def test_text() -> None:
-    memory = Memory(device=80 * GIB, weights=15 * GIB, gradients=15 * GIB, kept=8 * GIB)
+    memory = RankMemory(device=80 * GIB, weights=15 * GIB, gradients=15 * GIB, saved=8 * GIB)
     assert str(memory) == (
         "weights 15.0 GiB, gradients 15.0 GiB, kept for the backward 8.0 GiB; 42.0 of 80.0 GiB are left for an attention"
     )
-    assert math.isinf(Memory(device=math.inf, weights=1, gradients=1, kept=1).left)
+    assert math.isinf(RankMemory(device=math.inf, weights=1, gradients=1, saved=1).available)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_eight_billion_at_a_million(ranks: int) -> None:
     report = sp_compile.explain(model, ids, sp=ranks, kwargs={"labels": ids})
     (decision,), (memory,) = report.attention, report.memory
     assert decision.chosen.legal is None
-    assert decision.chosen.memory <= memory.left <= 80e9
+    assert decision.chosen.memory <= memory.available <= 80e9
     assert 0.05 < decision.chosen.seconds < 60
 
 

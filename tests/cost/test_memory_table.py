@@ -9,7 +9,7 @@ import pytest
 from support import ranks as worker
 from support.ranks import Ranks
 
-from sp_compile.passes.cost.step_memory import Moment, Point, StepMemory, _begin_of_last_layer, _not_in_shards
+from sp_compile.passes.cost.step_memory import StepMemory, StepMoment, WalkMoment, _last_layer_start, _unsharded_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
 
 pytestmark = pytest.mark.usefixtures("examples")
@@ -49,7 +49,7 @@ def rows(names: list[str], quick: set[str]) -> list[Any]:
     return [pytest.param(name, how, marks=marks(name, how)) for how, name in product(COMPILERS, names)]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(all_blocks=2)
 @pytest.mark.parametrize(("name", "compiler"), rows(CASES, QUICK))
 def test_values(name: str, compiler: str) -> None:
     from measuring.steps import compare
@@ -83,13 +83,13 @@ def test_what_fsdp_has_whole() -> None:
     """Gradients of a head, then of three layers that are alike, then of an embedding: 5, 20 each, and 7."""
     names = [("head", ""), *((name, "1") for name in "abab"), ("first", "0"), ("embed", "")]
     made = [5, 10, 25, 30, 45, 65, 72]
-    moments = [Moment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]
-    assert _begin_of_last_layer(moments) == 5
-    whole = _not_in_shards(moments, unit=20)
+    moments = [WalkMoment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]
+    assert _last_layer_start(moments) == 5
+    whole = _unsharded_bytes(moments, unit=20)
     assert whole == [5, 5 + 5, 5 + 20, 5 + 20 + 5, 5 + 20 + 20, 5 + 20 + 20, 5 + 20 + 27]
-    step = StepMemory(ModelBytes(parameters=72, learned=72, buffers=0, unit=20, rest=12))
+    step = StepMemory(ModelBytes(parameters=72, trainable=72, buffers=0, unit=20, rest=12))
     beside = [
-        step.held_in_shards(Point("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
+        step.held_in_shards(StepMoment("", moment, nbytes, 0, i, True, nbytes, i < 5, whole[i]), 2)
         for i, (moment, nbytes) in enumerate(zip(moments, made))
     ]
     weights = [12 + 20, *[12 + 2 * 20] * 4, 12 + 20, 12]

@@ -16,8 +16,8 @@ from support.ranks import Ranks
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.cost.few_layers import checkpoint_blocks, checkpointed
-from sp_compile.passes.cost.weight_memory import ADAMW
+from sp_compile.passes.cost.few_layers import checkpoint_blocks, checkpoint_layers
+from sp_compile.passes.cost.weight_memory import ADAMW_STATE
 
 LENGTH, RANKS = 512, 2
 
@@ -43,7 +43,7 @@ def _trained(options: dict[str, Any], again: bool) -> tuple[int, float]:
     from peak_memory import peak_activation_bytes
 
     model, losses = seeded(Trained), list[float]()
-    with checkpointed(checkpoint_blocks(model)) if again else nullcontext():
+    with checkpoint_layers(checkpoint_blocks(model)) if again else nullcontext():
         run = torch.compile(model, backend="sp", options={**options, "mesh": worker.mesh()}, dynamic=False)
 
         def step() -> None:
@@ -76,7 +76,7 @@ def test_the_best_takes_what_was_planned(
     best = plan.best
     assert {name: getattr(best, name) for name in asked} == asked, str(plan)
     assert (best.host > 0) == ("tiles" in options)
-    beside = plan.weights.parameters + ADAMW * plan.weights.learned + ids().nbytes
+    beside = plan.weights.parameters + ADAMW_STATE * plan.weights.trainable + ids().nbytes
     found = ranks.run(RANKS, _trained, best.options, best.checkpoint)
     made = best.memory - beside + best.host  # what waits on the host is a CPU's memory, too
     assert max(peak for peak, _ in found) == pytest.approx(made, rel=0.1)

@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.context import Note
-from sp_compile.passes.cost.attention_cost import Candidate, Shape
-from sp_compile.passes.cost.few_layers import Depth, checkpoint_blocks, checkpointed
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate
+from sp_compile.passes.cost.few_layers import LayerList, checkpoint_blocks, checkpoint_layers
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
 from sp_compile.planner import plan as plan_module
-from sp_compile.planner.byte_sizes import bytes_of_text, unit_of_text
-from sp_compile.planner.plan import NOT_CALLED, SEVERAL, TILES, StepPlan, Variant
-from sp_compile.planner.planned_steps import SHARDED, WHOLE, Attend, PlanWay, StepPlanner
-from sp_compile.planner.report_json import of_plan
+from sp_compile.planner.byte_sizes import parse_bytes, parse_unit
+from sp_compile.planner.plan import NOT_CALLED, SEVERAL_GRAPHS, TILE_COUNTS, StepPlan, Variant
+from sp_compile.planner.planned_steps import REPLICATED_STATE, SHARDED_STATE, AttentionChoice, PlanConfig, StepPlanner
+from sp_compile.planner.report_json import plan_json
 
 
 def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_plan() -> None:
 
 
 def test_a_state_that_does_not_fit_is_said_without_a_look() -> None:
-    with mock.patch.object(StepPlanner, "look", side_effect=AssertionError), torch.device("meta"):
+    with mock.patch.object(StepPlanner, "plan_steps", side_effect=AssertionError), torch.device("meta"):
         plan = sp_compile.plan(nn.Linear(64, 64), torch.zeros(1, 8, 64), memory="1KB", ranks=[1, 2, 8])
     assert not plan.rows
     assert set(plan.changes) == {1, 2, 8}
@@ -92,9 +92,9 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
     roads: dict[str, Any] = {"attention": "ulysses", "tiles": "never", "cost": {"host_bandwidth": 1e15}}
     plan = sp_compile.plan(model, x, memory=1.2e6, ranks=[1, 2], **roads)
     fitting = [row for row in plan.rows if row.fits]
-    assert {row.state for row in fitting} == {SHARDED, WHOLE}
+    assert {row.state for row in fitting} == {SHARDED_STATE, REPLICATED_STATE}
     for row in [plan.best]:
-        (device,) = [r for r in plan.rows if r.way == replace(row.way, offload=0.0)]
+        (device,) = [r for r in plan.rows if r.config == replace(row.config, offload=0.0)]
         less = row.memory + (device.memory - row.memory) * 0.05 / row.offload
         assert row.memory <= plan.memory < less
         assert row.host == pytest.approx(row.offload * row.kept, rel=0.2)
@@ -124,10 +124,10 @@ def test_many_ranks_hold_a_small_share_of_a_long_sequence() -> None:
 
 def explained(model: nn.Module, args: tuple[Any, ...], row: Variant) -> float:
     """Bytes of a rank that `explain` says with the options of a row, of the model as the row wants it."""
-    with checkpointed(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
+    with checkpoint_layers(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
         step = sp_compile.explain(model, *args, sp=row.ranks, memory=True, **row.options).step
     assert step is not None
-    return step.fsdp(row.ranks) if row.state == SHARDED else step.peak
+    return step.fsdp(row.ranks) if row.state == SHARDED_STATE else step.peak
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_explain_says_the_same_of_the_best(layers: int, memory: str, options: di
     best = [row for n in (2, 4) if (row := plan.of(n)) is not None]
     assert best
     for row in best:
-        assert row.looked
+        assert row.is_measured
         assert options.items() <= row.options.items()
         assert explained(model, (ids,), row) == pytest.approx(row.memory, rel=0.01)
 
@@ -174,26 +174,26 @@ def test_explain_says_the_same_where_local_and_global_attention_go_different_way
     for n in (8, 16):
         row = plan.of(n)
         assert row is not None
-        assert (row.attention, row.layout, row.looked) == ("auto", "auto", True)
-        with checkpointed(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
+        assert (row.attention, row.layout, row.is_measured) == ("auto", "auto", True)
+        with checkpoint_layers(checkpoint_blocks(model)) if row.checkpoint else nullcontext():
             report = sp_compile.explain(model, ids, labels=ids, sp=n, memory=True, **row.options)
         assert report.step is not None
         assert report.step.fsdp(n) == pytest.approx(row.memory, rel=0.01)
         assert len({(one.chosen.kind, one.chosen.layout) for one in report.attention}) == 2
 
 
-SIZES = Attend(("ring", "zigzag"), [(Candidate("ring", 1, 2, "zigzag", 1.0, 2.0, 0.0, (1, 1)), 2.0)])
+SIZES = AttentionChoice(("ring", "zigzag"), [(Candidate("ring", 1, 2, "zigzag", 1.0, 2.0, 0.0, (1, 1)), 2.0)])
 
 
 class Looked:
     """A step by hand: 400 bytes of values, of which 300 may go to the host, and attentions that take 3 s."""
 
     def __init__(self, n: int, again: bool) -> None:
-        self.way, self.again = PlanWay(n, *SIZES.key, again, "never", SHARDED), again
+        self.way, self.again = PlanConfig(n, *SIZES.key, again, "never", SHARDED_STATE), again
         self.attention, self.most_tiles, self.kept, self.look = 0.0, 0, 320.0, mock.Mock(steps=[1])
 
     def held(self, share: float) -> Any:
-        state = {SHARDED: 1000 / 4 + 200 + 100, WHOLE: 1000}
+        state = {SHARDED_STATE: 1000 / 4 + 200 + 100, REPLICATED_STATE: 1000}
         values = 400 - 300 * share
 
         def memory(way: str, n: int, more: float) -> tuple[float, str]:
@@ -201,13 +201,13 @@ class Looked:
 
         return mock.Mock(memory=memory, host=300 * share)
 
-    def as_it_is(self, attend: Attend) -> Attend:
+    def as_it_is(self, attend: AttentionChoice) -> AttentionChoice:
         return attend
 
-    def is_exact(self, attend: Attend, state: str, share: float) -> bool:
-        return (attend.key, state, share) == (SIZES.key, SHARDED, 0.0)
+    def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
+        return (attend.key, state, share) == (SIZES.key, SHARDED_STATE, 0.0)
 
-    def seconds(self, attend: Attend, machine: Machine) -> float:
+    def seconds(self, attend: AttentionChoice, machine: Machine) -> float:
         return attend.seconds + attend.forward * self.again
 
 
@@ -215,13 +215,13 @@ def rows(again: bool = False, memory: float = 1e9, shares: tuple[float, ...] = (
     """Of 4 ranks."""
     machine = Machine.of("cpu", {"memory": memory})
     planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [])
-    return list(planner.rows(Looked(4, again), SIZES))  # type: ignore[arg-type]
+    return list(planner.plan_rows(Looked(4, again), SIZES))  # type: ignore[arg-type]
 
 
 def test_memory_and_seconds_of_a_row() -> None:
     """State in shards first; no more goes to the host than has to; a checkpoint attends forwards once more."""
     sharded, whole = rows()
-    assert (sharded["way"].state, whole["way"].state) == (SHARDED, WHOLE)
+    assert (sharded["way"].state, whole["way"].state) == (SHARDED_STATE, REPLICATED_STATE)
     assert (sharded["memory"], whole["memory"]) == (550 + 400, 1000 + 400)
     assert (sharded["kept"], sharded["host"], sharded["phase"]) == (320, 0, "backward")
     assert [row["looked"] for row in (sharded, whole)] == [True, False]
@@ -240,8 +240,8 @@ def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
 
     def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
         planner = StepPlanner(nn.Linear(2, 2), [], {}, machine, {}, shares, 2.0, 64, [], asked, host)
-        made = planner.rows(Looked(4, False), SIZES)  # type: ignore[arg-type]
-        return [(row["way"].offload, row["fits"]) for row in made if row["way"].state == SHARDED]
+        made = planner.plan_rows(Looked(4, False), SIZES)  # type: ignore[arg-type]
+        return [(row["way"].offload, row["fits"]) for row in made if row["way"].state == SHARDED_STATE]
 
     assert found(math.inf) == [(0.0, False), (1.0, True)]
     assert found(299) == [(0.0, False), (0.75, False)]
@@ -252,11 +252,11 @@ def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
 
 def test_what_waits_on_the_host_is_shown_beside_what_it_has() -> None:
     row = replace(variant(1.0, 300e6, True, True), offload=0.5, host=120e6)
-    plan = StepPlan(500e6, ModelBytes(1, 1, 0, 1), [row], unit=unit_of_text("500MB"), host_memory=200e6)
+    plan = StepPlan(500e6, ModelBytes(1, 1, 0, 1), [row], unit=parse_unit("500MB"), host_memory=200e6)
     assert str(plan).startswith("500.0 MB a rank, 200.0 MB of its host; ")
     assert "120.0 MB" in str(plan)
-    assert (of_plan(plan)["host_memory_bytes"], of_plan(plan)["ways"][0]["host_bytes"]) == (200e6, 120e6)
-    words = plan_module._change(mock.Mock(**{"constant.return_value": 1.0}), replace(plan, memory=400e6), 2)
+    assert (plan_json(plan)["host_memory_bytes"], plan_json(plan)["ways"][0]["host_bytes"]) == (200e6, 120e6)
+    words = plan_module._required_change(mock.Mock(**{"constant.return_value": 1.0}), replace(plan, memory=400e6), 2)
     assert "too much" not in words
     assert "120.0 MB wait on the host, which has 200.0 MB for a rank" in words
     with pytest.raises(SpError, match=r"SP722: host_memory.*'much'"):
@@ -265,7 +265,15 @@ def test_what_waits_on_the_host_is_shown_beside_what_it_has() -> None:
 
 def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2, **way: Any) -> Variant:
     made = {"attention": "ring", "layout": "zigzag", "checkpoint": False, "tiles": "auto", "offload": 0.0, **way}
-    rest = {"host": 0.0, "state": SHARDED, "phase": "loss", "kept": 100.0, "tokens": 64, "fits": fits, "looked": looked}
+    rest = {
+        "host": 0.0,
+        "state": SHARDED_STATE,
+        "phase": "loss",
+        "kept": 100.0,
+        "tokens": 64,
+        "fits": fits,
+        "looked": looked,
+    }
     return Variant(ranks=n, memory=memory, seconds=seconds, **made, **rest)
 
 
@@ -277,31 +285,33 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
     )
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [known, here, first, second])
     planner = mock.Mock(shares=(0.25, 0.5, 0.75), tokens=64, options={}, host=math.inf)
-    planner.attends.return_value = [mock.Mock(key=row.way.key) for row in plan.rows]
-    planner.look = lambda ways: [mock.Mock(way=way, knows_shares=False) for way in ways if way.attention == "gather"]
+    planner.attends.return_value = [mock.Mock(key=row.config.key) for row in plan.rows]
+    planner.look = lambda ways: [
+        mock.Mock(way=way, covers_any_share=False) for way in ways if way.attention == "gather"
+    ]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
     planner.row = lambda step, attend, state, share: {
         **{"way": step.way, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
         **{"fits": holds[share] <= 100, "looked": True, "most_tiles": 0, "seconds": 1.0},
     }
-    plan_module._settle(planner, plan, plan_module._unlooked(plan, 2), refines=True)
+    plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
     more = plan.of(2)
     assert more is not None
-    assert (more.offload, more.host, more.looked) == (0.75, 75, False)
-    plan_module._settle(planner, plan, plan_module._unlooked(plan, 2), refines=True)
+    assert (more.offload, more.host, more.is_measured) == (0.75, 75, False)
+    plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
     best = plan.of(2)
     assert best is not None
-    assert (best.offload, best.memory, best.looked) == (0.75, 95, True)
-    assert plan_module._unlooked(plan, 2) == []
+    assert (best.offload, best.memory, best.is_measured) == (0.75, 95, True)
+    assert plan_module._unplanned_best(plan, 2) == []
     holds[0.75] = 40.0  # less than has to go
-    plan.rows = [here, replace(more, looked=False)]
-    plan_module._settle(planner, plan, plan.rows[1:], refines=False)
+    plan.rows = [here, replace(more, is_measured=False)]
+    plan_module._update_rows(planner, plan, plan.rows[1:], refines=False)
     assert [row.offload for row in plan.rows] == [0.0, 0.75]
-    plan.rows[1] = replace(more, looked=False)
-    plan_module._settle(planner, plan, plan.rows[1:], refines=True)
+    plan.rows[1] = replace(more, is_measured=False)
+    plan_module._update_rows(planner, plan, plan.rows[1:], refines=True)
     assert [row.offload for row in plan.rows] == [0.0, 0.75, 0.5]
     plan.rows.append(second)
-    plan_module._settle(planner, plan, [second], refines=True)
+    plan_module._update_rows(planner, plan, [second], refines=True)
     assert second not in plan.rows
 
 
@@ -311,8 +321,8 @@ def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
     for first, enough in ((0.5, 0.75), (0.75, 0.5)):
         plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [here, replace(guess, offload=first)])
         planner = mock.Mock(shares=(0.25, 0.5, 0.75, 1.0), tokens=64, options={})
-        planner.attends.return_value = [mock.Mock(key=here.way.key)]
-        planner.look.side_effect = lambda ways: [mock.Mock(way=way, knows_shares=True) for way in ways]
+        planner.attends.return_value = [mock.Mock(key=here.config.key)]
+        planner.look.side_effect = lambda ways: [mock.Mock(way=way, covers_any_share=True) for way in ways]
 
         def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> dict[str, Any]:
             memory = 200 - 101 * share / enough
@@ -321,24 +331,24 @@ def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
 
         planner.row = row
         planner.least = lambda step, attend, state, enough=enough: row(step, attend, state, enough)
-        plan_module._look_at_the_best(planner, plan, [2])
+        plan_module._refine_best(planner, plan, [2])
         best = plan.of(2)
         assert best is not None
-        assert (best.offload, best.looked, planner.look.call_count) == (enough, True, 1)
+        assert (best.offload, best.is_measured, planner.look.call_count) == (enough, True, 1)
 
 
 def test_what_nearly_fits_is_looked_at_once() -> None:
     near, far = variant(1.0, 105, False, False), variant(1.0, 120, False, False)
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [near, far])
-    assert plan_module._unlooked(plan, 2) == [near]
-    assert plan_module._unlooked(plan, 2, near=False) == []
+    assert plan_module._unplanned_best(plan, 2) == [near]
+    assert plan_module._unplanned_best(plan, 2, near=False) == []
     slow, guess = variant(1.02, 70, True, True), variant(1.02, 80, False, True, attention="gather")
     plan.rows = [near, far, slow]
-    assert plan_module._unlooked(plan, 2) == [near], "it would be faster than what fits"
+    assert plan_module._unplanned_best(plan, 2) == [near], "it would be faster than what fits"
     plan.rows = [near, guess]
-    assert plan_module._unlooked(plan, 2) == [guess, near]
+    assert plan_module._unplanned_best(plan, 2) == [guess, near]
     plan.rows = [near, replace(slow, seconds=1.005)]
-    assert plan_module._unlooked(plan, 2) == [], "what fits is as good"
+    assert plan_module._unplanned_best(plan, 2) == [], "what fits is as good"
 
 
 def test_nothing_more_is_tried_where_nothing_can_be_faster() -> None:
@@ -358,12 +368,13 @@ def looked(checkpoints: bool, *notes: Note) -> Any:
 
 def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:
     """All of it on the host seemed to be enough, and is not when it is looked at."""
-    seen: list[PlanWay] = []
+    seen: list[PlanConfig] = []
 
-    def look(ways: Sequence[PlanWay]) -> list[Any]:
+    def look(ways: Sequence[PlanConfig]) -> list[Any]:
         seen.extend(ways)
         return [
-            mock.Mock(way=way, most_tiles=0, knows_shares=False, look=looked(checkpoints=way.again)) for way in ways
+            mock.Mock(way=way, most_tiles=0, covers_any_share=False, look=looked(checkpoints=way.checkpoint))
+            for way in ways
         ]
 
     def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
@@ -375,27 +386,30 @@ def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed(
     planner.host = math.inf
     planner.constant.return_value = 0.0
     planner.attends.return_value = [SIZES]
-    planner.states.return_value = [SHARDED]
-    planner.rows = lambda step, attend: [row(step, attend, SHARDED, 0.0), row(step, attend, SHARDED, 1.0, looked=False)]
+    planner.states.return_value = [SHARDED_STATE]
+    planner.rows = lambda step, attend: [
+        row(step, attend, SHARDED_STATE, 0.0),
+        row(step, attend, SHARDED_STATE, 1.0, looked=False),
+    ]
     plan = StepPlan(90, ModelBytes(1, 1, 0, 1))
-    plan_module._first_looks(planner, plan, [2], None)
-    assert [(way.again, way.offload) for way in seen][:3] == [(False, 0.0), (False, 1.0), (True, 0.0)]
+    plan_module._plan_first(planner, plan, [2], None)
+    assert [(way.checkpoint, way.offload) for way in seen][:3] == [(False, 0.0), (False, 1.0), (True, 0.0)]
     best = plan.of(2)
     assert best is not None
-    assert (best.checkpoint, best.looked, best.memory) == (True, True, 70)
+    assert (best.checkpoint, best.is_measured, best.memory) == (True, True, 70)
 
 
-FULL = Shape(
+FULL = AttentionShape(
     **{"n": 1, "batch": 1, "q_len": 1 << 20, "kv_len": 1 << 20, "heads": 64, "kv_heads": 8, "head_dim": 64},
     **{"v_head_dim": 64, "element_size": 2, "causal": True, "kernel": "flash"},
 )
 
 
-def attends(n: int, *shapes: Shape, **options: Any) -> dict[tuple[str, str], list[tuple[str, str, bool]]]:
+def attends(n: int, *shapes: AttentionShape, **options: Any) -> dict[tuple[str, str], list[tuple[str, str, bool]]]:
     """The ways of a planner's attention, each as strategy, layout and whether it is moved for every shape."""
     planner = StepPlanner(nn.Linear(2, 2), [], {}, Machine.of("meta"), options, (), 2.0, 64, [])
     vars(planner)["_shapes"] = [(shape, 12.0) for shape in shapes]
-    found = planner.attends(n)
+    found = planner.attention_choices(n)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     return {one.key: [(c.kind, c.layout, c.relayout) for c, _ in one.found] for one in found}
 
@@ -419,26 +433,24 @@ def test_what_would_have_to_change() -> None:
     """The next number of ranks on which something fits, and the line of the largest value, of the least way."""
     small = variant(1.0, 300e6, True, False)
     more = [replace(small, ranks=n, fits=fits) for n, fits in ((1, True), (8, False), (16, True), (64, True))]
-    plan = StepPlan(
-        100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=unit_of_text("100MB")
-    )
+    plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
     planner = mock.Mock(**{"largest.return_value": "a line", "constant.return_value": 1.0})
-    words = plan_module._change(planner, plan, 2)
+    words = plan_module._required_change(planner, plan, 2)
     assert words.startswith("2 ranks: the least is 300.0 MB (ring, as written, state sharded, tiles auto, 0% of what")
     assert "200.0 MB too much, in its loss; the largest there: a line; it fits on 16; take more ranks or" in words
     planner.constant.return_value = 101e6
-    assert "state alone are 101.0 MB in shards; it fits on 16" in plan_module._change(planner, plan, 2)
+    assert "state alone are 101.0 MB in shards; it fits on 16" in plan_module._required_change(planner, plan, 2)
 
 
 def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: Any) -> tuple[list[Any], StepPlan]:
     """Checkpoints and tiles of each look that a plan takes where all that it finds fits, or nothing does."""
     seen: dict[tuple[bool, int | str], None] = {}
 
-    def look(self: StepPlanner, ways: list[PlanWay]) -> list[Any]:
-        seen.update(((way.again, way.tiles), None) for way in ways)
-        return [mock.Mock(way=way, most_tiles=2, look=looked(checkpoints=own or way.again)) for way in ways]
+    def look(self: StepPlanner, ways: list[PlanConfig]) -> list[Any]:
+        seen.update(((way.checkpoint, way.tiles), None) for way in ways)
+        return [mock.Mock(way=way, most_tiles=2, look=looked(checkpoints=own or way.checkpoint)) for way in ways]
 
-    def found(self: StepPlanner, looked: Any, attend: Attend) -> list[dict[str, Any]]:
+    def found(self: StepPlanner, looked: Any, attend: AttentionChoice) -> list[dict[str, Any]]:
         row = {"host": 0, "memory": 1e6 if fits else 2e9, "phase": "loss", "kept": 1, "seconds": 1.0, "fits": fits}
         return [{"way": looked.way, "looked": True, "most_tiles": 2, **row}]
 
@@ -451,16 +463,16 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
 
 def test_checkpoints_and_tiles_are_tried_where_something_does_not_fit() -> None:
     assert ways_looked_at(True, decoder())[0] == [(False, "auto")]
-    assert ways_looked_at(False, decoder())[0] == [(False, "auto"), (True, "auto"), (True, TILES)]
+    assert ways_looked_at(False, decoder())[0] == [(False, "auto"), (True, "auto"), (True, TILE_COUNTS)]
     assert ways_looked_at(False, decoder(), tiles=4)[0] == [(False, 4), (True, 4)]
 
 
 def test_what_is_not_tried_is_said() -> None:
     ways, plan = ways_looked_at(False, nn.Linear(8, 8))
-    assert ways == [(False, "auto"), (False, TILES)]
+    assert ways == [(False, "auto"), (False, TILE_COUNTS)]
     assert "no list of blocks" in str(plan)
     ways, plan = ways_looked_at(False, decoder(), own=True)
-    assert ways == [(False, "auto"), (False, TILES)]
+    assert ways == [(False, "auto"), (False, TILE_COUNTS)]
     assert "the model's own checkpoints are kept as they are" in str(plan)
     with pytest.raises(SpError, match="own checkpoints are kept"):
         _ = plan.best
@@ -523,7 +535,7 @@ def test_where_the_program_is_several_graphs_is_said() -> None:
     (note,) = plan.notes
     assert "test_plan_step.py" in note
     assert "torch._dynamo.graph_break()" in note
-    assert note.endswith(SEVERAL)
+    assert note.endswith(SEVERAL_GRAPHS)
     assert note in str(plan)
 
 
@@ -541,7 +553,7 @@ def test_strategies_that_are_legal_on_so_many_ranks() -> None:
     with torch.device("meta"):
         model, ids = decoder(2), torch.zeros(1, 64, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, memory="1GB", ranks=[2, 3], attention="ulysses", tiles="never", state="sharded")
-    assert {(row.ranks, row.attention, row.state) for row in plan.rows} == {(2, "ulysses", SHARDED)}
+    assert {(row.ranks, row.attention, row.state) for row in plan.rows} == {(2, "ulysses", SHARDED_STATE)}
     assert list(plan.changes) == [3]
     assert plan.changes[3].startswith("3 ranks: attention='ulysses' cannot be (ulysses: ")
 
@@ -562,10 +574,10 @@ def test_options_hold_what_the_plan_was_given() -> None:
 
 def test_kinds_of_layers() -> None:
     layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(8, 4)])
-    depth = Depth.of(nn.Sequential(layers))
+    depth = LayerList.of(nn.Sequential(layers))
     assert depth is not None
     assert depth.kinds == (0, 0, 1, 0, 1)
-    assert depth.few == (0, 1, 2)
+    assert depth.reduce_layers == (0, 1, 2)
     with depth.only((0, 2)):
         assert [layer.out_features for layer in layers] == [8, 4]
     assert len(layers) == 5
@@ -578,7 +590,7 @@ def test_what_a_config_says_of_each_layer_goes_with_them() -> None:
 
     model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]))
     model.config = model[0].config = Config()
-    depth = Depth.of(model)
+    depth = LayerList.of(model)
     assert depth is not None
     with depth.only((0, 2)):
         assert vars(model.config) == {"layer_types": ["near", "far"], "others": [1, 2]}
@@ -587,7 +599,7 @@ def test_what_a_config_says_of_each_layer_goes_with_them() -> None:
 
 def test_layers_are_computed_again_for_a_while() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with checkpointed([layer]):
+    with checkpoint_layers([layer]):
         assert type(layer) is not nn.Linear
         assert torch.equal(layer(x), layer(x))
     assert type(layer) is nn.Linear
@@ -595,7 +607,7 @@ def test_layers_are_computed_again_for_a_while() -> None:
 
 @pytest.mark.parametrize(("text", "nbytes"), [("80GB", 80e9), ("75 GiB", 75 * 2**30), (1e9, 1e9), ("512", 512)])
 def test_sizes(text: str | float, nbytes: float) -> None:
-    assert bytes_of_text(text) == nbytes
+    assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("memory", ["much", "80 apples", 0, "0GB", "1.2.3GB", float("inf"), True])
@@ -616,10 +628,10 @@ def test_what_is_no_size(memory: str | float) -> None:
     ],
 )
 def test_sizes_are_shown_as_they_are_asked_for(asked: str | float, shown: str) -> None:
-    unit = unit_of_text(asked)
-    assert unit(bytes_of_text(asked)) == shown
+    unit = parse_unit(asked)
+    assert unit(parse_bytes(asked)) == shown
     assert f"{shown} a rank; parameters {unit(32)}" in str(
-        StepPlan(bytes_of_text(asked), ModelBytes(32, 32, 0, 32), unit=unit)
+        StepPlan(parse_bytes(asked), ModelBytes(32, 32, 0, 32), unit=unit)
     )
 
 

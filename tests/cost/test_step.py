@@ -21,11 +21,11 @@ from torch.utils.flop_counter import flop_registry
 import sp_compile
 from sp_compile.lowering.attention.op_args import LocalArgs
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.masks.spans import whole
-from sp_compile.passes.cost.step_memory import StepMemory, written
-from sp_compile.passes.cost.walk.liveness import _inside, walk
-from sp_compile.passes.cost.weight_memory import ADAMW, ModelBytes, state_per_weight
-from sp_compile.planner.report_json import of_report
+from sp_compile.lowering.masks.spans import full_span
+from sp_compile.passes.cost.step_memory import StepMemory, format_bytes
+from sp_compile.passes.cost.walk.liveness import _workspace_bytes, walk
+from sp_compile.passes.cost.weight_memory import ADAMW_STATE, ModelBytes, state_per_weight
+from sp_compile.planner.report_json import report_json
 
 sp, aten = torch.ops.sp, torch.ops.aten
 ROW = 64 * 8 * 4  # bytes of (64, 8) in float32
@@ -71,13 +71,13 @@ def test_queries_may_be_keys() -> None:
 
 
 def test_the_optimizer_as_given() -> None:
-    assert state_per_weight() == ADAMW == state_per_weight(torch.optim.AdamW)
+    assert state_per_weight() == ADAMW_STATE == state_per_weight(torch.optim.AdamW)
     assert state_per_weight(torch.optim.SGD) == 0
     model = nn.Linear(4, 4)
     assert state_per_weight(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) == 1
     assert state_per_weight(torch.optim.SGD([{"params": model.parameters(), "momentum": 0.9}], lr=0.1)) == 1
     for adam in (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam):
-        assert state_per_weight(adam(model.parameters())) == ADAMW
+        assert state_per_weight(adam(model.parameters())) == ADAMW_STATE
     assert state_per_weight(torch.optim.AdamW(model.parameters(), torch.tensor(0.1), amsgrad=True, fused=True)) == 3
     assert state_per_weight(torch.optim.Adafactor) < 0.01, "a number for each row and each column"
 
@@ -95,7 +95,7 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     return step
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @torch.backends.mkldnn.flags(enabled=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_attention_of_a_rank_takes_what_is_predicted(
     """
     from peak_memory import peak_activation_bytes
 
-    where = whole(rows)
-    args = LocalArgs(None, [], [], [], [], "k <= q", None, 0.0, 0.25, "", [], [], where, where, 1, "").flat()
+    where = full_span(rows)
+    args = LocalArgs(None, [], [], [], [], "k <= q", None, 0.0, 0.25, "", [], [], where, where, 1, "").to_flat()
     sizes = [heads, key_heads, key_heads, heads]
     q, k, v, grad = (torch.randn(1, rows, h, width).to(dtype).transpose(1, 2) for h in sizes)
     out, lse = sp.attend(q, k, v, *args)
@@ -149,7 +149,7 @@ def test_operands_of_another_dtype_are_copied_to_that_of_the_result(examples: No
 def test_a_step_of_a_decoder() -> None:
     step = explained(compiler="aot_eager")
     nbytes = sum(p.numel() * 8 for p in seeded(partial(Decoder, layers=2)).parameters())
-    assert (step.weights.parameters, step.weights.learned, step.optimizer) == (nbytes, nbytes, 2 * nbytes)
+    assert (step.weights.parameters, step.weights.trainable, step.optimizer) == (nbytes, nbytes, 2 * nbytes)
     assert list(step.peaks()) == ["forward", "loss", "backward"]
     assert step.values == max(point.nbytes for point in step.peaks().values())
     for point in step.peaks().values():
@@ -163,11 +163,11 @@ def test_a_step_of_a_decoder() -> None:
 
 def test_what_fsdp_shares() -> None:
     """Parameters, gradients and the optimizer's state; what is in no layer, a layer and the next stay whole."""
-    weights = ModelBytes(parameters=1000, learned=800, buffers=30, unit=100, rest=50)
-    assert weights.sharded(4) == ((1000 + 2 * 800) // 4 + 50 + 2 * 100, 800 // 4 + 50 + 2 * 100)
+    weights = ModelBytes(parameters=1000, trainable=800, buffers=30, unit=100, rest=50)
+    assert weights.sharded_bytes(4) == ((1000 + 2 * 800) // 4 + 50 + 2 * 100, 800 // 4 + 50 + 2 * 100)
     small = StepMemory(weights)
     assert small.fsdp(4) == (1000 + 800 + 2 * 800) // 4 + 30, "while the optimizer runs"
-    assert f"with FSDP over 4 ranks {written(small.fsdp(4))}" in small.text(4)
+    assert f"with FSDP over 4 ranks {format_bytes(small.fsdp(4))}" in small.text(4)
     assert small.peak == 1000 + 30 + 2 * 800 + 800
 
 
@@ -181,7 +181,7 @@ def test_what_fsdp_has_shared() -> None:
     finally:
         dist.destroy_process_group()
     assert 0.5 <= found.parameters / whole.parameters < 0.6
-    assert found.learned == found.parameters
+    assert found.trainable == found.parameters
 
 
 def test_a_loss_on_the_meta_device_has_its_backward() -> None:
@@ -231,7 +231,7 @@ def test_what_no_line_makes_has_a_name() -> None:
     assert not [m for walk in (graph.forward, graph.backward) for m in walk.moments if m.where == "unknown source line"]
     where = {exchange.op: exchange.where for exchange in report.exchanges}
     assert (where["reduce_grad"], where["unshard"]) == ("the parameters", "the results")
-    kept = {block["where"]: block["kept_bytes"] for block in of_report(report)["blocks"]}
+    kept = {block["where"]: block["kept_bytes"] for block in report_json(report)["blocks"]}
     assert kept.get("gradients of the results", 0) == 0 < sum(kept.values()) <= step.saved
 
 
@@ -327,4 +327,4 @@ def test_an_operand_without_a_value_takes_nothing() -> None:
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.mul.Tensor, (graph.get_attr("part"), graph.placeholder("x")))
     node.meta["val"] = torch.ones(4)
-    assert _inside(node, fused=False) == 0
+    assert _workspace_bytes(node, fused=False) == 0

@@ -16,7 +16,7 @@ from support.cuda.flash3 import GLUE, active, installed
 from support.cuda.worker import AbsentGpu
 
 from sp_compile.lowering.attention import kernel_args as case
-from sp_compile.lowering.attention.kernel_args import Need
+from sp_compile.lowering.attention.kernel_args import KernelKey
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.masks.blocks import Kind
 
@@ -28,7 +28,7 @@ def with_flash3(
 ) -> Found:
     """On a GPU of that generation."""
     capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(major, 0))
-    known = mock.patch.object(case, "_capability", return_value=(major, 0))
+    known = mock.patch.object(case, "_device_capability", return_value=(major, 0))
     torch.use_deterministic_algorithms(same_bits)
     try:
         with installed(), capability, known:
@@ -37,7 +37,7 @@ def with_flash3(
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
 @pytest.mark.parametrize("name", PREDICATES)
 def test_every_mask(gpu: AbsentGpu, name: str, q_len: int, k_len: int) -> None:
@@ -84,7 +84,7 @@ def test_what_it_refuses_goes_elsewhere(
 )
 def test_what_is_counted_on(name: str, kind: Kind, width: int, rate: str) -> None:
     """By its own throughput, without a GPU."""
-    need = Need(torch.device("cuda"), torch.bfloat16, kind, width, 1 << 20)
+    need = KernelKey(torch.device("cuda"), torch.bfloat16, kind, width, 1 << 20)
     if not name:
         assert expected_kernel(need).rate == rate
         return

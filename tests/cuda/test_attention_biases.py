@@ -16,9 +16,9 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend
-from sp_compile.lowering.attention.kernel_args import Need
+from sp_compile.lowering.attention.kernel_args import KernelKey
 from sp_compile.lowering.attention.kernels import expected_kernel
-from sp_compile.lowering.masks.blocks import CAUSAL, FULL, Kind, Window
+from sp_compile.lowering.masks.blocks import CAUSAL_WINDOW, FULL_WINDOW, Kind, Window
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EFFICIENT = {f"_efficient_attention_{way}" for way in ("forward", "backward")}
@@ -47,7 +47,7 @@ Found = tuple[list[Tensor], list[Tensor], set[str], int]
 def test_the_kernel_of_a_bias(
     kind: Kind, dtype: torch.dtype, width: int, rows: int, options: dict[str, object], kernel: str
 ) -> None:
-    assert expected_kernel(Need(torch.device("cuda"), dtype, kind, width, rows, **options)).name == kernel
+    assert expected_kernel(KernelKey(torch.device("cuda"), dtype, kind, width, rows, **options)).name == kernel
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_the_kernel_of_a_bias(
     ],
 )
 def test_the_kernel_of_a_mask(dtype: torch.dtype, width: int, rows: int, kernel: str) -> None:
-    assert expected_kernel(Need(torch.device("cuda"), dtype, Kind.MASKED, width, rows)).name == kernel
+    assert expected_kernel(KernelKey(torch.device("cuda"), dtype, Kind.MASKED, width, rows)).name == kernel
 
 
 @pytest.mark.parametrize("kind", [Kind.BAND, Kind.PACKED])
 @pytest.mark.parametrize(
     ("window", "square", "kernel"),
     [
-        (FULL, False, "efficient"),
-        (CAUSAL, False, "efficient"),
+        (FULL_WINDOW, False, "efficient"),
+        (CAUSAL_WINDOW, False, "efficient"),
         (Window(5, 0), True, "efficient"),
         (Window(5, 0), False, "flex"),
         (Window(5, None), True, "flex"),
@@ -77,13 +77,13 @@ def test_the_kernel_of_a_mask(dtype: torch.dtype, width: int, rows: int, kernel:
     ],
 )
 def test_the_kernel_of_a_window(kind: Kind, window: Window, square: bool, kernel: str) -> None:
-    need = Need(torch.device("cuda"), FP32, kind, 128, 4096, window=window, square=square)
+    need = KernelKey(torch.device("cuda"), FP32, kind, 128, 4096, window=window, square=square)
     assert expected_kernel(need).name == kernel
     assert expected_kernel(need._replace(dtype=BF16)).name == "flash"
 
 
 def test_a_cpu_takes_a_bias_without_its_gradient() -> None:
-    need = Need(torch.device("cpu"), FP32, Kind.FULL, 64, 64, bias=FP32)
+    need = KernelKey(torch.device("cpu"), FP32, Kind.FULL, 64, 64, bias=FP32)
     assert expected_kernel(need).name == "flash, CPU"
     assert expected_kernel(need._replace(bias_grad=True)).name == "dense"
 
@@ -114,7 +114,7 @@ def test_every_way(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
 SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40), (2, 1, 1, 40), (1, 4, 40, 1)]
 
 
-@pytest.mark.sampled(every=32)
+@pytest.mark.sampled(all_blocks=32)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": 7}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

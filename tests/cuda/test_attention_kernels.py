@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
 from sp_compile.lowering.attention.merge_blocks import merge
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 
@@ -56,14 +56,14 @@ def ring(
         lse = borrow(shard(lse_[..., None], spans[0], rank)[..., 0].contiguous())
         parts, launches, products = [], 0, 0
         for span in spans:
-            args, keys, values = arguments(p, spans[0], span, GROUP), here(p.k, span), here(p.v, span)
+            args, keys, values = arguments(p, spans[0], span, SIMULATED_GROUP), here(p.k, span), here(p.v, span)
             with Watch() as forward, torch.no_grad():
                 parts.append([give_back(x) for x in bodies.attend(q, keys, values, *args)])
             with Watch() as backward, torch.no_grad():
                 grads = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
             dq, dk, dv, _ = map(give_back, grads)
-            launches = max(launches, len(forward.seen.kernels), len(backward.seen.kernels))
-            products += forward.seen.products + backward.seen.products
+            launches = max(launches, len(forward.last_fields.kernels), len(backward.last_fields.kernels))
+            products += forward.last_fields.products + backward.last_fields.products
             found[2][:, :, rows] += dq[:, :, valid]
             for local, i in enumerate(row_indices(span, rank)):
                 if i is not None:
@@ -78,7 +78,7 @@ def ring(
     return found, wanted, launches, products
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(all_blocks=16)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("key_heads", "widths"), [(4, (8, 8)), (2, (12, 5)), (1, (16, 24))])
 @pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
@@ -90,7 +90,7 @@ def test_every_mask(
     check(found, wanted, dtype)
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(all_blocks=16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize(("n", "length"), [(2, 31), (4, 45)])
@@ -102,7 +102,7 @@ def test_every_mask_round_a_ring(
     check(found, wanted, dtype)
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize(("n", "length"), [(1, 37), (2, 37), (3, 62), (4, 85)])
 @pytest.mark.parametrize("predicate", BANDS)

@@ -1,6 +1,6 @@
 """Which kernels compute the pairs of long attention on a GPU, by mask and width of heads: none of them is dense.
 
-Sinks are merged into the result of these calls (`merge.with_sinks`), so no kernel hears of them.
+Sinks are merged into the result of these calls (`merge.add_sinks`), so no kernel hears of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from support.attention.attending import packed
 from support.cuda.borrowed import Watch, borrow
 from support.cuda.worker import AbsentGpu
 
-from sp_compile.lowering.attention.attend import _strips
+from sp_compile.lowering.attention.attend import _query_strips
 from sp_compile.lowering.attention.masking import CallMask
 from sp_compile.lowering.attention.op_args import LocalArgs
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 TOKENS, RANKS = 8192, 4
 DOCUMENTS = [700, 1900, 1, 3000, 64, 2400, 100, 27]
@@ -58,9 +58,9 @@ def pairs_by_kernel(predicate: str, score: str, head_dim: int) -> Counter[str]:
                 borrow(torch.zeros((), dtype=torch.bfloat16).expand(2, n, TOKENS // RANKS, head_dim)) for n in (4, 2)
             )
             given = [None, there[:2], there[2:], tables, [700], predicate, None, 0.0, 1.0, score, heads, []]
-            args, _ = LocalArgs.of([*given, spans[0], span, 1, GROUP])
+            args, _ = LocalArgs.of([*given, spans[0], span, 1, SIMULATED_GROUP])
             with Watch(), torch.no_grad():
-                for strip in _strips(q, k, CallMask.of(q, k, args), mask_grad=False):
+                for strip in _query_strips(q, k, CallMask.of(q, k, args), mask_grad=False):
                     for block, kernel in strip:
                         found[kernel.name] += block.query_rows[1] * block.key_rows[1]
         return found

@@ -22,19 +22,19 @@ slow = pytest.mark.slow
 
 
 def pairs_of(predicate: str, score: str, rows: int) -> Any:
-    from sp_compile.lowering.masks.block_plan import plan
+    from sp_compile.lowering.masks.block_plan import plan_blocks
     from sp_compile.lowering.masks.pieces import Pieces
-    from sp_compile.lowering.masks.spans import rows_of, whole
-    from sp_compile.lowering.triton.flex.flex_texts import Pairs
+    from sp_compile.lowering.masks.spans import full_span, span_rows
+    from sp_compile.lowering.triton.flex.flex_texts import PairTexts
 
     documents = (torch.arange(rows) // 1000)[None]
     vectors, sizes = ({"row0": documents, "col0": documents} if "row0" in predicate else {}), {"n0": 700}
     pieces = tuple(Pieces.of(table) for table in torch.ops.sp.pieces([documents] * len(vectors)))
-    here = rows_of(whole(rows), rows, 0)
-    found = plan(predicate, here, here, tuple(sizes.values()), pieces[:1], pieces[1:])
+    here = span_rows(full_span(rows), rows, 0)
+    found = plan_blocks(predicate, here, here, tuple(sizes.values()), pieces[:1], pieces[1:])
     tables = [torch.ones(rows, 8)] if score == LEARNED else []
     heads = [torch.arange(8) if tables else torch.ones(8)] if "head0" in score else []
-    return Pairs(found, here, here, predicate, score, vectors, sizes, heads, tables, None)
+    return PairTexts(found, here, here, predicate, score, vectors, sizes, heads, tables, None)
 
 
 def compiled(
@@ -47,7 +47,7 @@ def compiled(
     from sp_compile.lowering.torch_compat import flex
     from sp_compile.lowering.triton.flex import flex_calls as calls
 
-    fake, inductor = flex._fake, flex._inductor
+    fake, inductor = flex._make_fake, flex._compile_fx
 
     def there(mode: FakeTensorMode, x: Tensor, dims: Sequence[int]) -> Tensor:
         with mode:
@@ -65,15 +65,15 @@ def compiled(
             k, v = (torch.empty(1, 2, rows, head_dim, dtype=dtype) for _ in range(2))
             pairs = pairs_of(predicate, score, rows)
             if back:
-                calls.backward(grad, q, k, v, out, torch.empty(1, 8, rows), pairs, head_dim**-0.5, totals)
+                calls.flex_block_backward(grad, q, k, v, out, torch.empty(1, 8, rows), pairs, head_dim**-0.5, totals)
             else:
-                calls.forward(q, k, v, pairs, head_dim**-0.5)
+                calls.flex_block_forward(q, k, v, pairs, head_dim**-0.5)
 
     with (
-        mock.patch.object(flex, "_fake", there),
-        mock.patch.object(flex, "_inductor", no_run),
+        mock.patch.object(flex, "_make_fake", there),
+        mock.patch.object(flex, "_compile_fx", no_run),
         mock.patch.object(calls, "_programs", {}),
-        mock.patch.object(calls, "_lengths", {}),
+        mock.patch.object(calls, "_known_lengths", {}),
     ):
         return kernels_of_inductor(call)
 

@@ -14,11 +14,11 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.masks.balance_chunks import ChunkOrder
-from sp_compile.lowering.masks.balance_rows import new_order
+from sp_compile.lowering.masks.balance_rows import order_tensors
 from sp_compile.lowering.masks.pieces import pieces
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 
 HEADS, ROWS, WIDTH = 2, 1024, 60
 CAUSAL = "k <= q"
@@ -42,17 +42,17 @@ def attend(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[list[Tensor], Seen]:
     """Results of attention and of its backward over `count` documents, named by `vectors` vectors on either side."""
-    random, span = torch.Generator().manual_seed(0), whole(rows)
+    random, span = torch.Generator().manual_seed(0), full_span(rows)
     q, k, v, grad = (torch.randn(1, HEADS, rows, WIDTH, generator=random).to(dtype) for _ in range(4))
     place: Callable[[Tensor], Tensor] = borrow if on_gpu else lambda x: x
     numbers = [documents(count, rows, spread) for _ in range(vectors)]
     tables, named = torch.ops.sp.pieces(numbers) * 2, [place(x) for x in numbers]
-    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], [], span, span, 1, GROUP
+    args = None, named, named, tables, [], predicate, None, 0.0, WIDTH**-0.5, "", [], [], span, span, 1, SIMULATED_GROUP
     q, k, v, grad = map(place, (q, k, v, grad))
     with Watch() as watch, torch.no_grad():
         out, lse = bodies.attend(q, k, v, *args)
         grads = bodies.attend_backward(grad, q, k, v, out, lse, *args, False)
-    return [give_back(x) for x in (out, lse, *grads)], watch.seen
+    return [give_back(x) for x in (out, lse, *grads)], watch.last_fields
 
 
 def host(predicate: str, vectors: int = 0, count: int = 1, *options: Any) -> Seen:
@@ -82,7 +82,7 @@ def waiting(x: Tensor) -> Seen:
     with Watch() as watch:
         x.tolist(), x.sum().item(), bool(x.any()), x.nonzero(), x.cpu(), x.to("cpu", non_blocking=True)
         x + torch.zeros(3, device="cuda")
-    return watch.seen
+    return watch.last_fields
 
 
 def test_what_is_a_wait(gpu: AbsentGpu) -> None:
@@ -100,7 +100,7 @@ def tables() -> tuple[Seen, int]:
     vectors = [borrow(documents(count)) for count in (2, 3)]
     with Watch() as watch, mock.patch.object(torch.accelerator, "current_stream") as stream:
         pieces(vectors)
-    return watch.seen, stream.return_value.synchronize.call_count
+    return watch.last_fields, stream.return_value.synchronize.call_count
 
 
 def test_one_wait_for_all_tables(gpu: AbsentGpu) -> None:
@@ -108,7 +108,7 @@ def test_one_wait_for_all_tables(gpu: AbsentGpu) -> None:
     assert (seen.waits, waits) == ([], 1)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "spread"), [(40_000, 0.0), (20_000, 0.0), (40_000, 1.0)])
 @pytest.mark.parametrize("predicate", [SAME_DOCUMENT, f"{SAME_DOCUMENT} & ({CAUSAL})"])
@@ -125,8 +125,8 @@ def test_few_launches_however_many_documents(
 def ordered() -> tuple[Seen, list[Tensor]]:
     found = ChunkOrder(np.array([0, 6, 3]), np.array([3, 2, 3]), 1.0, 1.0)
     with Watch() as watch:
-        orders = new_order(found, torch.device("cuda"))
-    return watch.seen, [give_back(x) for x in orders]
+        orders = order_tensors(found, torch.device("cuda"))
+    return watch.last_fields, [give_back(x) for x in orders]
 
 
 def test_an_order_of_rows_is_not_waited_for(gpu: AbsentGpu) -> None:

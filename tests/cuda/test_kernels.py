@@ -18,11 +18,11 @@ def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
 
 
 def merge(width: int) -> None:
-    from sp_compile.lowering.triton.merge_kernel import launch
+    from sp_compile.lowering.triton.merge_kernel import launch_merge
 
     rows = 1, 8, 4096
     out, lse = empty(*rows, width), empty(*rows)
-    launch(out, lse, empty(*rows, width, dtype=bf16), empty(*rows), into=(out, lse))
+    launch_merge(out, lse, empty(*rows, width, dtype=bf16), empty(*rows), into=(out, lse))
 
 
 def packs() -> dict[str, Tensor]:
@@ -33,33 +33,33 @@ def packs() -> dict[str, Tensor]:
 
 
 def pack(name: str) -> None:
-    from sp_compile.lowering.triton.move_kernel import copy
+    from sp_compile.lowering.triton.move_kernel import copy_strided
 
     source = packs()[name]
-    assert copy(torch.empty(source.shape, dtype=source.dtype), source)
+    assert copy_strided(torch.empty(source.shape, dtype=source.dtype), source)
 
 
 def checksum() -> None:
-    from sp_compile.lowering.triton.checksum_kernel import add
+    from sp_compile.lowering.triton.checksum_kernel import add_checksum
 
-    add(empty(1 << 22, dtype=i32), torch.empty((), dtype=i64))
+    add_checksum(empty(1 << 22, dtype=i32), torch.empty((), dtype=i64))
 
 
 def scan(op: str, dtype: torch.dtype, shape: tuple[int, int, int], segmented: bool = False) -> None:
     from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-    from sp_compile.lowering.scan.scan_table import Problem
+    from sp_compile.lowering.scan.scan_table import ScanProblem
 
     x, accumulate = empty(*shape, dtype=dtype), i64 if dtype is i32 and op == "sum" else f32 if dtype is bf16 else dtype
     starts = torch.empty(1, shape[1], 1, dtype=torch.bool) if segmented else None
-    row.scan(Problem.of("scan", x, dtype, accumulate, op=op, segmented=segmented), x, starts)
+    row.scan_triton(ScanProblem.of("scan", x, dtype, accumulate, op=op, segmented=segmented), x, starts)
 
 
 def linear(shape: tuple[int, int, int], reverse: bool) -> None:
     from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-    from sp_compile.lowering.scan.scan_table import Problem
+    from sp_compile.lowering.scan.scan_table import ScanProblem
 
     a, b = empty(*shape), empty(*shape)
-    row.linear(Problem.of("linear", b, f32, f32, reverse=reverse, lagged=reverse), a, b, None)
+    row.linear_triton(ScanProblem.of("linear", b, f32, f32, reverse=reverse, lagged=reverse), a, b, None)
 
 
 def launched(fn: Callable[..., None], *args: Any) -> list[Any]:
@@ -96,7 +96,7 @@ def name_of(case: tuple[Any, ...]) -> str:
     return " ".join([case[0].__name__, *(str(x).removeprefix("torch.") for x in case[1:])])
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_no_kernel_spills_and_all_read_in_wide_words(gpu: AbsentGpu, case: tuple[Any, ...]) -> None:
     """Seven programs of 128 threads have registers on a multiprocessor, and memory is read 128 bits a thread at a time.

@@ -16,14 +16,14 @@ from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
 from sp_compile.lowering.attention import packed as calls
-from sp_compile.lowering.attention.attend import _strips
+from sp_compile.lowering.attention.attend import _query_strips
 from sp_compile.lowering.attention.masking import CallMask
 from sp_compile.lowering.attention.op_args import LocalArgs
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.lowering.masks.balance_rows import dealt, reordered
-from sp_compile.lowering.masks.blocks import CAUSAL, Run, call_of
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.lowering.masks.balance_rows import balance_rows, reorder_table
+from sp_compile.lowering.masks.blocks import CAUSAL_WINDOW, AttendedRun, merge_runs
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.spans import stretches, whole
+from sp_compile.lowering.masks.spans import full_span, shard_spans
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, RANKS, DOCUMENTS = 1 << 17, 4, 1000
@@ -51,13 +51,13 @@ def ring(folds: int, stride: int = 1) -> Spans:
 
 
 WAYS: dict[str, Spans] = {
-    "Ulysses": [(whole(TOKENS), whole(TOKENS), TOKENS)],
+    "Ulysses": [(full_span(TOKENS), full_span(TOKENS), TOKENS)],
     "ring": ring(1),
     "ring, zigzag": ring(2),
     "hybrid": ring(1, stride=2),
     "hybrid, zigzag": ring(2, stride=2),
-    "gather": [(ring(1)[0][0], whole(TOKENS), TOKENS)],
-    "gather, zigzag": [(ring(2)[0][0], span, TOKENS // 2) for span in stretches([1, TOKENS, 0, TOKENS, 2], RANKS)],
+    "gather": [(ring(1)[0][0], full_span(TOKENS), TOKENS)],
+    "gather, zigzag": [(ring(2)[0][0], span, TOKENS // 2) for span in shard_spans([1, TOKENS, 0, TOKENS, 2], RANKS)],
 }
 
 
@@ -67,8 +67,8 @@ def tables_of(vectors: list[Tensor], balanced: str) -> list[Tensor]:
     if not balanced:
         return tables * 2
     pieces = tuple(map(Pieces.of, tables))
-    found = dealt((CAUSAL_WITHIN,), (1,), (), pieces, TOKENS, RANKS)
-    moved = [reordered(one, found) for one in pieces]
+    found = balance_rows((CAUSAL_WITHIN,), (1,), (), pieces, TOKENS, RANKS)
+    moved = [reorder_table(one, found) for one in pieces]
     return moved + (moved if balanced == "ring" else tables)
 
 
@@ -82,15 +82,15 @@ def kernels(predicate: str, spread: float, dtype: torch.dtype, spans: Spans, bal
         for q_span, k_span, keys in spans:
             q, k = (borrow(torch.zeros((), dtype=dtype).expand(1, 8, n, 128)) for n in (TOKENS // q_span[0], keys))
             given = [None, there, there, tables, [], predicate, None, 0.0, 1.0, "", [], []]
-            args, _ = LocalArgs.of([*given, q_span, k_span, 1, GROUP])
-            strips = _strips(q, k, CallMask.of(q, k, args), mask_grad=False)
+            args, _ = LocalArgs.of([*given, q_span, k_span, 1, SIMULATED_GROUP])
+            strips = _query_strips(q, k, CallMask.of(q, k, args), mask_grad=False)
             found.append([kernel.name for strip in strips for _, kernel in strip])
         return found
 
     return [names for of_rank in run_ranks(RANKS, on) for names in of_rank]
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", PREDICATES)
@@ -122,13 +122,13 @@ OPTIONS = {"all pairs": {}, "causal": {"is_causal": True}, "window": {"is_causal
 def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
     """In three calls, as if memory were short."""
     with mock.patch.multiple(calls, FREE_BYTES=0, ENOUGH=1, TOO_MUCH=1 << 20):
-        calls._by_length.cache_clear()
+        calls._split_by_length.cache_clear()
         found = by_hand_on_gpu(op, case, n)
-        calls._by_length.cache_clear()
+        calls._split_by_length.cache_clear()
     return found
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("op", OPS)
@@ -150,9 +150,9 @@ def test_numbers_in_float32(gpu: AbsentGpu, op: str, name: str, layout: str) -> 
 def test_memory_for_the_longest(spread: float) -> None:
     """At most three calls, of the same sequences, and none needs memory for many times the rows."""
     ends = torch.tensor([0, *lengths(spread)]).cumsum(0).tolist()
-    runs = [Run((a, b), (a, b), CAUSAL) for a, b in pairwise(ends)]
-    found = calls.by_length((call_of(runs, CAUSAL),), 1, 4096)
-    assert len(found) <= calls.MOST_CALLS
+    runs = [AttendedRun((a, b), (a, b), CAUSAL_WINDOW) for a, b in pairwise(ends)]
+    found = calls.split_by_length((merge_runs(runs, CAUSAL_WINDOW),), 1, 4096)
+    assert len(found) <= calls.MAX_CALLS
     assert sorted(run for call in found for run in call.runs()) == runs
     longest = [len(call.runs()) * max(run.q[1] - run.q[0] for run in call.runs()) for call in found]
     assert max(longest) <= 4 * TOKENS
@@ -162,18 +162,18 @@ def test_lengths_of_every_size_are_more_calls() -> None:
     """One of half the rows, two of a quarter, ...: else memory is for many times as many rows as there are."""
     sizes = [1 << (16 - level) for level in range(12) for _ in range(1 << level)]
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    runs = [Run((a, b), (a, b), CAUSAL) for a, b in pairwise(ends)]
-    found = calls.by_length((call_of(runs, CAUSAL),), 1, 4096)
+    runs = [AttendedRun((a, b), (a, b), CAUSAL_WINDOW) for a, b in pairwise(ends)]
+    found = calls.split_by_length((merge_runs(runs, CAUSAL_WINDOW),), 1, 4096)
     assert 2 <= len(found) <= 4
     longest = [len(call.runs()) * max(run.q[1] - run.q[0] for run in call.runs()) for call in found]
-    assert max(longest) <= calls.TOO_MUCH * ends[-1]
+    assert max(longest) <= calls.MAX_PADDING * ends[-1]
 
 
 def test_a_grid_has_so_many_sequences() -> None:
-    runs = [Run((i, i + 1), (i, i + 1), CAUSAL) for i in range(70_000)]
-    found = calls.by_length((call_of(runs, CAUSAL),), 2, 64)
+    runs = [AttendedRun((i, i + 1), (i, i + 1), CAUSAL_WINDOW) for i in range(70_000)]
+    found = calls.split_by_length((merge_runs(runs, CAUSAL_WINDOW),), 2, 64)
     assert [len(call.runs()) for call in found] == [32_767, 32_767, 4_466]
-    apart = [Run((3 * i, 3 * i + 1), (2 * i, 2 * i + 1), CAUSAL) for i in range(30_000)]
-    found = calls.by_length((call_of(apart, CAUSAL),), 1, None)
+    apart = [AttendedRun((3 * i, 3 * i + 1), (2 * i, 2 * i + 1), CAUSAL_WINDOW) for i in range(30_000)]
+    found = calls.split_by_length((merge_runs(apart, CAUSAL_WINDOW),), 1, None)
     assert [run for call in found for run in call.runs()] == apart
-    assert max(len(call.queries) for call in found) <= calls.MOST_SEQUENCES
+    assert max(len(call.queries) for call in found) <= calls.MAX_SEQUENCES

@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize(("of", "n", "options"), CASES)
 def test_a_predicted_peak_is_that_along_the_wrappers(
     gpu: AbsentGpu, of: Llama, n: int, options: dict[str, Any]
@@ -58,4 +58,4 @@ def test_layers_add_up(gpu: AbsentGpu) -> None:
     assert third - second == pytest.approx(second - first, rel=0.05)
     whole = third + (LLAMA_8B.layers - 3) * (third - second)
     assert whole + LLAMA_8B.state(8) < 80e9
-    assert predicted(LLAMA_8B, 8, **options).but_gradients == pytest.approx(whole, rel=CLOSE)
+    assert predicted(LLAMA_8B, 8, **options).peak_without_gradients == pytest.approx(whole, rel=CLOSE)

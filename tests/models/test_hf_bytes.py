@@ -57,7 +57,7 @@ def step(make: Any, whole: bool) -> Step:
     right = outcome(loss, gradients(model), expected.loss, gradients(alone))
     if not whole:
         return Step(sent, right)
-    in_shards = isinstance(found.logits, Sharded) and not found.logits.is_whole
+    in_shards = isinstance(found.logits, Sharded) and not found.logits.is_gathered
     begun = bytes_sent()
     logits = found.logits.detach() * 1
     sent.append(bytes_sent() - begun)

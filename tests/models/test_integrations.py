@@ -172,18 +172,18 @@ def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
 
 def metrics() -> tuple[list[Any], list[str]]:
     """What both ranks have of metrics in every form, and what they are told of forms that differ, and of none."""
-    from sp_compile.integrations.accelerate import gathered_of_replicas
+    from sp_compile.integrations.accelerate import gather_over_replicas
 
     rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="metrics")
     if rank > 1:
         return [], []
     array = np.float64([rank])  # which JSON would give back as a list
     given = [{"loss": torch.tensor(rank), "more": (torch.full((2,), rank),)}, [rank, ("a", None)], [array]]
-    found = [gathered_of_replicas(one, group) for one in given]
-    found.append(gathered_of_replicas([torch.ones(1)], group, as_objects=True))
-    told = [error_text(lambda: gathered_of_replicas(torch.ones(rank + 1), group))]
-    told.append(error_text(lambda: gathered_of_replicas([1] if rank else torch.ones(2), group)))
-    return found, [*told, error_text(lambda: gathered_of_replicas([1], group)) if rank == 0 else ""]
+    found = [gather_over_replicas(one, group) for one in given]
+    found.append(gather_over_replicas([torch.ones(1)], group, as_objects=True))
+    told = [error_text(lambda: gather_over_replicas(torch.ones(rank + 1), group))]
+    told.append(error_text(lambda: gather_over_replicas([1] if rank else torch.ones(2), group)))
+    return found, [*told, error_text(lambda: gather_over_replicas([1], group)) if rank == 0 else ""]
 
 
 def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:

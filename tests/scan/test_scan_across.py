@@ -26,7 +26,7 @@ from support.scans.scan_shards import (
 )
 from torch import Tensor
 
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 LAYOUTS = ["contiguous", "zigzag"]
@@ -47,7 +47,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(every=46)
+@pytest.mark.sampled(all_blocks=46)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)
@@ -64,7 +64,7 @@ def test_segments_that_differ_between_columns(layout: str, op: str) -> None:
         close(simulated(case, 4), expected(case))
 
 
-@pytest.mark.sampled(every=16)
+@pytest.mark.sampled(all_blocks=16)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
@@ -83,7 +83,7 @@ def test_windows(window: str, layout: str, n: int) -> None:
 STEPS = [(op, n) for op in OPS for n in (2, 3, 4, 7, 16)]
 
 
-@pytest.mark.sampled(every=28)
+@pytest.mark.sampled(all_blocks=28)
 @pytest.mark.parametrize(("op", "n"), STEPS)
 def test_exchange_in_steps(op: str, n: int) -> None:
     for runs in RUNS.values():
@@ -94,7 +94,7 @@ def test_exchange_in_steps(op: str, n: int) -> None:
 RECURRENCES = [("contiguous", "gather"), ("zigzag", "gather"), ("contiguous", "steps")]
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(all_blocks=24)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 def test_recurrences(layout: str, exchange: str, n: int) -> None:
@@ -114,13 +114,13 @@ def test_recurrences(layout: str, exchange: str, n: int) -> None:
 
 def _extremes(case: Case, rank: int, n: int) -> list[Tensor]:
     x = cut(case, case.operand(), rank, n, fill=math.nan).requires_grad_()
-    y, index = sp.extremes(x, DIM, case.op, case.reverse, case.frame(), case.exchange, n, GROUP)
+    y, index = sp.extremes(x, DIM, case.op, case.reverse, case.frame(), case.exchange, n, SIMULATED_GROUP)
     assert not index.requires_grad
     grad = cut(case, case.cotangent(), rank, n, fill=0.0)
     return [y.detach(), index, torch.autograd.grad(y, x, grad)[0]]
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(all_blocks=8)
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -148,7 +148,9 @@ def test_nan_is_an_extreme() -> None:
         wanted = torch.cummax(x.flip(0) if reverse else x, 0)
 
         def live(rank: int, reverse: bool = reverse) -> tuple[Tensor, Tensor]:
-            return sp.extremes(x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, GROUP)
+            return sp.extremes(
+                x[rank * 2 : rank * 2 + 2], 0, "max", reverse, case.frame(), "gather", 3, SIMULATED_GROUP
+            )
 
         y, index = (torch.cat(shards) for shards in zip(*run_ranks(3, live)))
         torch.testing.assert_close(y.flip(0) if reverse else y, wanted[0], equal_nan=True)
@@ -177,7 +179,7 @@ def _twice(case: Case, fn: Callable[..., Tensor], leaves: list[Tensor], sharded:
     return [*whole, *found[-1][sharded:]]
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(all_blocks=14)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.communicator import Communicator, current, use
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.communicator import Communicator, current_communicator, use_communicator
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.scan.monoids import accumulate_dtype
 
 sp = torch.ops.sp
@@ -58,9 +58,9 @@ def traffic(fn: Callable[[int, list[Tensor]], Tensor], operands: list[Tensor], n
     """What a rank sends forward and backward, the same on all of them."""
 
     def live(rank: int) -> Traffic:
-        counted = Counted(current())
+        counted = Counted(current_communicator())
         leaves = [x.detach().clone().requires_grad_() for x in operands]
-        with use(counted):
+        with use_communicator(counted):
             y = fn(rank, leaves)
             forward = list(counted.sent)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
@@ -74,7 +74,7 @@ def traffic(fn: Callable[[int, list[Tensor]], Tensor], operands: list[Tensor], n
 ROWS, COLUMNS = 8, 2 * 3
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(all_blocks=26)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", OPS)
@@ -149,7 +149,7 @@ def test_extremes(op: str) -> None:
 
         def fn(rank: int, leaves: list[Tensor], rows: int = rows) -> Tensor:
             frame = [1, rows * n, 0, rows * n]
-            return sp.extremes(leaves[0], DIM, op, False, frame, "gather", n, GROUP)[0]
+            return sp.extremes(leaves[0], DIM, op, False, frame, "gather", n, SIMULATED_GROUP)[0]
 
         forward, backward = traffic(fn, [torch.ones(2, rows, 3)], n)
         assert forward == [("all_gather", (n - 1) * COLUMNS * (4 + 8))]
@@ -188,10 +188,14 @@ def test_the_faster_exchange_is_taken() -> None:
     def live(rank: int) -> list[str]:
         names = []
         for columns in (4, 1 << 20):
-            counted = Counted(current())
-            with use(counted):
+            counted = Counted(current_communicator())
+            with use_communicator(counted):
                 sp_compile.inclusive_scan(
-                    torch.ones(1, columns), 0, group=Ranks(16, GROUP), check=False, accumulate_dtype=torch.float32
+                    torch.ones(1, columns),
+                    0,
+                    group=Ranks(16, SIMULATED_GROUP),
+                    check=False,
+                    accumulate_dtype=torch.float32,
                 )
             names.append(sorted({name for name, _ in counted.sent}))
         return names
@@ -202,7 +206,7 @@ def test_the_faster_exchange_is_taken() -> None:
 # Precision.
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(all_blocks=26)
 @pytest.mark.parametrize("n", [2, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
@@ -228,7 +232,7 @@ def _errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [(a.double() - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.sampled(all_blocks=14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("op", ["sum", "logsumexp", "prod"])
@@ -291,4 +295,4 @@ def test_exchanges_that_do_not_fit() -> None:
     x: Any = torch.ones(4)
     for how, told in ((([1, 4, 0, 4, 2], "steps", 2), "contiguous frame"), (([1, 4, 0, 4], "ring", 2), "must be")):
         with pytest.raises(ValueError, match=told):
-            sp.scan(x, None, 0, "sum", False, False, None, None, *how, GROUP)
+            sp.scan(x, None, 0, "sum", False, False, None, None, *how, SIMULATED_GROUP)

@@ -8,14 +8,14 @@ from support.golden import captured, show
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
-from sp_compile.passes.context import Settings
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.localize.localize import Localize
-from sp_compile.passes.strategies.gather_demands import Gather
-from sp_compile.passes.strategies.scan_demands import NestedScan, Scan
+from sp_compile.passes.strategies.gather_demands import GatherOperands
+from sp_compile.passes.strategies.scan_demands import ShardScans, SplitNestedScans
 
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 sp = torch.ops.sp
 x = torch.randn(1, 7, 4)
 
@@ -23,7 +23,7 @@ x = torch.randn(1, 7, 4)
 class Goldens(expecttest.TestCase):
     def test_cumsum(self):
         gm = captured(lambda x: (x * 2).cumsum(1) + 1, x)
-        Scan(TWO)(gm)
+        ShardScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -40,7 +40,7 @@ return (add,)""",
             return y.cumsum(-2, dtype=torch.float64) + y.cumprod(1) + y.logcumsumexp(1) + (y > 0).cumsum(1)
 
         gm = captured(all_of_them, x)
-        Scan(TWO)(gm)
+        ShardScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -64,7 +64,7 @@ return (add_2,)""",
             return highest + lowest, index
 
         gm = captured(extremes, x)
-        Scan(TWO)(gm)
+        ShardScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -81,7 +81,7 @@ return (add, getitem_1)""",
 
     def test_a_sequence_that_begins_with_a_scan(self):
         gm = captured(lambda x: x.cumsum(1), x)
-        for rewrite in (Scan(TWO), Gather(TWO), Localize(TWO)):
+        for rewrite in (ShardScans(TWO), GatherOperands(TWO), Localize(TWO)):
             gm = rewrite(gm).graph_module
         self.assertExpectedInline(
             show(gm),
@@ -95,7 +95,7 @@ return (unshard_default,)""",
 
     def test_a_window_of_the_sequence(self):
         gm = captured(lambda x: (x * 2)[:, 1:].cumsum(1), x)
-        Scan(TWO)(gm)
+        ShardScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -108,7 +108,7 @@ return (scan_default,)""",
 
     def test_zigzag(self):
         gm = captured(lambda x: (x * 2).cumsum(1), x)
-        Scan(Settings(TWO, folds=2))(gm)
+        ShardScans(PassSettings(TWO, folds=2))(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -124,7 +124,7 @@ return (scan_default,)""",
             return sp.scan(state, y, 1, "max", exclusive=True)
 
         gm = captured(written, x, torch.arange(7) // 3)
-        Scan(TWO)(gm)
+        ShardScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -139,7 +139,7 @@ return (scan,)""",
     def test_large_carries_go_in_steps(self):
         gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
         slow = Machine.of("cpu", {"all_gather_bandwidth": 1.0})
-        Scan(Settings(Ranks(8, GROUP), machine=slow))(gm)
+        ShardScans(PassSettings(Ranks(8, SIMULATED_GROUP), machine=slow))(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -151,7 +151,7 @@ return (scan_default,)""",
 
     def test_a_batch_of_sequences_in_one_dim(self):
         gm = captured(lambda x: (x * 2).flatten(0, 1).cumsum(0), torch.randn(3, 7, 4))
-        NestedScan(TWO)(gm)
+        SplitNestedScans(TWO)(gm)
         self.assertExpectedInline(
             show(gm),
             """\
@@ -175,7 +175,7 @@ return (to_dtype_1,)""",
             return x.topk(2, -1)[0].flatten(0, 1).cumsum(0)
 
         gm = captured(lambda x: queues((x * 2).cumprod(0)), torch.randn(7, 4))
-        for rewrite in (NestedScan(TWO), Scan(TWO)):
+        for rewrite in (SplitNestedScans(TWO), ShardScans(TWO)):
             rewrite(gm)
         self.assertExpectedInline(
             show(gm),
@@ -204,7 +204,7 @@ return (to_dtype_1,)""",
             return x.cumsum(0), x.cumsum(1), x[:4].cumprod(0), x.cummax(0)[1]
 
         gm = captured(several, torch.randn(4096, 8))
-        Scan(1)(gm)
+        ShardScans(1)(gm)
         self.assertExpectedInline(
             show(gm),
             """\

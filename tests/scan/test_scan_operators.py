@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.scan_table import using
+from sp_compile.lowering.scan.scan_table import using_lowering
 
 sp = torch.ops.sp
 ROWS = [row for row in table.LOWERINGS if row != "triton" and (row != "native" or has_native())]
@@ -59,7 +59,7 @@ def like(starts: Tensor, x: Tensor, dim: int) -> Tensor:
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_results_share_no_memory(row: str, length: int) -> None:
     x = torch.rand(2, length, 1, dtype=torch.float64)
-    with using(row):
+    with using_lowering(row):
         out, total = scan(x, 1, "sum")
         h = sp.local_linear_scan(x, x, None, 1, False, False, x.dtype, x.dtype)
         factor, state = sp.local_linear_total(x, x, 1, False, False, x.dtype)

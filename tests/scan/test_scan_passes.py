@@ -13,13 +13,13 @@ import sp_compile
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.passes.context import NoteKind, Settings, analyse, settings
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.passes.context import NoteKind, PassSettings, analyze, make_settings
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.scan_cost import choose_exchange
-from sp_compile.passes.strategies.scan_demands import Scan
+from sp_compile.passes.strategies.scan_demands import ShardScans
 
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 sp = torch.ops.sp
 x = torch.randn(1, 7, 4)
 
@@ -62,7 +62,7 @@ NESTED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(every=22)
+@pytest.mark.sampled(all_blocks=22)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("name", "scan"), NESTED, ids=[name for name, _ in NESTED])
 def test_nested_scans_are_right(name: str, scan: Any, n: int) -> None:
@@ -102,15 +102,15 @@ def test_the_sequence_is_what_is_scanned_in_most_values():
         return one_hot.cumsum(0) + offsets
 
     gm = captured(routing, torch.randn(2, 16, 4))
-    axes, _ = analyse(gm, settings(TWO))
+    axes, _ = analyze(gm, make_settings(TWO))
     (given,) = gm.graph.find_nodes(op="placeholder")
     assert axes.sequence_dims(given) == [1]
 
 
 def test_steps_declare_their_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[str] = []
-    monkeypatch.setattr(routes, "ensure", known.append)
+    monkeypatch.setattr(routes, "ensure_route", known.append)
     gm = captured(lambda x: (x * 2).cumsum(1), torch.randn(1, 32, 4))
-    Scan(Settings(Ranks(8, GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0})))(gm)
-    sp_compile.passes.cost.exchange_cost.declare_routes(gm, Ranks(8, GROUP))
+    ShardScans(PassSettings(Ranks(8, SIMULATED_GROUP), machine=Machine.of("cpu", {"all_gather_bandwidth": 1.0})))(gm)
+    sp_compile.passes.cost.exchange_cost.declare_routes(gm, Ranks(8, SIMULATED_GROUP))
     assert known == [f"sim/shift:{offset}:1" for offset in (1, -1, 2, -2, 4, -4)]

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from sp_compile.passes.sharding.matchers import (
-    constant_of,
-    is_cast,
+    constant_value,
+    is_cast_op,
     is_copy,
-    join_of,
     keeps_order,
-    order_of,
-    origin,
-    pad_of,
-    piece_of,
-    uncast,
+    match_join,
+    match_pad,
+    match_piece,
+    permutation_of,
+    skip_widening_cast,
+    value_origin,
 )
 
 
@@ -47,7 +47,7 @@ def last(function: Callable[[Tensor], Tensor]) -> Node:
     ],
 )
 def test_constants(function: Callable[[Tensor], Tensor], value: float | None) -> None:
-    assert constant_of(last(function)) == value
+    assert constant_value(last(function)) == value
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_constants(function: Callable[[Tensor], Tensor], value: float | None) ->
 )
 def test_pieces(function: Callable[[Tensor], Tensor], piece: tuple[Any, ...] | None) -> None:
     found = last(function).args[0]
-    one = piece_of(found)
-    known = None if one is None else (one.dim, one.start, one.length, one.step, one.keeps)
+    one = match_piece(found)
+    known = None if one is None else (one.dim, one.start, one.length, one.step, one.keeps_dim)
     assert known == piece
     if one is not None:
         assert one.source.op == "placeholder"
@@ -83,17 +83,17 @@ def test_pieces(function: Callable[[Tensor], Tensor], piece: tuple[Any, ...] | N
     ],
 )
 def test_joins(function: Callable[[Tensor], Tensor], joined: tuple[int, bool] | None) -> None:
-    assert join_of(last(function)) == joined
+    assert match_join(last(function)) == joined
 
 
 def test_orders_and_copies() -> None:
-    assert order_of(last(lambda x: x.movedim(0, 2))) == (1, 2, 0)
-    assert order_of(last(lambda x: torch.einsum("abc->cab", x))) == (2, 0, 1)
-    assert order_of(last(lambda x: torch.einsum("abc->ca", x))) is None
-    assert order_of(last(lambda x: x.flip(1))) is None
+    assert permutation_of(last(lambda x: x.movedim(0, 2))) == (1, 2, 0)
+    assert permutation_of(last(lambda x: torch.einsum("abc->cab", x))) == (2, 0, 1)
+    assert permutation_of(last(lambda x: torch.einsum("abc->ca", x))) is None
+    assert permutation_of(last(lambda x: x.flip(1))) is None
     assert is_copy(last(lambda x: x.clone()))
     assert not is_copy(last(lambda x: x.detach()))
-    assert is_cast(last(lambda x: x.half()))
+    assert is_cast_op(last(lambda x: x.half()))
     assert not is_copy(last(lambda x: x.half()))
     assert keeps_order(last(lambda x: x.flatten(0, 1)))
     assert not keeps_order(last(lambda x: x.mT))
@@ -101,7 +101,7 @@ def test_orders_and_copies() -> None:
 
 
 def test_pads() -> None:
-    pad = pad_of(last(lambda x: F.pad(x, (0, 0, 1, 2), value=3.0)))
+    pad = match_pad(last(lambda x: F.pad(x, (0, 0, 1, 2), value=3.0)))
     assert pad is not None
     assert (pad.dim, pad.before, pad.after, pad.fill) == (1, 1, 2, 3.0)
 
@@ -119,7 +119,7 @@ def test_pads() -> None:
     ],
 )
 def test_origins(function: Callable[[Tensor], Tensor], undone: bool) -> None:
-    assert (origin(last(function)).op == "placeholder") == undone
+    assert (value_origin(last(function)).op == "placeholder") == undone
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_origins(function: Callable[[Tensor], Tensor], undone: bool) -> None:
     ],
 )
 def test_casts_there_and_back(function: Callable[[Tensor], Tensor], exact: bool) -> None:
-    assert (uncast(last(function)) is not None) == exact
+    assert (skip_widening_cast(last(function)) is not None) == exact

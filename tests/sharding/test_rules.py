@@ -19,12 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding import rule as rules
-from sp_compile.passes.sharding.attention_axes import strategy_of
+from sp_compile.passes.sharding.attention_axes import op_strategy
 from sp_compile.passes.sharding.placement import Frame, Shard
-from sp_compile.passes.sharding.reshape import reshaping
-from sp_compile.passes.sharding.rule import POINTWISE, Factors, Pattern, lookup, rule
+from sp_compile.passes.sharding.reshape import reshape_rule
+from sp_compile.passes.sharding.rule import POINTWISE, BoundRule, RulePattern, lookup_rule, rule
 from sp_compile.passes.sharding.rules.pointwise import SMOOTH_OPS, is_smooth
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ ELSEWHERE = (sp.reduce_pair.default, *(sp.sort_rows.default, sp.to_sorted.defaul
 RULES = {
     op: function
     for op, function in rules.RULES.items()
-    if op not in (POINTWISE, *ELSEWHERE) and not strategy_of(op) and op.namespace != "_c10d_functional"
+    if op not in (POINTWISE, *ELSEWHERE) and not op_strategy(op) and op.namespace != "_c10d_functional"
 }
 OWN = samples.build()
 TABLE = Path(__file__).with_name("rules_table.txt")
@@ -90,7 +90,7 @@ def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | N
         given = 2 if op in losses else len(args)  # and no weights of classes
         args, kwargs = (*tree_map(filled, args[:given]), *args[given:]), tree_map(filled, kwargs)
         node, operands = brute.node_of(op, args, kwargs)
-        results = [x for x in Call(node).results() if x.requires_grad]
+        results = [x for x in OpCall(node).results() if x.requires_grad]
         if not is_smooth(node) or not results:
             continue
         trained = [x for x in operands if x.requires_grad]
@@ -130,7 +130,7 @@ def test_the_check_finds_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {o.factor for o in brute.outcomes(op, args, kwargs) if o.kind in RUNS and o.error} == {factor}
 
 
-def show(rule_: Factors | None) -> str:
+def show(rule_: BoundRule | None) -> str:
     """The text, and the rows of windows, which are no part of it."""
     spans = ", ".join(f"{start}+{length}" for start, length in rule_.spans) if rule_ else ""
     return f"{rule_}; {spans}" if spans else str(rule_ or "none")
@@ -141,7 +141,7 @@ def test_table() -> None:
     lines = []
     for op in sorted(RULES, key=str):
         args, kwargs = samples_of(op)[0]
-        lines.append(f"{op}: {show(lookup(brute.node_of(op, args, kwargs)[0])[1])}\n")
+        lines.append(f"{op}: {show(lookup_rule(brute.node_of(op, args, kwargs)[0])[1])}\n")
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         TABLE.write_text("".join(lines))
     assert "".join(lines) == TABLE.read_text()
@@ -176,9 +176,9 @@ def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None
 
 def test_factors_built_by_hand_are_held_to_the_same() -> None:
     with pytest.raises(SpError, match=r"SP935: .*\['i'\]"):
-        Factors((("n", "i"),), (("n",),))
-    assert Factors((("n",),), (("n", "new"),)).kind("new") == "whole"
-    assert Factors((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
+        BoundRule((("n", "i"),), (("n",),))
+    assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "whole"
+    assert BoundRule((("n",),), (("n", "new"),), sizes="size").kind("new") == "pass"
 
 
 def test_a_text_is_its_rule() -> None:
@@ -186,11 +186,11 @@ def test_a_text_is_its_rule() -> None:
     read = 0
     for op in RULES:
         for args, kwargs in samples_of(op):
-            call, one = lookup(brute.node_of(op, args, kwargs)[0])
-            if one is None or one.wants is not None:
+            call, one = lookup_rule(brute.node_of(op, args, kwargs)[0])
+            if one is None or one.operand_placements is not None:
                 continue
-            again = Pattern.parse(str(one)).at(call)
-            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalises": one.normalises}
+            again = RulePattern.parse(str(one)).bind(call)
+            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalises": one.normalizes}
             assert again is not None, str(one)
             assert replace(again, **spelt) == one, str(one)
             read += 1
@@ -200,15 +200,15 @@ def test_a_text_is_its_rule() -> None:
 def test_groups_take_sizes_from_the_call() -> None:
     x = samples.f(6, 4)
     node, _ = brute.node_of(aten.view.default, (x, [2, 3, 4]), {})
-    call = Call(node)
-    found = Pattern.parse("(b s) d -> b s d", lazy=True).at(call)
+    call = OpCall(node)
+    found = RulePattern.parse("(b s) d -> b s d", lazy=True).bind(call)
     assert found.extents == {"b": 2, "s": 3}
-    assert Pattern.parse("a b c d -> (a b c) d").at(call) is None, "another number of dims"
-    assert Pattern.parse("(b s) d -> b d s").at(call) is None, "sizes of which the operand is no product"
+    assert RulePattern.parse("a b c d -> (a b c) d").bind(call) is None, "another number of dims"
+    assert RulePattern.parse("(b s) d -> b d s").bind(call) is None, "sizes of which the operand is no product"
     shard = Shard(0, Frame.full(3), outer=2)
-    assert found.inside(found.operands[0], shard) == ("s", Shard(0, Frame.full(3)))
-    assert found.outside("(b s)", "s", Shard(0, Frame.full(3))) == shard
-    assert found.inside(found.operands[0], Shard(0, Frame.full(6)))[0] == ""
+    assert found.local_part(found.operands[0], shard) == ("s", Shard(0, Frame.full(3)))
+    assert found.dim_shard("(b s)", "s", Shard(0, Frame.full(3))) == shard
+    assert found.local_part(found.operands[0], Shard(0, Frame.full(6)))[0] == ""
 
 
 @st.composite
@@ -238,7 +238,7 @@ def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[i
     for at, length in enumerate(atoms):
         outer = torch.Size(atoms[:at]).numel()
         home = _home(before, outer, length)
-        moved = brute.move(reshaping(tuple(before), tuple(after)), home) if length > 1 else ()
+        moved = brute.move(reshape_rule(tuple(before), tuple(after)), home) if length > 1 else ()
         assert moved is not None, f"{length} of {atoms} is whole in both {before} and {after}"
 
 
@@ -275,7 +275,7 @@ def nodes(function: Callable[..., Any], *args: Any) -> list[Node]:
 def test_symbolic_sizes(function: Callable[..., Any], expected: str) -> None:
     x = torch.randn(4, 11, 6)
     last = nodes(function, x)[-1]
-    assert symbols_renamed(show(lookup(last)[1]), nodes(lambda x: x + 1, x)[0]) == expected
+    assert symbols_renamed(show(lookup_rule(last)[1]), nodes(lambda x: x + 1, x)[0]) == expected
 
 
 def symbols_renamed(text: str, like: Node) -> str:
@@ -297,5 +297,5 @@ def symbols_renamed(text: str, like: Node) -> str:
 )
 def test_windows(shard: Shard, spans: tuple[tuple[int, int], ...], expected: tuple[Frame, ...] | None) -> None:
     dims = ("a", "b")
-    moved = brute.move(Factors((dims,), (dims,) * len(spans), {"b": "window"}, spans=spans), shard)
+    moved = brute.move(BoundRule((dims,), (dims,) * len(spans), {"b": "window"}, spans=spans), shard)
     assert (moved and tuple(m.frame for m in moved)) == expected

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks, resolve
 from sp_compile.lowering.collectives import checksums
-from sp_compile.lowering.torch_compat import FakeTensorMode, real_tensors
+from sp_compile.lowering.torch_compat import FakeTensorMode, use_real_tensors
 from sp_compile.runtime import fingerprint as spmd_fingerprint
 from sp_compile.runtime.agreement import is_close
 from sp_compile.runtime.control.channel import GatherBuffers
-from sp_compile.runtime.control.message import hashed
-from sp_compile.runtime.fingerprint import fingerprint, program_of
-from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode, settings
+from sp_compile.runtime.control.message import hash_text
+from sp_compile.runtime.fingerprint import exchange_digest, graph_digest
+from sp_compile.runtime.settings_digest import FUNCTORCH, INDUCTOR, mode_fields, settings_fields
 
 
 class Attention(nn.Module):
@@ -46,7 +46,7 @@ class Scaled(Attention):
 
 def printed(model: nn.Module, dtype: torch.dtype) -> int:
     x = torch.randn(1, 8, 8, dtype=dtype)
-    return fingerprint(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)).digest
+    return graph_digest(sp_compile.parallelize(torch.export.export(model, (x,)), sp=2)).digest
 
 
 def test_fingerprint_sees_dtypes_and_constants() -> None:
@@ -63,7 +63,7 @@ def one_op(size: int, device: str, group: str = "") -> int:
     total = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (made, "sum", group))
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, table)), total))
     table = torch.ones(100).masked_fill(torch.arange(100) < size, 0.0)
-    return fingerprint(torch.fx.GraphModule({"table": table}, graph)).digest
+    return graph_digest(torch.fx.GraphModule({"table": table}, graph)).digest
 
 
 def test_fingerprint_knows_what_is_of_one_rank() -> None:
@@ -93,24 +93,24 @@ def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> tor
 def test_what_is_in_a_checkpoint_is_exchanged_again() -> None:
     plain = gradients_of(lambda inside, x: inside(x))
     again = gradients_of(lambda inside, x: checkpoint(inside, x, use_reentrant=False))
-    assert program_of(plain).digest != program_of(again).digest
+    assert exchange_digest(plain).digest != exchange_digest(again).digest
     with one_of(2):
         local = sp_compile.parallelize(torch.export.export(Attention(), (torch.ones(1, 8, 8),)), sp=2)
-    kept = fingerprint(local).digest
+    kept = graph_digest(local).digest
     for node in local.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.default):
         node.meta["ac_graph_id"] = 7
-    assert fingerprint(local).digest != kept
-    first = fingerprint(local).digest
+    assert graph_digest(local).digest != kept
+    first = graph_digest(local).digest
     for node in local.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.default):
         node.meta["ac_graph_id"] = 9  # a number of the process, which others need not share
-    assert fingerprint(local).digest == first
+    assert graph_digest(local).digest == first
 
 
 def test_modes_of_a_call() -> None:
     told: list[str] = []
 
     def look(x: Tensor) -> Tensor:
-        told.append(mode())
+        told.append(mode_fields())
         return x.sin()
 
     checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
@@ -132,14 +132,14 @@ def test_memory_that_was_freed() -> None:
     assert not checksums.is_freed(x)
     assert not checksums.is_freed(x.to_sparse())
     x.untyped_storage().resize_(0)
-    assert checksums.checksum(x) == checksums.FREED
+    assert checksums.checksum(x) == checksums.FREED_CHECKSUM
 
 
 def test_an_input_more_moves_no_operation() -> None:
     x = torch.ones(2, 2)
     few = make_fx(lambda x, w: torch.tanh(torch.cos(torch.sin(x @ w))))(x, x)
     more = make_fx(lambda x, w, b: torch.tanh(torch.cos(torch.sin(x @ w)) + b))(x, x, x)
-    both = zip(program_of(few).lines, program_of(more).lines)
+    both = zip(exchange_digest(few).lines, exchange_digest(more).lines)
     first = next((a.name, b.name) for a, b in both if a.text != b.text)
     assert first == ("aten.tanh.default", "aten.add.Tensor")
 
@@ -147,15 +147,18 @@ def test_an_input_more_moves_no_operation() -> None:
 def test_what_differs_first_reads_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a line that only takes its values from other places, because something else differs further below."""
     x = torch.ones(2, 2)
-    mine = program_of(make_fx(lambda x, w: (x.sin() @ w).cos().tanh())(x, x))
-    other = program_of(make_fx(lambda x, w: (w @ x.sin()).cos().exp())(x, x))
+    mine = exchange_digest(make_fx(lambda x, w: (x.sin() @ w).cos().tanh())(x, x))
+    other = exchange_digest(make_fx(lambda x, w: (w @ x.sin()).cos().exp())(x, x))
     told: list[Any] = []
 
     def answers(ranks: Any, doing: str, subject: str, said: Any) -> list[Any]:
         told.append(said)
-        return [said, [[hashed(line.name), hashed(line.text)] for line in other.lines] if len(told) == 1 else "exp"]
+        return [
+            said,
+            [[hash_text(line.name), hash_text(line.text)] for line in other.lines] if len(told) == 1 else "exp",
+        ]
 
-    monkeypatch.setattr(spmd_fingerprint, "answers", answers)
+    monkeypatch.setattr(spmd_fingerprint, "all_gather_object", answers)
     first, _ = mine.first_difference(Ranks(2, ""))
     assert first.startswith("aten.tanh.default")
 
@@ -223,9 +226,9 @@ def test_names_of_settings_are_torch_s(module: str, patterns: list[str]) -> None
 def test_settings_of_torch_are_told(config: str, name: str, value: Any) -> None:
     """By values and names, which are the same in another process."""
     module = getattr(torch, f"_{config}").config
-    before = settings({})
+    before = settings_fields({})
     with module.patch({name: value}):
-        now = settings({})
+        now = settings_fields({})
     differ = {key: shown for key, shown in now.items() if before[key] != shown}
     assert differ == {f"torch._{config}.config.{name}": "bucket" if value is bucket else repr(value)}
 
@@ -294,13 +297,16 @@ def one_hot(place: int) -> Tensor:
 def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
     """Of a head not one token's row: a few elements of many. At other turns other ones, in time all."""
     x, most = torch.arange(math.prod(shape)).view(shape), 100
-    found = checksums.part(x, most, 0)
+    found = checksums.sample_view(x, most, 0)
     assert found.numel() <= most
     assert found.numel() == x.numel() or found.numel() > most // 4
     assert all(kept > 1 or size < 10 for kept, size in zip(found.shape, shape, strict=True))
     if x.numel() < 1000:
         turns = -(-x.numel() // found.numel()) * 2
-        assert len({n for turn in range(turns) for n in checksums.part(x, most, turn).flatten().tolist()}) == x.numel()
+        assert (
+            len({n for turn in range(turns) for n in checksums.sample_view(x, most, turn).flatten().tolist()})
+            == x.numel()
+        )
 
 
 def test_checksums_of_masks() -> None:
@@ -329,19 +335,19 @@ def test_checksums_are_made_of_small_pieces(
 ) -> None:
     torch.manual_seed(0)
     x = layout((torch.randn(4, 5, 6) * 3).round().to(dtype))
-    monkeypatch.setattr(checksums, "PIECE", 7)
-    assert str(checksums.total(x).item()) == summed(x)
+    monkeypatch.setattr(checksums, "PIECE_ELEMENTS", 7)
+    assert str(checksums.checksum_of(x).item()) == summed(x)
     assert checksums.checksum(x) == checksums.checksum(x.clone(memory_format=torch.contiguous_format))
     assert max(piece.numel() for piece in checksums.flat_parts(x)) <= 7
     assert torch.equal(torch.cat(list(checksums.flat_parts(x))), x.reshape(-1))
-    assert not checksums.is_one_number(x)
-    assert checksums.is_one_number(x[..., :1].expand(x.shape).flatten()[:1].expand(3, 9))
+    assert not checksums.is_constant(x)
+    assert checksums.is_constant(x[..., :1].expand(x.shape).flatten()[:1].expand(3, 9))
 
 
 def test_checksums_of_lazy_signs() -> None:
     x = torch.randn(3, 4, dtype=torch.complex64)
     for lazy in (x.conj(), x.conj().imag):
-        assert str(checksums.total(lazy).item()) == summed(lazy.clone())
+        assert str(checksums.checksum_of(lazy).item()) == summed(lazy.clone())
         assert checksums.checksum(lazy) == checksums.checksum(lazy.resolve_conj().resolve_neg().clone())
 
 
@@ -357,7 +363,7 @@ def test_gradients_of_other_targets_are_told_apart(dtype: torch.dtype, differ: i
     def said(labels: Tensor, sign: int = 1) -> str:
         leaf = logits.clone().requires_grad_()
         (sign * F.cross_entropy(leaf.double(), labels)).backward()
-        return checksums.sent(checksums.summary(leaf.grad)[None]).read()[0]
+        return checksums.start_cpu_copy(checksums.summarize(leaf.grad)[None]).read()[0]
 
     assert is_close(said(labels), said(labels))
     assert not is_close(said(labels), said(others))
@@ -375,16 +381,18 @@ def test_gradients_that_overflow_alike_are_the_same(value: float) -> None:
 
 
 def test_what_a_summary_takes() -> None:
-    ones = [checksums.summary(torch.ones(size)) for size in ((), (3,), (2, 5, 7), (3, 0))]
+    ones = [checksums.summarize(torch.ones(size)) for size in ((), (3,), (2, 5, 7), (3, 0))]
     assert [one.shape for one in ones] == [(3,)] * 4
-    assert torch.allclose(checksums.summary(torch.ones(2, 3).expand(4, 2, 3)), checksums.summary(torch.ones(4, 2, 3)))
-    assert checksums.summary(torch.full((4, 1 << 14), 6e4, dtype=torch.float16)).isfinite().all()
-    assert checksums.summary(torch.ones(2, dtype=torch.complex64))[0] > 0
+    assert torch.allclose(
+        checksums.summarize(torch.ones(2, 3).expand(4, 2, 3)), checksums.summarize(torch.ones(4, 2, 3))
+    )
+    assert checksums.summarize(torch.full((4, 1 << 14), 6e4, dtype=torch.float16)).isfinite().all()
+    assert checksums.summarize(torch.ones(2, dtype=torch.complex64))[0] > 0
 
 
 @pytest.mark.parametrize("tracing", [nullcontext, FakeTensorMode, enable_python_dispatcher])
 def test_words_are_real_whatever_is_traced(tracing: Callable[[], AbstractContextManager[Any]]) -> None:
-    with tracing(), real_tensors():
+    with tracing(), use_real_tensors():
         assert type(torch.ones(2)) is Tensor
         assert not torch._C._len_torch_dispatch_stack()
         assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)

@@ -119,7 +119,7 @@ def both_results() -> tuple[Outcome, float, Any]:
     run, ids, labels, model = compiled()
     alone = copy.deepcopy(model)
     loss, logits = run(ids, labels)
-    before = type(loss) is Tensor and isinstance(logits, Sharded) and not logits.is_whole
+    before = type(loss) is Tensor and isinstance(logits, Sharded) and not logits.is_gathered
     placed = logits.to_dtensor()
     total = loss + logits.pow(2).mean() + placed.to_local().exp().sum() * 0
     total.backward()
@@ -290,7 +290,7 @@ def one_reads(then: str) -> str:
     return error_text(lambda: logits.float().sum())
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize(
     ("then", "words"),
     [
@@ -342,7 +342,7 @@ def asked() -> list[list[str]]:
 LOGITS = f"Sharded(2, 10, {VOCAB})"
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize(
     ("outputs", "stays", "small"),
     [
@@ -425,7 +425,7 @@ def given_rows(length: int) -> tuple[list[str], Outcome]:
     loss.backward()
     right, _ = alone(*text(length))
     right.backward()
-    lie = [type(x).__name__ + str(x.is_whole) for x in (ids, labels, logits)]
+    lie = [type(x).__name__ + str(x.is_gathered) for x in (ids, labels, logits)]
     return lie, outcome(loss, gradients(model), right, gradients(alone))
 
 

@@ -258,7 +258,7 @@ def in_place() -> tuple[Outcome, list[bool], str]:
     def loss(first: nn.Module, second: nn.Module) -> Tensor:
         h = first(x * 2)
         alias, out = h.detach(), second(h)
-        whole.extend(x.is_whole for x in (h, alias) if isinstance(x, Sharded))
+        whole.extend(x.is_gathered for x in (h, alias) if isinstance(x, Sharded))
         return (out + h * 0.5 + alias).square().mean()
 
     found, right = loss(*blocks), loss(*alone)
@@ -388,7 +388,13 @@ def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tup
     options = {"compiler": compiler, "cost": cost, "mesh": worker.mesh(), "outputs": "lazy", "attention": attention}
 
     def lies(x: Tensor) -> str:
-        return "whole" if not isinstance(x, Sharded) or x.is_whole else "dealt" if x.lies.is_dealt else "in order"
+        return (
+            "whole"
+            if not isinstance(x, Sharded) or x.is_gathered
+            else "dealt"
+            if x.sharding.is_balanced
+            else "in order"
+        )
 
     for block in model.blocks:
         block.compile(backend="sp", options={**options, "layout": "auto" if block.shifts else layout})

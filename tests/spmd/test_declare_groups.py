@@ -32,7 +32,7 @@ def declared_again() -> tuple[int, int, bool]:
     assert groups[dist.group.WORLD.group_name] == ((0, 1, 2, 3),)
     assert groups[names(mesh)[0]] == ((0, 2), (1, 3))
     assert groups[names(mesh)[1]] == ((0, 1), (2, 3))
-    assert all(groups.in_one_node(name) for name in groups.members)
+    assert all(groups.is_in_one_node(name) for name in groups.members)
     return first - before, len(process_groups()) - first, groups == again
 
 
@@ -43,17 +43,17 @@ def test_the_default_group_is_a_union(ranks: Ranks) -> None:
 def fitted(folder: str) -> tuple[list[dict], int, list[int]]:
     """(lines by axis of four declarations, files that they left, how many communicators and turns each measured)."""
     os.environ["SP_COMPILE_CACHE_DIR"] = folder
-    measure._known.clear()
+    measure._measured.clear()
     mesh = worker.mesh2d(2, 2)
     labels = dict(zip([*names(mesh), dist.group.WORLD.group_name], "abu"))
     timed: list[int] = []
-    plain = measure._fit
+    plain = measure._measure_and_fit
     lines = []
-    with mock.patch.object(measure, "_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)):
+    with mock.patch.object(measure, "_measure_and_fit", lambda jobs, *a: timed.append(len(jobs)) or plain(jobs, *a)):
         for axes, unions in ((mesh, []), (mesh, None), (mesh.get_all_groups(), None), (mesh, [])):
             lines.append(sp_compile.declare_groups(axes, unions).lines)
             if len(lines) == 3:
-                measure._known.clear()
+                measure._measured.clear()
     return [{labels[k]: v for k, v in found.items()} for found in lines], len(os.listdir(folder)), timed
 
 

@@ -20,10 +20,10 @@ from sp_compile import SpError, compare_weights
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.runtime import guard as check_run
 from sp_compile.runtime.control import failures
-from sp_compile.runtime.control.channel import Wire
+from sp_compile.runtime.control.channel import ControlChannel
 from sp_compile.runtime.control.message import Message
-from sp_compile.runtime.fingerprint import Program
-from sp_compile.runtime.guard import CheckedProgram
+from sp_compile.runtime.fingerprint import ProgramDigest
+from sp_compile.runtime.guard import GuardedProgram
 
 RANKS, STEPS, FAULT = 2, 4, 2
 
@@ -46,7 +46,7 @@ class Threads:
             self.asked += 1
         return None if alike else everyone
 
-    def wire(self, ranks: Ranks) -> Wire:
+    def wire(self, ranks: Ranks) -> ControlChannel:
         return self.own.wire
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
@@ -55,7 +55,9 @@ class Threads:
 
         def live(rank: int) -> None:
             self.own.rank = rank
-            self.own.wire = Wire("threads", list(range(RANKS)), None, timedelta(seconds=60), ["joined"] * RANKS)
+            self.own.wire = ControlChannel(
+                "threads", list(range(RANKS)), None, timedelta(seconds=60), ["joined"] * RANKS
+            )
             try:
                 out[rank] = act(rank)
             except SpError as error:
@@ -75,8 +77,8 @@ class Threads:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     beside = Threads()
-    monkeypatch.setattr(check_run, "exchanged", beside.exchanged)
-    monkeypatch.setattr(check_run, "wire_of", beside.wire)
+    monkeypatch.setattr(check_run, "all_gather_messages", beside.exchanged)
+    monkeypatch.setattr(check_run, "channel_of", beside.wire)
     return beside
 
 
@@ -90,7 +92,7 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(8))
         names = ["x", "scale", *(f"weights.{i}" for i in range(3))]
         given: dict[str, Any] = {"equal": frozenset(names), "arguments": frozenset(["x"]), "check_every": 1, **how}
-        self.program = CheckedProgram(compute, Ranks(RANKS, "threads"), Program(), names, **given)
+        self.program = GuardedProgram(compute, Ranks(RANKS, "threads"), ProgramDigest(), names, **given)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.program(x, self.scale, *self.weights)
@@ -266,8 +268,10 @@ def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPa
         raise MemoryError("no room for a checksum")
 
     monkeypatch.setattr(check_run, "checksum", fails)
-    monkeypatch.setattr(check_run, "wire_of", lambda ranks: Wire("one", [0, 1], None, timedelta(seconds=60), ["", ""]))
-    monkeypatch.setattr(failures, "stop", lambda words, **how: said.append(words))
+    monkeypatch.setattr(
+        check_run, "channel_of", lambda ranks: ControlChannel("one", [0, 1], None, timedelta(seconds=60), ["", ""])
+    )
+    monkeypatch.setattr(failures, "publish_stop", lambda words, **how: said.append(words))
     monkeypatch.setattr(failures.dist, "get_rank", lambda: 0)
     with pytest.raises(MemoryError, match="no room for a checksum\nrank 0 raised this when it calls"):
         Training(0).model(torch.ones(4, 8))
@@ -337,7 +341,7 @@ def test_never_is_never(threads: Threads) -> None:
 
 def test_a_drift_on_a_device_is_told_one_call_later(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here of the CPU, in place of a device."""
-    monkeypatch.setattr(check_run, "is_away", lambda a: isinstance(a, Tensor))
+    monkeypatch.setattr(check_run, "is_on_accelerator", lambda a: isinstance(a, Tensor))
     first, second = threads.run(lambda rank: steps(Training(rank), skipped_step))
     assert first == second
     assert first[0] == STEPS, first  # one more call is needed

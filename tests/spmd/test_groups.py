@@ -8,37 +8,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes.cost.known_groups import Groups, axis_of, gathered, reduced, scattered, subsets
+from sp_compile.passes.cost.known_groups import (
+    KnownGroups,
+    gather_partitions,
+    label_subsets,
+    mesh_axis_groups,
+    reduce_partitions,
+    scatter_partitions,
+)
 
 
 def test_the_table_of_a_mesh() -> None:
-    groups = Groups.of((2, 3), ("a", "b"), ranks_per_node=3)
+    groups = KnownGroups.of((2, 3), ("a", "b"), ranks_per_node=3)
     assert groups["a"] == ((0, 3), (1, 4), (2, 5))
     assert groups["b"] == ((0, 1, 2), (3, 4, 5))
     assert groups["a+b"] == ((0, 1, 2, 3, 4, 5),)
     assert [groups.size(name) for name in ("a", "b", "a+b")] == [2, 3, 6]
-    assert [groups.in_one_node(name) for name in ("a", "b", "a+b")] == [False, True, False]
-    assert set(Groups.of((2, 2, 2), "xyz").members) == {"x", "y", "z", "x+y", "x+z", "y+z", "x+y+z"}
+    assert [groups.is_in_one_node(name) for name in ("a", "b", "a+b")] == [False, True, False]
+    assert set(KnownGroups.of((2, 2, 2), "xyz").members) == {"x", "y", "z", "x+y", "x+z", "y+z", "x+y+z"}
 
 
 def test_unknown_names() -> None:
     with pytest.raises(SpError, match=r"SP611: group 'c' .*'a', 'a\+b', 'b'"):
-        Groups.of((2, 3), ("a", "b"))["c"]
+        KnownGroups.of((2, 3), ("a", "b"))["c"]
     for names in (("a",), ("a", "a")):
         with pytest.raises(SpError, match="SP613"):
-            Groups.of((2, 3), names)
+            KnownGroups.of((2, 3), names)
 
 
 def test_order() -> None:
-    a, b = axis_of((2, 3), 0), axis_of((2, 3), 1)
-    assert reduced([a, b]) == reduced([b, a]) == ((0, 1, 2, 3, 4, 5),)
-    assert gathered([b, a]) == ((0, 1, 2, 3, 4, 5),)
-    assert gathered([a, b]) == ((0, 3, 1, 4, 2, 5),)
-    assert scattered([a, b]) == gathered([b, a])
-    groups = Groups.of((2, 3), ("a", "b"))
-    assert groups.communicator(gathered([b, a]), ordered=True) == "a+b"
-    assert groups.communicator(gathered([a, b]), ordered=True) is None
-    assert groups.communicator(gathered([a, b])) == "a+b"
+    a, b = mesh_axis_groups((2, 3), 0), mesh_axis_groups((2, 3), 1)
+    assert reduce_partitions([a, b]) == reduce_partitions([b, a]) == ((0, 1, 2, 3, 4, 5),)
+    assert gather_partitions([b, a]) == ((0, 1, 2, 3, 4, 5),)
+    assert gather_partitions([a, b]) == ((0, 3, 1, 4, 2, 5),)
+    assert scatter_partitions([a, b]) == gather_partitions([b, a])
+    groups = KnownGroups.of((2, 3), ("a", "b"))
+    assert groups.communicator(gather_partitions([b, a]), ordered=True) == "a+b"
+    assert groups.communicator(gather_partitions([a, b]), ordered=True) is None
+    assert groups.communicator(gather_partitions([a, b])) == "a+b"
 
 
 @pytest.mark.parametrize(
@@ -52,17 +59,17 @@ def test_order() -> None:
     ],
 )
 def test_no_grid(parts: list) -> None:
-    assert reduced(parts) is None
-    assert reduced(parts[::-1]) is None
-    assert gathered(parts) is None
+    assert reduce_partitions(parts) is None
+    assert reduce_partitions(parts[::-1]) is None
+    assert gather_partitions(parts) is None
 
 
 def test_more_than_products() -> None:
     """Groups of one rank add nothing; a butterfly is a grid whose axes are not those of a row-major mesh."""
     pairs, ones = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
-    assert reduced([pairs, ones]) == pairs
-    assert reduced([pairs, ((0, 3), (1, 2))]) == ((0, 1, 2, 3),)
-    assert gathered([pairs, ((0, 3), (2, 1))]) is None  # the ranks gather in different orders
+    assert reduce_partitions([pairs, ones]) == pairs
+    assert reduce_partitions([pairs, ((0, 3), (1, 2))]) == ((0, 1, 2, 3),)
+    assert gather_partitions([pairs, ((0, 3), (2, 1))]) is None  # the ranks gather in different orders
 
 
 partitions = st.permutations(range(6)).flatmap(
@@ -87,19 +94,19 @@ def test_against_matrices(parts: list) -> None:
     product = torch.eye(6, dtype=torch.long)
     for part in parts:
         product = matrix(part) @ product
-    found = reduced(parts)
+    found = reduce_partitions(parts)
     one = bool((product <= 1).all()) and bool((product == product.T).all())
     blocks = one and bool((product @ product == product * product.sum(1, keepdim=True)).all())
     assert (found is not None) == blocks
     if found is not None:
         assert torch.equal(matrix(found), product)
-    ordered = gathered(parts)
-    assert ordered is None or reduced(parts) == tuple(sorted(tuple(sorted(g)) for g in ordered))
+    ordered = gather_partitions(parts)
+    assert ordered is None or reduce_partitions(parts) == tuple(sorted(tuple(sorted(g)) for g in ordered))
 
 
 def test_large_meshes_are_quick() -> None:
     shape = (16, 16, 8)
-    axes = [axis_of(shape, dim) for dim in range(3)]
-    assert reduced(axes) == (tuple(range(2048)),)
-    assert gathered(axes[::-1]) == (tuple(range(2048)),)
-    assert len(subsets("abcd")) == 11
+    axes = [mesh_axis_groups(shape, dim) for dim in range(3)]
+    assert reduce_partitions(axes) == (tuple(range(2048)),)
+    assert gather_partitions(axes[::-1]) == (tuple(range(2048)),)
+    assert len(label_subsets("abcd")) == 11

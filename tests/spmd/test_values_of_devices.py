@@ -21,8 +21,8 @@ from sp_compile.lowering.base.ranks import ranks_of
 from sp_compile.lowering.collectives import checksums
 from sp_compile.runtime import compare_gradients as gradients
 from sp_compile.runtime import guard as check_run
-from sp_compile.runtime.fingerprint import Program
-from sp_compile.runtime.guard import CheckedProgram
+from sp_compile.runtime.fingerprint import ProgramDigest
+from sp_compile.runtime.guard import GuardedProgram
 
 CHECKSUMS = """
 import torch
@@ -55,17 +55,19 @@ def of_absent_device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Tensors of a device that is not there have shapes, and nothing that could be read: reading them raises."""
     copied: list[Tensor] = []
 
-    def sent(x: Tensor) -> checksums.Later:
+    def sent(x: Tensor) -> checksums.PendingChecksums:
         copied.append(x)
-        return checksums.Later(torch.zeros(x.shape, dtype=x.dtype))
+        return checksums.PendingChecksums(torch.zeros(x.shape, dtype=x.dtype))
 
-    monkeypatch.setattr(checksums, "sent", sent)
+    monkeypatch.setattr(checksums, "start_cpu_copy", sent)
     return copied
 
 
-def program(names: Sequence[str]) -> CheckedProgram:
+def program(names: Sequence[str]) -> GuardedProgram:
     every = frozenset(names)
-    return CheckedProgram(lambda *xs: xs, ranks_of(worker.group()), Program(), names, equal=every, arguments=every)
+    return GuardedProgram(
+        lambda *xs: xs, ranks_of(worker.group()), ProgramDigest(), names, equal=every, arguments=every
+    )
 
 
 def call(n: int) -> tuple[int, int]:
@@ -95,13 +97,13 @@ def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.
 
     of_absent_device(monkeypatch)
     kernel = Mock()
-    monkeypatch.setattr(checksums.triton, "usable", lambda x: True)
-    monkeypatch.setattr(checksum, "add", kernel)
+    monkeypatch.setattr(checksums.triton, "can_use_triton", lambda x: True)
+    monkeypatch.setattr(checksum, "add_checksum", kernel)
     counts = []
     for rows in (1, 1 << 20):
         xs = [torch.empty(rows, 2048, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.int64)]
         with Launches() as ops:
-            checksums.later(xs)
+            checksums.start_checksums(xs)
         counts.append((ops.count, kernel.call_count))
         kernel.reset_mock()
     assert counts[0] == counts[1]
@@ -112,14 +114,14 @@ def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.
 def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
     """The device is waited for only where it is more than a call behind."""
     event = Mock(query=Mock(return_value=came))
-    assert checksums.Later(torch.tensor([3, 5]), event).read() == ["3", "5"]
+    assert checksums.PendingChecksums(torch.tensor([3, 5]), event).read() == ["3", "5"]
     assert event.synchronize.call_count == waits
 
 
 def drifts() -> list[str]:
     """Rank 1 is given another value on the second call: of the CPU, in place of a device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_run, "is_away", lambda a: isinstance(a, Tensor))
+        patch.setattr(check_run, "is_on_accelerator", lambda a: isinstance(a, Tensor))
         run, told = program(["x"]), []
         for step in range(4):
             x = torch.full((4,), step + 10 * (step == 1 and worker.group().rank()))
@@ -138,14 +140,14 @@ def shared_gradients(factors: Sequence[float]) -> list[str]:
     """What this rank hears at each call behind a backward whose shared gradient is so many times rank 0's on rank 1."""
     group, told = worker.group(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "is_away", lambda a: True)
+        patch.setattr(gradients, "is_on_accelerator", lambda a: True)
         run, x = program(["x"]), torch.ones(4, dtype=torch.int64)
         run(x)
         for factor in factors:
             gradient = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
             if group.rank() == 1:
                 gradient *= factor
-            (copy,) = gradients.shared([gradient], ["y"], group.size(), group.group_name)
+            (copy,) = gradients.check_shared_gradients([gradient], ["y"], group.size(), group.group_name)
             assert torch.equal(copy, gradient)
             told.append(message(partial(run, x)))
     return told
@@ -164,8 +166,10 @@ def shared_copies() -> int:
     group = worker.group()
     with pytest.MonkeyPatch.context() as patch:
         copied = of_absent_device(patch)
-        patch.setattr(gradients, "sent", checksums.sent)
-        gradients.shared([torch.empty(8, 16, device="meta")] * 3, ["x", "y", "z"], group.size(), group.group_name)
+        patch.setattr(gradients, "start_cpu_copy", checksums.start_cpu_copy)
+        gradients.check_shared_gradients(
+            [torch.empty(8, 16, device="meta")] * 3, ["x", "y", "z"], group.size(), group.group_name
+        )
     return len(copied)
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sp_compile import SpError
-from sp_compile.lowering.torch_compat import compiled_backwards, let_gloo_finish
-from sp_compile.runtime.agreement import different_work
+from sp_compile.lowering.torch_compat import drain_gloo_threads, find_backward_nodes
+from sp_compile.runtime.agreement import describe_operation_mismatch
 from sp_compile.runtime.control import channel as wire
 from sp_compile.runtime.control import store
-from sp_compile.runtime.control.message import CALLS, READS, Message
+from sp_compile.runtime.control.message import CALL_VERB, READ_VERB, Message
 
 SECONDS = 5
 
@@ -88,7 +88,7 @@ def run_of(how: str) -> tuple[str, str, float]:
     return told, error_text(lambda: run(x)), time.monotonic() - begun
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -181,12 +181,12 @@ def test_a_stop_holds_for_the_groups_that_there_were(
     monkeypatch: pytest.MonkeyPatch, name: str, believed: bool
 ) -> None:
     """A rank that could not compile a program comes to the same one over a group that is made later."""
-    said = wire.Stop(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
-    monkeypatch.setattr(wire, "_last_stop", lambda _: said)
+    said = wire.StopNotice(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
+    monkeypatch.setattr(wire, "_read_last_stop", lambda _: said)
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    waiting = wire.Wire(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
-    found = waiting._stopped(Message(CALLS, "Floats", 1))
-    assert found == (said if believed else wire.NOBODY)
+    waiting = wire.ControlChannel(name, [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    found = waiting._find_stop(Message(CALL_VERB, "Floats", 1))
+    assert found == (said if believed else wire.NO_RANK)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_a_stop_holds_for_the_groups_that_there_were(
 )
 def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: str, believed: bool) -> None:
     """And not for one whose name begins alike."""
-    monkeypatch.setattr(wire, "_last_stop", lambda _: wire.Stop(1, "no room", False, {"one": 0}, subject))
+    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.StopNotice(1, "no room", False, {"one": 0}, subject))
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
-    found = waiting._stopped(Message(CALLS, "forward at model.py:12: x", 3, model=2))
-    assert (found != wire.NOBODY) == believed
+    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    found = waiting._find_stop(Message(CALL_VERB, "forward at model.py:12: x", 3, model=2))
+    assert (found != wire.NO_RANK) == believed
 
 
 def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,30 +212,30 @@ def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.Mon
     store, rank = dist.HashStore(), [0]
     monkeypatch.setattr(wire.dist, "get_rank", lambda: rank[0])
     monkeypatch.setattr(wire.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(wire, "of_all", lambda: store)
-    monkeypatch.setattr(wire, "_mine", [])
-    monkeypatch.setattr(wire, "_wires", {})
+    monkeypatch.setattr(wire, "package_store", lambda: store)
+    monkeypatch.setattr(wire, "_own_stop", [])
+    monkeypatch.setattr(wire, "_channels", {})
 
-    def waiting(name: str = "three") -> wire.Wire:
-        return wire.Wire(name, [0, 1, 2], store, timedelta(seconds=SECONDS), ["joined the group"] * 3)
+    def waiting(name: str = "three") -> wire.ControlChannel:
+        return wire.ControlChannel(name, [0, 1, 2], store, timedelta(seconds=SECONDS), ["joined the group"] * 3)
 
-    call = Message(CALLS, "Floats", 4)
+    call = Message(CALL_VERB, "Floats", 4)
     with monkeypatch.context() as patch:
         patch.setattr(wire, "process_groups", lambda: [("three", (0, 1, 2), "")])
-        wire.stop("MemoryError: no room", goes_on=True)
-    rank[0], wire._mine[:] = 1, []
-    assert "rank 0 stopped: MemoryError: no room" in waiting().lost(call, 30.0).cause
-    rank[0], wire._mine[:] = 2, []
-    said = waiting()._stopped(call)
-    assert (said.rank, said.goes_on) == (1, False)
-    assert said.words.startswith("it calls Floats (number 4) and waited 30 s for ranks that did not come"), said.words
-    assert said.words.endswith("rank 0 stopped: MemoryError: no room")
-    assert waiting("another group")._stopped(call) == wire.NOBODY
+        wire.publish_stop("MemoryError: no room", goes_on=True)
+    rank[0], wire._own_stop[:] = 1, []
+    assert "rank 0 stopped: MemoryError: no room" in waiting().fail_timeout(call, 30.0).cause
+    rank[0], wire._own_stop[:] = 2, []
+    said = waiting()._find_stop(call)
+    assert (said.rank, said.continues) == (1, False)
+    assert said.text.startswith("it calls Floats (number 4) and waited 30 s for ranks that did not come"), said.text
+    assert said.text.endswith("rank 0 stopped: MemoryError: no room")
+    assert waiting("another group")._find_stop(call) == wire.NO_RANK
 
 
 def test_models_that_are_gone_are_nobody_else() -> None:
     """A parameter may lie where another did: tied to the first one of a model that is still there."""
-    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
     assert waiting.model([first, second]) == waiting.model([first, second]) == 1
     del second
@@ -246,14 +246,16 @@ def test_models_that_are_gone_are_nobody_else() -> None:
 
 def test_models_are_numbered_alike_again_once_ranks_have_strayed() -> None:
     """A weight that one rank replaces makes another model of it, and the ranks hear of that once, not ever after."""
-    wires = [wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2) for _ in range(2)]
+    wires = [
+        wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2) for _ in range(2)
+    ]
     first, weight, other = (nn.Parameter(torch.ones(1)) for _ in range(3))
     assert [one.model([first]) for one in wires] == [1, 1]
     assert [one.model([weight]) for one in wires] == [2, 2]
-    said = [Message(CALLS, "Floats", 2, model=one.model([w])) for one, w in zip(wires, (weight, other))]
-    assert different_work(said)
+    said = [Message(CALL_VERB, "Floats", 2, model=one.model([w])) for one, w in zip(wires, (weight, other))]
+    assert describe_operation_mismatch(said)
     for one in wires:
-        one.begin_anew(said)
+        one.reset_counters(said)
     numbers = [[one.model([x]) for x in (w, first)] for one, w in zip(wires, (weight, other))]
     assert numbers[0] == numbers[1]
     assert set(numbers[0]).isdisjoint({1, 2, 3})  # what is known of a number is of one model
@@ -276,11 +278,11 @@ def test_a_backward_runs_where_its_waits_are_told() -> None:
     run = torch.compile(lambda x: (x * weight).sin(), backend="aot_eager")
     for _ in range(2):
         out = run(torch.ones(3, requires_grad=True))
-        assert compiled_backwards([out], {0}, around) == [(out.grad_fn, frozenset({0}))]
+        assert find_backward_nodes([out], {0}, around) == [(out.grad_fn, frozenset({0}))]
         out.sum().backward()
     assert entered == [None, None]
     out = run(torch.ones(3, requires_grad=True))
-    compiled_backwards([out], (), around)
+    find_backward_nodes([out], (), around)
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -292,57 +294,57 @@ def test_a_rank_that_gives_up_before_all_have_met_is_not_counted(monkeypatch: py
     """Or those who come later would connect to nobody, in a call that no signal interrupts."""
     store = dist.HashStore()
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
-    monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
-    waiting = wire.Wire("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
+    monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
+    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.NO_RANK)
+    waiting = wire.ControlChannel("one", [0, 1], store, timedelta(seconds=0.2), ["joined the group"] * 2)
     with pytest.raises(SpError, match=r"SP621: .*waited 0 s"):
-        waiting.gather([0], torch.int64, Message(CALLS, "Floats", 1))
+        waiting.gather([0], torch.int64, Message(CALL_VERB, "Floats", 1))
     assert store.add("here", 0) == 0
-    alone = wire.Wire("one", [0], store, timedelta(seconds=5), ["joined the group"])
+    alone = wire.ControlChannel("one", [0], store, timedelta(seconds=5), ["joined the group"])
     for number in (1, 2):
-        assert alone.gather([number], torch.int64, Message(CALLS, "Floats", 1)) == [[number]]
+        assert alone.gather([number], torch.int64, Message(CALL_VERB, "Floats", 1)) == [[number]]
 
 
 def test_a_read_that_waits_is_warned_of_before_the_timeout(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(wire, "stop", lambda *_, **__: None)
-    monkeypatch.setattr(wire, "_last_stop", lambda _: wire.NOBODY)
-    monkeypatch.setattr(wire, "READING", 0.0)
-    waiting = wire.Wire("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
+    monkeypatch.setattr(wire, "publish_stop", lambda *_, **__: None)
+    monkeypatch.setattr(wire, "_read_last_stop", lambda _: wire.NO_RANK)
+    monkeypatch.setattr(wire, "READ_SECONDS", 0.0)
+    waiting = wire.ControlChannel("one", [0, 1, 2], dist.HashStore(), timedelta(seconds=1), ["joined the group"] * 3)
     with caplog.at_level("WARNING"), pytest.raises(SpError, match="SP622") as failure:
-        waiting.gather([0], torch.int64, Message(READS, "y", 1))
+        waiting.gather([0], torch.int64, Message(READ_VERB, "y", 1))
     assert "it waits for the others. " in caplog.text
     assert "  rank 0, 1, 2 was last seen when it joined the group" in str(failure.value)
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
     """As a checkpoint does that recomputes on a GPU; any other second thread may not."""
-    waiting = wire.Wire("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
-    waiting.own()
+    waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
+    waiting.check_thread()
     x = torch.ones(1, requires_grad=True)
     y = x.sin()
-    y.register_hook(lambda gradient: waiting.own())
+    y.register_hook(lambda gradient: waiting.check_thread())
     with ThreadPoolExecutor(1) as another:
         another.submit(y.sum().backward).result()
         with pytest.raises(SpError, match="SP624"):
-            another.submit(waiting.own).result()
+            another.submit(waiting.check_thread).result()
     assert x.grad is not None
 
 
 def test_a_question_right_behind_another() -> None:
     """The thread of an answer may outlive it: the next question is asked, not dropped."""
     ended = threading.Event()
-    store._asking[:] = [threading.Thread(target=ended.wait)]
-    store._asking[0].start()
+    store._pending_queries[:] = [threading.Thread(target=ended.wait)]
+    store._pending_queries[0].start()
     threading.Timer(0.05, ended.set).start()
-    assert store.answered(lambda: "found", "nothing") == "found"
+    assert store.query_store(lambda: "found", "nothing") == "found"
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a stopped rank: nobody waits for it, asks it again meanwhile, or leaves threads in it."""
-    monkeypatch.setattr(store, "ANSWERS", 0.1)
+    monkeypatch.setattr(store, "STORE_TIMEOUT", 0.1)
     awake, asked = threading.Event(), []
 
     def ask() -> str:
@@ -350,14 +352,14 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         awake.wait(60)
         return "found"
 
-    assert store.answered(ask, "nothing") == "nothing"
-    assert store.answered(ask, "nothing") == "nothing"
+    assert store.query_store(ask, "nothing") == "nothing"
+    assert store.query_store(ask, "nothing") == "nothing"
     assert len(asked) == 1
     awake.set()
-    store._asking[0].join()
-    assert store.answered(ask, "nothing") == "found"
+    store._pending_queries[0].join()
+    assert store.query_store(ask, "nothing") == "found"
     with pytest.raises(ZeroDivisionError):
-        store.answered(lambda: 1 // 0, 0)
+        store.query_store(lambda: 1 // 0, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
@@ -376,7 +378,7 @@ def test_the_end_waits_for_threads_of_gloo_that_work(works: bool, seconds: float
     thread = threading.Thread(target=run)
     thread.start()
     began.wait()
-    let_gloo_finish(seconds)
+    drain_gloo_threads(seconds)
     back = time.monotonic()
     ended.set()
     thread.join()

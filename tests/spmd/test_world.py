@@ -17,7 +17,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from sp_compile import SpError
 from sp_compile.runtime import guard as check_run
-from sp_compile.runtime.session import Session
+from sp_compile.runtime.session import CompileSession
 
 
 def _losses(rank: int, folder: str) -> None:
@@ -70,7 +70,7 @@ def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.
     """Whatever failed then, and though no group was found."""
     x = torch.ones(2, 8, 4)
     gm = symbolic_trace(lambda x: torch.sin(x))
-    session = Session(gm, [x], {"mesh_dim": "sp"})
+    session = CompileSession(gm, [x], {"mesh_dim": "sp"})
     assert isinstance(session.problem, SpError)
     run = session.guard(None, session.problem, gm, [x])
     with pytest.raises(SpError, match="SP116"):

@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from sp_compile.backend import compile_local, lower
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.capture.capture import capture
-from sp_compile.runtime.session import Session
+from sp_compile.runtime.session import CompileSession
 
 
 def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> GraphModule:
     """Dynamo's graph as one of n simulated ranks runs it."""
-    session = Session(gm, inputs, options, measures=False)
-    session.ranks = Ranks(n, GROUP)
+    session = CompileSession(gm, inputs, options, measures=False)
+    session.ranks = Ranks(n, SIMULATED_GROUP)
     return lower(gm, inputs, options, session).graph
 
 
@@ -41,8 +41,8 @@ def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any
 
     def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         given = {"cost": {}, "compiler": "aot_eager", **options}
-        session = Session(gm, inputs, given, measures=False)
-        session.split, session.ranks = True, Ranks(n, GROUP)
+        session = CompileSession(gm, inputs, given, measures=False)
+        session.split, session.ranks = True, Ranks(n, SIMULATED_GROUP)
         compile_local(lower(gm, inputs, given, session))
         return gm.forward
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.graph.inline import lower_exchanges
-from sp_compile.passes.joint.joint import adopt
+from sp_compile.passes.joint.joint import replace_nodes
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 LAYERS, BATCH, LENGTH = 3, 4, 6
@@ -33,7 +33,7 @@ def both_ways(f: Callable[..., Tensor], args: Any, n: int, scatter: bool) -> tup
 
     def partition(gm: GraphModule, inputs: Any, **options: Any) -> Any:
         if scatter:
-            adopt(gm, SequenceParallelLinear(Ranks(n, GROUP))(gm).graph_module)
+            replace_nodes(gm, SequenceParallelLinear(Ranks(n, GROUP))(gm).graph_module)
             lower_exchanges(gm)
         found.extend(min_cut_rematerialization_partition(gm, inputs, **options))
         raise _Stop
@@ -83,7 +83,7 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
     assert counted(scattered[1]) == {**each, "all_reduce": 1}
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_byte_more(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
@@ -92,7 +92,7 @@ def test_no_byte_more(n: int) -> None:
     assert sent(scattered[1], n) == sent(plain[1], n) + 2 * (n - 1) * weights_of_norms // n
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("n", [2, 4])
 def test_norms_and_what_is_saved_on_rows(n: int) -> None:
     """All norms but the first, whose input every rank has, run on 1/n of the rows; residuals are saved so."""

@@ -127,7 +127,7 @@ def compiles_on_a_grid(fault: str) -> str:
     ids, noise = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6, 8, dtype=torch.float64)
     if is_odd and fault != "option":
         error = MemoryError if fault == "memory" else KeyboardInterrupt
-        with mock.patch.object(session, "digests_of", side_effect=error("of the fault")):
+        with mock.patch.object(session, "input_digests", side_effect=error("of the fault")):
             try:
                 return message(lambda: run(ids, ids, noise))
             except KeyboardInterrupt:
@@ -137,7 +137,7 @@ def compiles_on_a_grid(fault: str) -> str:
 
 def goes_on() -> None:
     """What was said of a rank does not hold in the next test."""
-    wire.stop("", goes_on=True)
+    wire.publish_stop("", goes_on=True)
 
 
 @pytest.mark.parametrize(

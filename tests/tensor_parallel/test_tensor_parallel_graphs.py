@@ -15,12 +15,12 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import Job, settings
-from sp_compile.passes.tensor_parallel.scatter_layers import Layer, SequenceParallelLinear
+from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer, SequenceParallelLinear
 
 c10d = torch.ops._c10d_functional
 
 
-def scattered(gm: GraphModule, n: int = 2) -> tuple[GraphModule, list[Layer]]:
+def scattered(gm: GraphModule, n: int = 2) -> tuple[GraphModule, list[LinearLayer]]:
     one = SequenceParallelLinear(Ranks(n, GROUP))
     return one(gm).graph_module, one.layers
 
@@ -169,5 +169,5 @@ def test_every_stage_is_a_lap() -> None:
         job = Job.begin(settings(Ranks(2, GROUP)))
         gm = captured(program, torch.randn(2, 4, 3), torch.randn(3, 5), torch.randn(5, 3))
         SequenceParallelLinear(job.ranks).run(gm, job)
-        assert [lap.name for lap in job.laps] == expected
-        assert {lap.name: lap.changes for lap in job.laps}["scatter"] == (2 if program is mlp else 1)
+        assert [lap.name for lap in job.runs] == expected
+        assert {lap.name: lap.changes for lap in job.runs}["scatter"] == (2 if program is mlp else 1)

@@ -12,7 +12,7 @@ import pytest
 from tree.test_layers import FILES, ROOT
 
 from sp_compile.lowering.base.error_codes import ERRORS, SECTIONS, errors_page
-from sp_compile.lowering.base.errors import RanksDiffer, SpError
+from sp_compile.lowering.base.errors import RankMismatchError, SpError
 
 RAISED = {"SpError", "CaptureError", "WriteError", "RemoteError", "RanksDiffer", "CannotCompileError"}
 RAISED |= {"SimulationError"}
@@ -54,7 +54,7 @@ def test_the_page_is_generated() -> None:
     assert (ROOT / "docs" / "errors.md").read_text() == errors_page()
 
 
-@pytest.mark.parametrize("kind", [SpError, RanksDiffer])
+@pytest.mark.parametrize("kind", [SpError, RankMismatchError])
 def test_an_error_is_pickled(kind: type[SpError]) -> None:
     code = next(iter(ERRORS))
     error = pickle.loads(pickle.dumps(kind(code, "x: expected 1, got 2.")))

@@ -119,7 +119,7 @@ def types_of(file: Path) -> set[str]:
 
 
 def test_a_type_has_one_meaning() -> None:
-    """`Scan` and `_Scan` in two files are two things of one name."""
+    """`ShardScans` and `_Scan` in two files are two things of one name."""
     places: dict[str, list[str]] = defaultdict(list)
     for module, file in FILES.items():
         for name in types_of(file):

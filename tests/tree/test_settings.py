@@ -1,4 +1,4 @@
-"""Options are read in one place: `Settings.of`; whatever is behind it asks settings.
+"""Options are read in one place: `PassSettings.of`; whatever is behind it asks settings.
 
 An `SPConfig` is known by its name: a parameter or field that is annotated so (or `AnyOptions`), or what is assigned from
 `SPConfig(...)`, `SPConfig.of(...)` and `replace` of one. Options that nobody has looked at are known by the key.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from support.scans.halos import RANKS, SIZES, check, frame, operand
 
-from sp_compile.lowering.comm.simulate import GROUP
-from sp_compile.lowering.windows.halo_exchange import Part, parts_of
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.lowering.windows.halo_exchange import HaloPart, split_by_owner
 from sp_compile.lowering.windows.window_ops import roll_shifts, window_shifts
 
 sp = torch.ops.sp
@@ -20,7 +20,7 @@ WEIGHT = torch.randn(4, 3, 3, dtype=torch.float64, generator=torch.Generator().m
 BIAS = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize(("before", "after", "dilation"), [(2, 0, 1), (1, 1, 1), (0, 2, 1), (4, 0, 2), (3, 1, 2)])
@@ -83,7 +83,7 @@ def test_pools(n: int, size: int, start: int) -> None:
     check(sp.avg_pool1d, lambda x: F.avg_pool1d(F.pad(x, (3, 0)), 4, 1), x, (3, 0, 4, 1), frames, 2, n)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("dim", [1, -2])
@@ -99,7 +99,7 @@ def test_unfold(n: int, size: int, start: int, dim: int) -> None:
     )
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("by", [1, -1, 3, -2, 9, 0])
@@ -126,7 +126,7 @@ def test_any_dtype_is_shifted_and_rolled(n: int, dtype: torch.dtype) -> None:
     check(sp.unfold, lambda x: x.unfold(1, 2, 1), x, (1, 0, 0, 0, 2, 1), [frame(10), frame(10, 0, 9)], 1, n)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("by", [0, 1, -1, 2, -2, 4, -4])
@@ -148,7 +148,7 @@ def test_roll(n: int, size: int, start: int, by: int) -> None:
     ],
 )
 def test_parts(low: int, high: int, s: int, expected: list[tuple[int, int, int]]) -> None:
-    assert parts_of(low, high, s) == [Part(*part) for part in expected]
+    assert split_by_owner(low, high, s) == [HaloPart(*part) for part in expected]
 
 
 def test_shifts() -> None:
@@ -169,4 +169,4 @@ def test_shifts() -> None:
 def test_zigzag_is_refused() -> None:
     x, where = torch.randn(4, 2), [1, 8, 0, 8, 2]
     with pytest.raises(ValueError, match="zigzag"):
-        sp.shift(x, 0, 1, -1, 0, where, where, 2, GROUP)
+        sp.shift(x, 0, 1, -1, 0, where, where, 2, SIMULATED_GROUP)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from support.scans.halos import RANKS, Op, frame
 from torch import Tensor
 
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 
@@ -33,11 +33,11 @@ def test_adjoints(n: int, op: Op, args: Any, length: int) -> None:
     xs = [torch.randn(s, 2, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(n)]
 
     def live(rank: int) -> tuple[float, float]:
-        y = op(xs[rank], *args, *frames, n, GROUP)
+        y = op(xs[rank], *args, *frames, n, SIMULATED_GROUP)
         g = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        g = sp.mask(g, 0, frames[0], 0, n, GROUP)
+        g = sp.mask(g, 0, frames[0], 0, n, SIMULATED_GROUP)
         (back,) = torch.autograd.grad(y, xs[rank], g)
-        ones = op(torch.zeros_like(xs[rank]), *args, *frames, n, GROUP)  # constants: the map is affine
+        ones = op(torch.zeros_like(xs[rank]), *args, *frames, n, SIMULATED_GROUP)  # constants: the map is affine
         return ((y - ones) * g).sum().item(), (back * xs[rank]).sum().item()
 
     there, back = (sum(side) for side in zip(*run_ranks(n, live), strict=True))
@@ -54,7 +54,7 @@ def test_cotangents_outside_the_window_are_zeros(n: int) -> None:
         positions = torch.arange(rank * s, (rank + 1) * s)
         outside = (positions < 2) | (positions >= 10)
         x = torch.ones(1, 3, s, dtype=torch.float64).masked_fill(outside, torch.nan).requires_grad_()
-        y = sp.conv1d(x, WEIGHT, None, 2, 0, 1, 1, 1, where, where, n, GROUP)
+        y = sp.conv1d(x, WEIGHT, None, 2, 0, 1, 1, 1, where, where, n, SIMULATED_GROUP)
         (grad,) = torch.autograd.grad(y, x, torch.ones_like(y).masked_fill(outside, torch.nan))
         return y, grad[0, 0][outside]
 
@@ -73,9 +73,9 @@ def test_second_derivatives() -> None:
         return torch.autograd.grad((first**2).sum(), x)[0]
 
     def sharded(x: Tensor) -> Tensor:
-        args = (frame(6), frame(6), 3, GROUP)
-        shard = sp.conv1d(sp.shard(x, 2, frame(6), 3, GROUP), weight, None, 2, 0, 1, 1, 1, *args)
-        return sp.unshard(shard, 2, frame(6), 3, GROUP)
+        args = (frame(6), frame(6), 3, SIMULATED_GROUP)
+        shard = sp.conv1d(sp.shard(x, 2, frame(6), 3, SIMULATED_GROUP), weight, None, 2, 0, 1, 1, 1, *args)
+        return sp.unshard(shard, 2, frame(6), 3, SIMULATED_GROUP)
 
     expected = twice(lambda x: F.conv1d(F.pad(x, (2, 0)), weight), x)
     for found in run_ranks(3, lambda rank: twice(sharded, x)):

@@ -9,15 +9,15 @@ from torch import nn
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.sharding.placement import Frame, Shard
-from sp_compile.passes.sharding.window_rules import SlidingRows, place
-from sp_compile.passes.strategies.gather_demands import Gather
-from sp_compile.passes.strategies.halo_demands import Halo
-from sp_compile.passes.strategies.select_row import Pick
+from sp_compile.passes.sharding.window_rules import SlidingRows, place_window
+from sp_compile.passes.strategies.gather_demands import GatherOperands
+from sp_compile.passes.strategies.halo_demands import ExchangeHalos
+from sp_compile.passes.strategies.select_row import SelectRow
 
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 SEQUENCE = {"seq_dims": {"x": 1}}
 KERNEL = torch.ones(4, 1, 3)
 
@@ -25,7 +25,7 @@ KERNEL = torch.ones(4, 1, 3)
 def on_shards(fn, *args, first=()):
     gm = captured(fn, *args)
     Canonicalize()(gm)
-    for rewrite in (*first, Halo):
+    for rewrite in (*first, ExchangeHalos):
         rewrite(TWO, **SEQUENCE)(gm)
     return show(gm)
 
@@ -138,7 +138,7 @@ return (add,)""",
             return torch.cat([x[:, :1], x[:, :-1]], 1) + 1
 
         self.assertExpectedInline(
-            on_shards(fn, torch.randn(1, 8, 4), first=[Pick]),
+            on_shards(fn, torch.randn(1, 8, 4), first=[SelectRow]),
             """\
 x: [1, 8, 4] = placeholder
 mul: [1, 8, 4] = aten.mul.Tensor(x, 2)
@@ -248,13 +248,13 @@ class Causal(nn.Module):
     ],
 )
 def test_what_is_gathered(sliding, shard, n, why):
-    assert why in place(sliding, shard, n)
+    assert why in place_window(sliding, shard, n)
 
 
 def test_gathered_with_the_reason():
     gm = captured(lambda x: F.avg_pool1d((x * 2).mT, 3).mT + 1, torch.randn(1, 9, 4))
-    assert not Halo(TWO, **SEQUENCE)(gm).modified
-    gather = Gather(TWO, **SEQUENCE)
+    assert not ExchangeHalos(TWO, **SEQUENCE)(gm).modified
+    gather = GatherOperands(TWO, **SEQUENCE)
     assert gather(gm).modified
     assert [note.label for note in gather.notes] == ["gather"]
 

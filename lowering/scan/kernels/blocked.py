@@ -13,60 +13,62 @@ from typing import Any
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.scan_table import register
+from sp_compile.lowering.scan.scan_table import register_lowering
 from sp_compile.lowering.torch_compat import pytree
 
-from .generic import Kernels, Map, as_is, joined, length, rows
+from .generic import GenericKernels, Map, concat_rows, identity, num_rows, slice_rows
 
-BLOCK = 32
+BLOCK_ROWS = 32
 
 
-def inclusive(combine: Combine, states: Any, dim: int, lift: Map = as_is, lower: Map = as_is) -> tuple[Any, Any]:
+def blocked_inclusive(
+    combine: Combine, states: Any, dim: int, lift: Map = identity, lower: Map = identity
+) -> tuple[Any, Any]:
     """lower(each state combined with all before it along ``dim``), and the last of these not lowered.
 
     As `tree.inclusive`, of lift(rows of states).
     """
-    n = length(states, dim)
-    run = lift(rows(states, dim, 0, None, BLOCK))
-    if n > BLOCK:
-        carries, _ = inclusive(combine, _totals(combine, states, dim, lift), dim)
-        others = rows(run, dim, 1, None)
-        others = combine(rows(carries, dim, length(others, dim)), others)
-        run = joined(rows(run, dim, 1), others, dim)
-    results, last = _results(lower(run), dim, n), run
-    for row in range(min(n, BLOCK)):
+    n = num_rows(states, dim)
+    run = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
+    if n > BLOCK_ROWS:
+        carries, _ = blocked_inclusive(combine, _block_totals(combine, states, dim, lift), dim)
+        others = slice_rows(run, dim, 1, None)
+        others = combine(slice_rows(carries, dim, num_rows(others, dim)), others)
+        run = concat_rows(slice_rows(run, dim, 1), others, dim)
+    results, last = _empty_results(lower(run), dim, n), run
+    for row in range(min(n, BLOCK_ROWS)):
         if row:
-            added = lift(rows(states, dim, row, None, BLOCK))
-            run = combine(rows(run, dim, length(added, dim)), added)
-        pytree.tree_map(Tensor.copy_, rows(results, dim, row, None, BLOCK), lower(run))
-        last = run if row == (n - 1) % BLOCK else last
-    return results, rows(last, dim, -1, None)
+            added = lift(slice_rows(states, dim, row, None, BLOCK_ROWS))
+            run = combine(slice_rows(run, dim, num_rows(added, dim)), added)
+        pytree.tree_map(Tensor.copy_, slice_rows(results, dim, row, None, BLOCK_ROWS), lower(run))
+        last = run if row == (n - 1) % BLOCK_ROWS else last
+    return results, slice_rows(last, dim, -1, None)
 
 
-def combination(combine: Combine, states: Any, dim: int, lift: Map = as_is) -> Any:
+def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -> Any:
     """The combination of all states, of lift(rows of states): a tree like these with one row in ``dim``."""
-    n = length(states, dim)
-    if n > BLOCK:
-        done = n // BLOCK * BLOCK
-        run = combination(combine, _totals(combine, states, dim, lift), dim)
+    n = num_rows(states, dim)
+    if n > BLOCK_ROWS:
+        done = n // BLOCK_ROWS * BLOCK_ROWS
+        run = combine_all(combine, _block_totals(combine, states, dim, lift), dim)
     else:
         done = 1
-        run = lift(rows(states, dim, 1))
+        run = lift(slice_rows(states, dim, 1))
     for row in range(done, n):
-        run = combine(run, lift(rows(states, dim, row, row + 1)))
+        run = combine(run, lift(slice_rows(states, dim, row, row + 1)))
     return run
 
 
-def _totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
+def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
     """Of the whole blocks."""
-    whole = length(states, dim) // BLOCK * BLOCK
-    run = lift(rows(states, dim, 0, whole, BLOCK))
-    for row in range(1, BLOCK):
-        run = combine(run, lift(rows(states, dim, row, whole, BLOCK)))
+    whole = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
+    run = lift(slice_rows(states, dim, 0, whole, BLOCK_ROWS))
+    for row in range(1, BLOCK_ROWS):
+        run = combine(run, lift(slice_rows(states, dim, row, whole, BLOCK_ROWS)))
     return run
 
 
-def _results(like: Any, dim: int, n: int) -> Any:
+def _empty_results(like: Any, dim: int, n: int) -> Any:
     """Uninitialised, with n rows."""
 
     def empty(leaf: Tensor) -> Tensor:
@@ -77,4 +79,4 @@ def _results(like: Any, dim: int, n: int) -> Any:
     return pytree.tree_map(empty, like)
 
 
-register("blocked", Kernels(inclusive, combination), rank=lambda problem: 40)
+register_lowering("blocked", GenericKernels(blocked_inclusive, combine_all), rank=lambda problem: 40)

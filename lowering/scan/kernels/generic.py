@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose, segmented, selecting
-from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.scan.monoids import MONOIDS, Combine, Pair, compose_affine, segment_combine, select_combine
+from sp_compile.lowering.scan.scan_table import ScanProblem
 from sp_compile.lowering.torch_compat import pytree
 
 DIM = 1
@@ -24,7 +24,7 @@ Map = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Kernels:
+class GenericKernels:
     """inclusive(combine, states, dim, lift, lower) -> results and the last state; total(combine, states, dim, lift).
 
     lift makes of rows of states what is combined, and lower of that what is returned, so that an algorithm which goes
@@ -34,64 +34,66 @@ class Kernels:
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
     total: Callable[[Combine, Any, int, Map], Any]
 
-    def fits(self, problem: Problem) -> bool:
+    def fits(self, problem: ScanProblem) -> bool:
         """Every problem."""
         return True
 
-    def scan(self, problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    def scan(self, problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
         """The scan of x in problem.result, and the total of the last segment, (outer, inner), in problem.accumulate."""
         monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
         if not x.shape[DIM]:
-            return x.new_empty(x.shape, dtype=dtype), _row(x, monoid.identity(accumulate), accumulate)[:, 0]
-        x, starts = _in_scan_order(problem.reverse, x, starts)
-        out, total = self._scan(monoid.combine, x, starts, _to(accumulate), _to(dtype))
+            return x.new_empty(x.shape, dtype=dtype), _constant_row(x, monoid.identity(accumulate), accumulate)[:, 0]
+        x, starts = _orient(problem.reverse, x, starts)
+        out, total = self._scan(monoid.combine, x, starts, _cast_to(accumulate), _cast_to(dtype))
         if problem.exclusive:
-            out = torch.cat((_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
+            out = torch.cat((_constant_row(out, monoid.identity(dtype), dtype), out[:, :-1]), DIM)
             out = out if starts is None else out.masked_fill_(starts, monoid.identity(dtype))
-        (out,) = _in_scan_order(problem.reverse, out)
-        return _own(out, x), total[:, 0].clone()
+        (out,) = _orient(problem.reverse, out)
+        return _copy_if_operand(out, x), total[:, 0].clone()
 
-    def extremes(self, problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+    def extremes(self, problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
         """The running max or min, like x, and its index, int64."""
         index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
-        x, index, starts = _in_scan_order(problem.reverse, x, index, starts)
-        (values, index), _ = self._scan(selecting(problem.op), (x, index), starts, as_is, as_is)
-        values, index = _in_scan_order(problem.reverse, values, index)
-        return _own(values, x), index.contiguous()
+        x, index, starts = _orient(problem.reverse, x, index, starts)
+        (values, index), _ = self._scan(select_combine(problem.op), (x, index), starts, identity, identity)
+        values, index = _orient(problem.reverse, values, index)
+        return _copy_if_operand(values, x), index.contiguous()
 
-    def linear(self, problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+    def linear(self, problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
         """h in problem.result: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
         accumulate = problem.accumulate
-        a, b = _in_scan_order(problem.reverse, a, b)
+        a, b = _orient(problem.reverse, a, b)
         if problem.lagged:
             # s_(i-1) is a_(i-1) * h_(i-1): the same recurrence, of the a before.
-            a = torch.cat((_row(a, 1, a.dtype), a), DIM)[:, :-1]
+            a = torch.cat((_constant_row(a, 1, a.dtype), a), DIM)[:, :-1]
         if initial is not None:
             # Added here rather than to the result, where it would be times a product that may overflow.
             first = a[:, :1].to(accumulate) * initial.to(accumulate).unsqueeze(DIM) + b[:, :1]
             b = torch.cat((first, b[:, 1:]), DIM)[:, : b.shape[DIM]]
-        h, _ = self.inclusive(compose, (a, b), DIM, _to(accumulate), lambda state: state[1].to(problem.result))
-        (h,) = _in_scan_order(problem.reverse, h)
-        return _own(h, b)
+        h, _ = self.inclusive(
+            compose_affine, (a, b), DIM, _cast_to(accumulate), lambda state: state[1].to(problem.result)
+        )
+        (h,) = _orient(problem.reverse, h)
+        return _copy_if_operand(h, b)
 
-    def linear_total(self, problem: Problem, a: Tensor, b: Tensor) -> Pair:
+    def linear_total(self, problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
         """factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
         accumulate = problem.accumulate
         if not a.shape[DIM]:
-            return _row(a, 1, accumulate)[:, 0], _row(b, 0, accumulate)[:, 0]
+            return _constant_row(a, 1, accumulate)[:, 0], _constant_row(b, 0, accumulate)[:, 0]
 
         def lift(states: Pair) -> Pair:
-            a, b = _to(accumulate)(states)
+            a, b = _cast_to(accumulate)(states)
             return a, a * b if problem.lagged else b
 
-        factor, state = self.total(compose, _in_scan_order(problem.reverse, a, b), DIM, lift)
+        factor, state = self.total(compose_affine, _orient(problem.reverse, a, b), DIM, lift)
         return factor[:, 0].clone(), state[:, 0].clone()
 
     def _scan(self, combine: Combine, values: Any, starts: Tensor | None, lift: Map, lower: Map) -> tuple[Any, Any]:
         if starts is None:
             return self.inclusive(combine, values, DIM, lift, lower)
         out, last = self.inclusive(
-            segmented(combine),
+            segment_combine(combine),
             (starts, values),
             DIM,
             lambda state: (state[0], lift(state[1])),
@@ -100,51 +102,53 @@ class Kernels:
         return out, last[1]
 
 
-def _to(dtype: torch.dtype) -> Map:
+def _cast_to(dtype: torch.dtype) -> Map:
     return lambda states: pytree.tree_map(lambda leaf: leaf.to(dtype), states)
 
 
-def as_is(states: Any) -> Any:
+def identity(states: Any) -> Any:
     return states
 
 
-def _in_scan_order(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
+def _orient(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
     """The same tensors, or if reverse all turned round, which also undoes it."""
     return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
 
 
-def _own(result: Tensor, operand: Tensor) -> Tensor:
+def _copy_if_operand(result: Tensor, operand: Tensor) -> Tensor:
     """A copy if the result is the operand, as the scan of one row may be."""
     return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
-def _row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+def _constant_row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
     return x.new_full((x.shape[0], 1, x.shape[2]), value, dtype=dtype)
 
 
-def length(states: Any, dim: int) -> int:
+def num_rows(states: Any, dim: int) -> int:
     """The number of rows."""
     return pytree.tree_leaves(states)[0].shape[dim]
 
 
-def rows(states: Any, dim: int, *which: int | None) -> Any:
+def slice_rows(states: Any, dim: int, *which: int | None) -> Any:
     """The rows of slice(*which): views."""
     return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*which),)], states)
 
 
-def joined(first: Any, second: Any, dim: int) -> Any:
+def concat_rows(first: Any, second: Any, dim: int) -> Any:
     """The rows of the one before those of the other; the first itself if the second has none."""
-    if not length(second, dim):
+    if not num_rows(second, dim):
         return first
     return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim), first, second)
 
 
-def interleaved(lefts: Any, rights: Any, dim: int) -> Any:
+def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
     """left, right, left, right ...; there may be one left more."""
 
     def woven(left: Tensor, right: Tensor) -> Tensor:
         at = dim % left.ndim
         return torch.stack((left, right), at + 1).flatten(at, at + 1)
 
-    pairs = length(rights, dim)
-    return joined(pytree.tree_map(woven, rows(lefts, dim, pairs), rights), rows(lefts, dim, pairs, None), dim)
+    pairs = num_rows(rights, dim)
+    return concat_rows(
+        pytree.tree_map(woven, slice_rows(lefts, dim, pairs), rights), slice_rows(lefts, dim, pairs, None), dim
+    )

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.scan_table import Problem, register, strides_of
+from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering, start_strides
 from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
-FLAGS = ("-ffp-contract=fast", "-g0")
+CPP_FLAGS = ("-ffp-contract=fast", "-g0")
 NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -43,20 +43,20 @@ GRAIN = 1 << 15
 """Elements from which on threads are worth their start."""
 POINTERS = ("x", "b", "starts", "out", "indices", "states")
 
-_lock = threading.Lock()
+_compile_lock = threading.Lock()
 
 
-def fits(problem: Problem) -> bool:
+def fits_native(problem: ScanProblem) -> bool:
     """Return whether the problem is on a CPU, of dtypes that the C++ has, and a compiler translates it."""
     if problem.device != "cpu" or problem.dtype not in NAMES or problem.result not in NAMES:
         return False
     if _compute_dtype(problem) is None:
         return False
     dtype = problem.dtype if problem.kind.startswith("linear") else _operand_dtype(problem.dtype, problem.result)
-    return _kernel(problem, dtype) is not None
+    return _native_kernel(problem, dtype) is not None
 
 
-def _compute_dtype(problem: Problem) -> torch.dtype | None:
+def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
     """Return the type to compute in; None if there is no kernel."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
@@ -70,7 +70,7 @@ def _compute_dtype(problem: Problem) -> torch.dtype | None:
     return torch.float64 if problem.op == "logsumexp" else problem.accumulate
 
 
-def _machine(problem: Problem) -> str:
+def _machine(problem: ScanProblem) -> str:
     """Return the C++ type that scans."""
     compute = NAMES[_compute_dtype(problem)]
     if problem.kind.startswith("linear"):
@@ -80,9 +80,9 @@ def _machine(problem: Problem) -> str:
     return f"{'Scan' if problem.kind == 'scan' else 'Extremes'}<{compute}, {OPERATORS[problem.op]}>"
 
 
-def _kernel(problem: Problem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
+def _native_kernel(problem: ScanProblem, dtype: torch.dtype) -> Callable[[bytes], None] | None:
     """Return the function of a packed problem, with operands of `dtype`."""
-    with _lock:
+    with _compile_lock:
         return _compile(_machine(problem), NAMES[dtype], NAMES[problem.result])
 
 
@@ -93,7 +93,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
     source = Path(__file__).with_name("native.cpp").read_text()
     types = f"#define MACHINE {machine}\n#define IN {operand}\n#define OUT {result}\n"
     try:
-        kernel = compile_cpp(types + source, FLAGS).scan
+        kernel = compile_cpp(types + source, CPP_FLAGS).scan
     except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
         warnings.warn(f"scans on this CPU are slow, their C++ was not compiled: {error}", stacklevel=2)
         return None
@@ -101,34 +101,34 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
     return kernel
 
 
-def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Return the scan of x, and the combination of the last segment."""
     x = x.to(_operand_dtype(x.dtype, problem.result))
     out = x.new_empty(x.shape, dtype=problem.result)
-    states = _run(problem, x, starts=starts, out=out)
+    states = _run_native(problem, x, starts=starts, out=out)
     total = states[0] + states[1].log1p() if problem.op == "logsumexp" else states[0]
     return out, total.to(problem.accumulate)
 
 
-def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
+def extremes_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Return the running extremes, and their rows."""
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
-    _run(problem, x, starts=starts, out=out, indices=indices)
+    _run_native(problem, x, starts=starts, out=out, indices=indices)
     return out, indices
 
 
-def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
     """Return h_i = a_i * h_(i-1) + b_i."""
     a, b = _of_one_dtype(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
-    _run(problem, a, initial, b=b, out=h)
+    _run_native(problem, a, initial, b=b, out=h)
     return h
 
 
-def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
+def linear_total_native(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     """Return factor and state of the map that all rows make."""
     a, b = _of_one_dtype(a, b)
-    state, factor = _run(problem, a, b=b)
+    state, factor = _run_native(problem, a, b=b)
     return factor, state
 
 
@@ -143,9 +143,9 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
     return a.to(dtype), b.to(dtype)
 
 
-def _run(problem: Problem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
+def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
     """Fill the results among `others`, all contiguous; return the states after all rows, (planes, outer, inner)."""
-    dtype, kernel = _compute_dtype(problem), _kernel(problem, x.dtype)
+    dtype, kernel = _compute_dtype(problem), _native_kernel(problem, x.dtype)
     assert kernel is not None, "the problem does not fit"
     empty = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
     states = x.new_zeros((2, x.shape[0], x.shape[2]), dtype=dtype)
@@ -160,7 +160,7 @@ def _run(problem: Problem, x: Tensor, initial: Tensor | None = None, **others: T
     integers = dtype is torch.int64
     options = problem.exclusive or problem.lagged, problem.reverse, threads, int(empty) if integers else float(empty)
     layout = "6Q9qq" if integers else "6Q9qd"  # of Problem in native.cpp
-    kernel(struct.pack(layout, *pointers, *x.shape, *strides_of(others.get("starts")), *options))
+    kernel(struct.pack(layout, *pointers, *x.shape, *start_strides(others.get("starts")), *options))
     return states
 
 
@@ -171,4 +171,4 @@ def _use_large_pages(result: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
-register("native", sys.modules[__name__], rank=lambda problem: 10)
+register_lowering("native", sys.modules[__name__], rank=lambda problem: 10)

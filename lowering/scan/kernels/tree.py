@@ -22,10 +22,10 @@ from typing import Any
 
 from sp_compile.lowering.scan.monoids import Combine
 
-from .generic import interleaved, joined, length, rows
+from .generic import concat_rows, interleave_rows, num_rows, slice_rows
 
 
-def inclusive(combine: Combine, states: Any, dim: int) -> Any:
+def tree_inclusive(combine: Combine, states: Any, dim: int) -> Any:
     """Each state combined with all before it along ``dim``.
 
     states: a pytree of tensors with one size in ``dim``, any (0 too); the other sizes and the dtypes are combine's
@@ -42,19 +42,19 @@ def inclusive(combine: Combine, states: Any, dim: int) -> Any:
 def up_sweep(combine: Combine, states: Any, dim: int) -> list[Any]:
     """All levels of the tree, from the states to the total."""
     levels = [states]
-    while (n := length(levels[-1], dim)) > 1:
+    while (n := num_rows(levels[-1], dim)) > 1:
         paired = n - n % 2
-        left, right = rows(levels[-1], dim, 0, paired, 2), rows(levels[-1], dim, 1, paired, 2)
-        alone = rows(levels[-1], dim, paired, None)
-        levels.append(joined(combine(left, right), alone, dim))
+        left, right = slice_rows(levels[-1], dim, 0, paired, 2), slice_rows(levels[-1], dim, 1, paired, 2)
+        alone = slice_rows(levels[-1], dim, paired, None)
+        levels.append(concat_rows(combine(left, right), alone, dim))
     return levels
 
 
 def down_sweep(combine: Combine, states: Any, parents: Any, dim: int) -> Any:
     """The prefixes that end at the states of one level, from those of the level above."""
-    n = length(states, dim)
-    lefts = rows(states, dim, 0, 1)
+    n = num_rows(states, dim)
+    lefts = slice_rows(states, dim, 0, 1)
     if n > 2:
-        before = rows(parents, dim, (n - 1) // 2)
-        lefts = joined(lefts, combine(before, rows(states, dim, 2, None, 2)), dim)
-    return interleaved(lefts, rows(parents, dim, n // 2), dim)
+        before = slice_rows(parents, dim, (n - 1) // 2)
+        lefts = concat_rows(lefts, combine(before, slice_rows(states, dim, 2, None, 2)), dim)
+    return interleave_rows(lefts, slice_rows(parents, dim, n // 2), dim)

@@ -19,16 +19,16 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.registry import Override
 from sp_compile.lowering.torch_compat import FlexProgram, flex_backward, flex_forward
 
-from .flex_tables import Tables, tables, tile_of
-from .flex_texts import PairFunctions, Pairs, asked
+from .flex_tables import BlockTables, build_tables, tile_size
+from .flex_texts import PairFunctions, PairTexts, pair_functions
 
 COMPILER: Override[Any] = Override()
 """What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
 
 _programs: dict[Hashable, list[FlexProgram]] = {}
-_lengths: dict[Hashable, Hashable] = {}
-_lock = threading.Lock()
-_broken = False
+_known_lengths: dict[Hashable, Hashable] = {}
+_programs_lock = threading.Lock()
+_failed = False
 
 # Of each operand and table, the dims that are lengths.
 _ROWS, _COUNTS, _INDICES = (2,), (2,), (2, 3)
@@ -38,36 +38,36 @@ class CannotCompileError(SpError):
     """The fused kernel could not be compiled here; from now on it is not tried."""
 
 
-def works() -> bool:
+def is_flex_available() -> bool:
     """Whether the fused kernel was compiled wherever it was tried."""
-    return not _broken
+    return not _failed
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def flex_block_forward(q: Tensor, k: Tensor, v: Tensor, pairs: PairTexts, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of all rows of q over all of k that the pairs allow: out in q's dtype, and its lse in float32.
 
     Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). 0 and -inf
     where a query attends to nothing. Raises CannotCompileError.
     """
-    out, lse = _call(_forward, [q, k, v], pairs, scale)
+    out, lse = _call_program(_forward_program, [q, k, v], pairs, scale)
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: Pairs, scale: float,
+def flex_block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: PairTexts, scale: float,
     totals: Mapping[str, Tensor] = {},
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError.
 
     totals: where gradients of the score's tables are added, by their names.
     """
-    dq, dk, dv, *learned = _call(_backward, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
+    dq, dk, dv, *learned = _call_program(_backward_program, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
     for total, found in zip(totals.values(), learned, strict=True):
         total.add_(found)
     return dq, dk, dv
 
 
-def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks, warps and stages that keep a text's values in registers, which torch's own for plain scores do not.
 
     Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not
@@ -85,37 +85,39 @@ def _fitting(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
     return found | {"fwd_num_warps": warps[0], "bwd_num_warps": warps[1], "bwd_num_stages": back[2]}
 
 
-def _forward(told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-    found, reads = Tables(*xs[3:11]), xs[11:]
-    q, k, v = xs[:3]
-    fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
-    return flex_forward(q, k, v, told.scored, told.attends, found, tile, scale, fitting, reads)
-
-
-def _backward(
+def _forward_program(
     told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
 ) -> tuple[Tensor, ...]:
-    (q, k, v, grad, out, lse), found, reads = xs[:6], Tables(*xs[6:14]), xs[14:]
-    fitting = _fitting(max(q.shape[3], v.shape[3]), q.dtype)
+    found, reads = BlockTables(*xs[3:11]), xs[11:]
+    q, k, v = xs[:3]
+    fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
+    return flex_forward(q, k, v, told.modify_score, told.attends, found, tile, scale, fitting, reads)
+
+
+def _backward_program(
+    told: PairFunctions, tile: int, scale: float, learned: tuple[str, ...], *xs: Tensor
+) -> tuple[Tensor, ...]:
+    (q, k, v, grad, out, lse), found, reads = xs[:6], BlockTables(*xs[6:14]), xs[14:]
+    fitting = _fit_options(max(q.shape[3], v.shape[3]), q.dtype)
     places = [told.names.index(name) for name in learned]
-    given = told.scored, told.attends, found, tile, scale, fitting, reads, places
+    given = told.modify_score, told.attends, found, tile, scale, fitting, reads, places
     return flex_backward(grad, q, k, v, out, lse, *given)
 
 
-def _call(
-    fn: Callable[..., Any], operands: list[Tensor], pairs: Pairs, scale: float, learned: tuple[str, ...] = ()
+def _call_program(
+    fn: Callable[..., Any], operands: list[Tensor], pairs: PairTexts, scale: float, learned: tuple[str, ...] = ()
 ) -> Sequence[Tensor]:
     q, k, *_ = operands
     queries, keys = q.shape[2], k.shape[2]
-    told, reads = asked(pairs, queries, keys, q.device)
+    told, reads = pair_functions(pairs, queries, keys, q.device)
     ask = told.data is not None and not told.data[1]
-    found, tile = tables(pairs.plan, queries, keys, ask, q.device), tile_of(queries, keys)
-    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_lengths_of(name, told) for name in told.names]
+    found, tile = build_tables(pairs.plan, queries, keys, ask, q.device), tile_size(queries, keys)
+    lengths = [_ROWS] * len(operands) + [_COUNTS, _INDICES] * 4 + [_length_dims(name, told) for name in told.names]
     of = told, tile, scale, learned
-    return _program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
+    return _get_program(partial(fn, *of), (fn, *of), [*operands, *found, *reads], lengths)
 
 
-def _lengths_of(name: str, told: PairFunctions) -> tuple[int, ...]:
+def _length_dims(name: str, told: PairFunctions) -> tuple[int, ...]:
     """Which dims of what a text reads are lengths."""
     if name == "data":
         assert told.data is not None
@@ -125,34 +127,34 @@ def _lengths_of(name: str, told: PairFunctions) -> tuple[int, ...]:
     return (0,) if name in ("q", "k") else ()
 
 
-def _program(
+def _get_program(
     fn: Callable[..., Any], of: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
     """Run the program for these tensors, made now if there is none."""
     lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
     fixed = tuple(tuple(0 if dim in dims else n for dim, n in enumerate(x.shape)) for x, dims in zip(xs, lengths))
     family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
-    with _lock:
+    with _programs_lock:
         shapes = tuple(x.shape for x in xs)
         strides: Hashable = None
-        if _lengths.setdefault(family, shapes) == shapes:
+        if _known_lengths.setdefault(family, shapes) == shapes:
             lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
         else:  # any lengths: strides must follow from them
             xs = [x.contiguous() for x in xs]
         known = _programs.setdefault((family, strides), [])
         program = next((one for one in known if one.fits(xs)), None)
         if program is None:
-            program = _compiled(fn, xs, lengths)
+            program = _compile_program(fn, xs, lengths)
             known.append(program)
     return program(xs)
 
 
-def _compiled(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
-    global _broken
+def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tuple[int, ...]]) -> FlexProgram:
+    global _failed
     try:
         return FlexProgram(fn, xs, lengths, COMPILER.value)
     except Exception as error:
-        _broken = True
+        _failed = True
         warnings.warn(
             f"attention's scores are computed densely from now on: flex_attention cannot be compiled here ({error})",
             stacklevel=2,

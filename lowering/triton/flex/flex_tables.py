@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.masks.blocks import Block, BlockPlan, Kind
-from sp_compile.lowering.masks.pieces import without_waiting
+from sp_compile.lowering.masks.pieces import copy_async
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-TILE = 128
+EMPTY_TILE, PARTIAL_TILE, FULL_TILE = 0, 1, 2
+FLEX_TILE = 128
 """Rows and keys of the smallest tile. A kernel's own blocks divide it."""
-MOST_TILES = 1 << 20
+MAX_TILES = 1 << 20
 """Of one table, which has four bytes a tile; larger tiles where there would be more."""
 
 
-class Tables(NamedTuple):
+class BlockTables(NamedTuple):
     """Tiles of a call, int32 on its device: how many of a row or column there are, and which, ascending; all others
     behind them. Shapes: numbers (1, 1, rows), indices (1, 1, rows, columns), or the other way round."""
 
@@ -36,51 +36,51 @@ class Tables(NamedTuple):
     full_q_indices: Tensor
 
 
-def tile_of(queries: int, keys: int) -> int:
+def tile_size(queries: int, keys: int) -> int:
     """Rows and keys of a tile, so that the tables stay small."""
-    tile = TILE
-    while -(-queries // tile) * -(-keys // tile) > MOST_TILES:
+    tile = FLEX_TILE
+    while -(-queries // tile) * -(-keys // tile) > MAX_TILES:
         tile *= 2
     return tile
 
 
 @lru_cache(maxsize=16)
-def tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: torch.device) -> Tables:
+def build_tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: torch.device) -> BlockTables:
     """Of so many local queries and keys. ask: have the predicate asked in every tile. Nothing waits for the device."""
-    states = kinds_of_tiles(plan, queries, keys, tile_of(queries, keys))
-    states = states.clamp(max=PARTIAL) if ask else states
-    states = without_waiting(states, device)
-    found = [_ordered(side == kind) for side in (states, states.T) for kind in (PARTIAL, FULL)]
-    return Tables(*(table for both in found for table in both))
+    states = tile_kinds(plan, queries, keys, tile_size(queries, keys))
+    states = states.clamp(max=PARTIAL_TILE) if ask else states
+    states = copy_async(states, device)
+    found = [_sort_chosen(side == kind) for side in (states, states.T) for kind in (PARTIAL_TILE, FULL_TILE)]
+    return BlockTables(*(table for both in found for table in both))
 
 
-def kinds_of_tiles(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
+def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
     """uint8 (tiles of queries, tiles of keys), on the host."""
     states = torch.zeros(-(-queries // tile), -(-keys // tile), dtype=torch.uint8, device="cpu")
     for block in plan.blocks:
-        rows, full_rows = _covered(*block.query_rows, queries, tile)
-        columns, full_columns = _covered(*block.key_rows, keys, tile)
+        rows, full_rows = _covered_tiles(*block.query_rows, queries, tile)
+        columns, full_columns = _covered_tiles(*block.key_rows, keys, tile)
         part = states[rows, columns]
         if block.kind is Kind.CAUSAL:
-            part.copy_(torch.maximum(part, _touched(block, rows, columns, tile)))
+            part.copy_(torch.maximum(part, _touches_diagonal(block, rows, columns, tile)))
         else:
-            part.clamp_(min=PARTIAL)
+            part.clamp_(min=PARTIAL_TILE)
         if block.kind is Kind.FULL:
-            states[full_rows, full_columns] = FULL
+            states[full_rows, full_columns] = FULL_TILE
         elif block.kind is Kind.CAUSAL:
-            below = _below(block, full_rows, full_columns, tile)
-            states[full_rows, full_columns] = states[full_rows, full_columns].masked_fill(below, FULL)
+            below = _is_below_diagonal(block, full_rows, full_columns, tile)
+            states[full_rows, full_columns] = states[full_rows, full_columns].masked_fill(below, FULL_TILE)
     return states
 
 
-def _covered(offset: int, length: int, of: int, tile: int) -> tuple[slice, slice]:
+def _covered_tiles(offset: int, length: int, of: int, tile: int) -> tuple[slice, slice]:
     """The tiles that a stretch of rows touches, and those of which it is all rows; the last may have fewer."""
     end = offset + length
     first, behind = -(-offset // tile), -(-end // tile) if end == of else end // tile
     return slice(offset // tile, -(-end // tile)), slice(first, max(first, behind))
 
 
-def _touched(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
+def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """1 where a tile's last query of a causal block comes to its first key."""
     last = torch.arange(rows.start + 1, rows.stop + 1) * tile - 1
     first = torch.arange(columns.start, columns.stop) * tile
@@ -89,14 +89,14 @@ def _touched(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     return (first <= last[:, None]).to(torch.uint8)
 
 
-def _below(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
+def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
     """Whether a tile's first query of a causal block sees its last key."""
     first = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1
     return (last - block.k_off) <= first[:, None]
 
 
-def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _sort_chosen(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """How many are chosen in each row, and their columns in front: int32 (1, 1, rows) and (1, 1, rows, columns)."""
     columns = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     numbers = chosen.sum(-1, dtype=torch.int32)

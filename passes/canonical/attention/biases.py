@@ -25,16 +25,16 @@ from torch.fx import Node
 from sp_compile.lowering.base.dtypes import HALF
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.torch_compat import OpOverload
-from sp_compile.passes.graph.call import Call, is_tensor, packet_of, shape_of
-from sp_compile.passes.graph.sizes import same
-from sp_compile.passes.sharding.matchers import carries_gradient, constant_of, element_of, origin
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_packet, node_shape
+from sp_compile.passes.graph.sizes import is_same_size
+from sp_compile.passes.sharding.matchers import carries_gradient, constant_value, map_coordinates, value_origin
 
-from .elements import Coords, NotSymbolic, Positions, cases, truth
-from .proofs import HEAD, KEY, QUERY, Boolean
+from .elements import Coords, ElementReader, NotSymbolic, as_cases, as_truth
+from .proofs import HEAD_INDEX, KEY_INDEX, QUERY_INDEX, Boolean
 
 aten = torch.ops.aten
-_SYMBOLS = {QUERY: score.symbol("q"), KEY: score.symbol("k")}
-_OPS: dict[Any, Callable[..., Any]] = {
+_BIAS_SYMBOLS = {QUERY_INDEX: score.score_symbol("q"), KEY_INDEX: score.score_symbol("k")}
+_BIAS_OPS: dict[Any, Callable[..., Any]] = {
     aten.mul: operator.mul,
     aten.div: operator.truediv,
     aten.neg: operator.neg,
@@ -53,93 +53,98 @@ class BiasElement:
     finite: bool = False
 
 
-class Biases:
+class BiasReader:
     """Reads the elements of one bias of scores (B, H, Q, K). heads: the values that texts call head0, head1, ..."""
 
-    def __init__(self, positions: Positions, dtype: torch.dtype, least: float) -> None:
+    def __init__(self, positions: ElementReader, dtype: torch.dtype, least: float) -> None:
         self.positions, self.dtype, self.least = positions, dtype, least
         self.heads: list[Node] = []
 
     def at(self, x: Any, coords: Sequence[Any]) -> BiasElement:
         """The element at the coordinates. Raises NotSymbolic."""
         if not is_tensor(x):
-            return BiasElement(_number(x))
-        node, at = origin(x), tuple(sympy.sympify(c) for c in coords)
-        held, count = constant_of(node), self.positions.sizes[HEAD]
+            return BiasElement(_parse_number(x))
+        node, at = value_origin(x), tuple(sympy.sympify(c) for c in coords)
+        held, count = constant_value(node), self.positions.sizes[HEAD_INDEX]
         if held is not None:
-            return BiasElement(_number(held))
+            return BiasElement(_parse_number(held))
         try:
-            return self._of_positions(node, at)
+            return self._position_element(node, at)
         except NotSymbolic:
-            if all(same(extent, 1) or (c == HEAD and same(extent, count)) for c, extent in zip(at, shape_of(node))):
-                return BiasElement(self._of_heads(node))
-        return self._computed(node, at)
+            if all(
+                is_same_size(extent, 1) or (c == HEAD_INDEX and is_same_size(extent, count))
+                for c, extent in zip(at, node_shape(node))
+            ):
+                return BiasElement(self._head_element(node))
+        return self._computed_element(node, at)
 
-    def _of_positions(self, node: Node, at: Coords) -> BiasElement:
+    def _position_element(self, node: Node, at: Coords) -> BiasElement:
         """An integer that the place gives, or zeros and fills."""
-        found = cases(self.positions.at(node, at))
+        found = as_cases(self.positions.at(node, at))
         if len(found) == 1 and found[0][1].is_integer:
             value = found[0][1]
-            if value.has(AppliedUndef) or value.free_symbols - set(_SYMBOLS):
+            if value.has(AppliedUndef) or value.free_symbols - set(_BIAS_SYMBOLS):
                 raise NotSymbolic("reads more than the places of a query and a key", node)
-            return BiasElement(value.xreplace(_SYMBOLS))
+            return BiasElement(value.xreplace(_BIAS_SYMBOLS))
         if not all(v == 0 or (v.is_number and v <= self.least) for _, v in found):
             raise NotSymbolic("has other cases than zeros and fills", node)
         allowed = Or(*(c for c, v in found if v == 0))
         return BiasElement(sympy.Integer(0), allowed, any(v.is_finite for _, v in found if v != 0))
 
-    def _of_heads(self, node: Node) -> sympy.Expr:
+    def _head_element(self, node: Node) -> sympy.Expr:
         if carries_gradient(node):
             raise NotSymbolic("may need a gradient, which no text about scores gives", node)
         if node not in self.heads:
             self.heads.append(node)
-        return score.symbol(f"head{self.heads.index(node)}")
+        return score.score_symbol(f"head{self.heads.index(node)}")
 
-    def _computed(self, node: Node, at: Coords) -> BiasElement:
+    def _computed_element(self, node: Node, at: Coords) -> BiasElement:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotSymbolic("is nothing that a place or a head gives", node)
         if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
             raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
-        moved = element_of(node, at)
+        moved = map_coordinates(node, at)
         if moved is not None:
             return self.at(*moved)
-        call, name = Call(node), packet_of(node)
+        call, name = OpCall(node), node_packet(node)
 
         def operand(name: str) -> BiasElement:
             x = call[name]
-            own = at[len(at) - len(shape_of(x)) :] if is_tensor(x) else ()
-            return self.at(x, [0 if same(extent, 1) else c for c, extent in zip(own, shape_of(x))] if own else [])
+            own = at[len(at) - len(node_shape(x)) :] if is_tensor(x) else ()
+            return self.at(
+                x, [0 if is_same_size(extent, 1) else c for c, extent in zip(own, node_shape(x))] if own else []
+            )
 
         if name in (aten.add, aten.sub, aten.rsub):
             a, b = operand("self"), operand("other")
             a, b = (b, a) if name is aten.rsub else (a, b)
-            times = _number(call["alpha"]) if name is aten.add else -_number(call["alpha"])
+            times = _parse_number(call["alpha"]) if name is aten.add else -_parse_number(call["alpha"])
             return self._sum(a, b, times, node)
         if name is aten.where and "self" in call.args:
-            return self._chosen(self._condition(call["condition"], at), operand("self"), operand("other"), node)
+            return self._chosen_element(self._condition(call["condition"], at), operand("self"), operand("other"), node)
         if name is aten.masked_fill:
-            return self._chosen(self._condition(call["mask"], at), operand("value"), operand("self"), node)
-        if name not in _OPS or call.get("rounding_mode") is not None:
+            return self._chosen_element(self._condition(call["mask"], at), operand("value"), operand("self"), node)
+        if name not in _BIAS_OPS or call.get("rounding_mode") is not None:
             raise NotSymbolic("is no sum, product or choice of what places and heads give", node)
         given = [operand(n) for n in ("self", "other") if n in call.args]
         if any(x.allowed != sympy.true for x in given):
             raise NotSymbolic("computes with fills", node)
-        if name is aten.div and given[1].value.has(*_SYMBOLS.values()):
+        if name is aten.div and given[1].value.has(*_BIAS_SYMBOLS.values()):
             raise NotSymbolic("divides by a position", node)
-        value = _OPS[name](*(x.value for x in given))
-        if any(_rounds(term) for each in value.atoms(sympy.Add) for term in each.args):
+        value = _BIAS_OPS[name](*(x.value for x in given))
+        if any(_may_round(term) for each in value.atoms(sympy.Add) for term in each.args):
             raise NotSymbolic("would be rounded otherwise as text", node)
         return BiasElement(value)
 
     def _condition(self, x: Node, at: Coords) -> Boolean:
-        return truth(self.positions.operand(x, at))
+        return as_truth(self.positions.operand(x, at))
 
     def _sum(self, a: BiasElement, b: BiasElement, times: sympy.Expr, node: Node) -> BiasElement:
         if b.allowed != sympy.true and times != 1:
             raise NotSymbolic("takes fills away", node)
         return BiasElement(a.value + times * b.value, And(a.allowed, b.allowed), a.finite or b.finite)
 
-    def _chosen(self, condition: Boolean, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
+    def _chosen_element(self, condition: Boolean, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
         """One of the two, where the other is a fill."""
         for fill, other, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
             if fill.value.is_number and fill.value <= self.least:
@@ -147,13 +152,13 @@ class Biases:
         raise NotSymbolic("chooses between two biases", node)
 
 
-def _rounds(term: sympy.Expr) -> bool:
+def _may_round(term: sympy.Expr) -> bool:
     """Is it a position times what is no whole number of some power of two?"""
     factor, rest = term.as_coeff_Mul()
-    return rest in _SYMBOLS.values() and bool(int(factor.q) & (int(factor.q) - 1))
+    return rest in _BIAS_SYMBOLS.values() and bool(int(factor.q) & (int(factor.q) - 1))
 
 
-def _number(x: Any) -> sympy.Expr:
+def _parse_number(x: Any) -> sympy.Expr:
     """Raises NotSymbolic for what is no number, or none that can be written."""
     if isinstance(x, bool) or not isinstance(x, int | float) or x != x:
         raise NotSymbolic(f"a bias takes {x!r}")

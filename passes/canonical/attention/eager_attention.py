@@ -30,89 +30,89 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.dtypes import HALF
-from sp_compile.lowering.masks.score import SCORE
+from sp_compile.lowering.masks.score import SCORE_NAME
 from sp_compile.lowering.torch_compat import OpOverload
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.modes import autocast_at, same_autocast
-from sp_compile.passes.graph.sizes import Size, all_same, product, same
-from sp_compile.passes.graph.strides import inverse, is_identity
-from sp_compile.passes.sharding.attention_axes import filling_nodes
-from sp_compile.passes.sharding.matchers import is_cast, origin, source_of, steps_from
-from sp_compile.passes.sharding.products import Factor, Product, product_of, transposed
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.modes import has_same_autocast, restore_autocast
+from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
+from sp_compile.passes.graph.strides import inverse_permutation, is_identity
+from sp_compile.passes.sharding.attention_axes import fill_nodes
+from sp_compile.passes.sharding.matchers import is_cast_op, move_source, steps_from, value_origin
+from sp_compile.passes.sharding.products import ProductMatch, ProductOperand, match_product, transpose_product
 
-from .lse_sinks import renormalised
-from .parse_masks import always_attends, biased, leaves_a_key, recognise
-from .scores import Scores, between_products, keeps_numbers, order_behind, scores_of, why_no_scores
-from .sinks import Sinks, SoftmaxSource, read_by
-from .softmaxes import Softmax, softmax_of
+from .lse_sinks import match_lse_sinks
+from .parse_masks import has_key_per_query, keeps_a_key, parse_bias, try_parse_mask
+from .scores import ScoreChain, is_between_products, is_neutral_op, match_scores, order_before, scores_refusal
+from .sinks import SinkValue, SoftmaxSource, match_readers
+from .softmaxes import SoftmaxMatch, match_softmax
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
 @dataclass
-class Weights:
+class WeightChain:
     """What becomes of the probabilities, up to the product with the values."""
 
     chain: list[Node] = field(default_factory=list)
     dropout: float = 0.0
-    product: Product | None = None
+    product: ProductMatch | None = None
     last: Node | None = None
 
 
-@register
-class EagerAttention(Spelling):
+@register_pass
+class FuseEagerAttention(CanonicalPass):
     """Rewrites every attention that is spelled out around a softmax."""
 
     requires = frozenset({"explicit", "loops are rolled"})
     provides = frozenset({"canonical", "attention is fused"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        self._filling = filling_nodes(gm)
-        found = [node for node in self.graph.nodes if softmax_of(node) is not None]
-        refusals = {node: self._rewrite(softmax) for node in found if (softmax := softmax_of(node)) is not None}
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        self._filling = fill_nodes(gm)
+        found = [node for node in self.graph.nodes if match_softmax(node) is not None]
+        refusals = {node: self._rewrite(softmax) for node in found if (softmax := match_softmax(node)) is not None}
         for node, why in refusals.items():
-            if why is not None and between_products(node):
-                self.refused(node, why)
+            if why is not None and is_between_products(node):
+                self.note_refusal(node, why)
         return sum(why is None for why in refusals.values())
 
-    def _rewrite(self, found: Softmax) -> str | None:
+    def _rewrite(self, found: SoftmaxMatch) -> str | None:
         """None for what is attention now; else why it is none, or none that one op says exactly."""
         softmax, x, keys = found.result, found.source, found.dim
-        if found.why_not is not None:
-            return found.why_not
+        if found.refusal is not None:
+            return found.refusal
         if x.meta["val"].ndim < 3:
             return f"a softmax of {x.meta['val'].ndim} dims"
         if len(softmax.users) != 1:
             return "something else reads the probabilities"
-        lse = _lse(x, softmax) if keys == x.meta["val"].ndim - 1 else None
-        reading = read_by(x, keys, *([lse] if lse is not None else []), *found.readers)
-        scores = scores_of(reading.scores, keys, *reading.readers)
+        lse = _match_lse(x, softmax) if keys == x.meta["val"].ndim - 1 else None
+        reading = match_readers(x, keys, *([lse] if lse is not None else []), *found.readers)
+        scores = match_scores(reading.scores, keys, *reading.readers)
         if scores is None:
-            return why_no_scores(reading.scores)
+            return scores_refusal(reading.scores)
         if (reading.sinks is not None or lse is not None) and not is_identity(scores.order):
             return "sinks stand beside scores whose last dims are not queries and keys"
-        weights = _weights(softmax, reading, scores.order)
+        weights = _match_weights(softmax, reading, scores.order)
         if weights.product is None or weights.last is None:
-            return _why_no_values(weights.last, scores.order[-1])
-        sinks, last = reading.of_heads(), weights.last
+            return _values_refusal(weights.last, scores.order[-1])
+        sinks, last = reading.head_sinks(), weights.last
         chain = [*scores.chain, *reading.chain, *found.chain, *weights.chain]
         if lse is not None:
-            sunk = renormalised(last, lse) if not reading.chain else None
+            sunk = match_lse_sinks(last, lse) if not reading.chain else None
             if sunk is None:
                 return f"its log-sum-exp ({lse.name}) is read, and not as by sinks: out * sigmoid(lse - sinks)"
             chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
-        operands = _operands(scores.product, weights.product, chain)
+        operands = _attention_operands(scores.product, weights.product, chain)
         if operands is None:
             return "softmax in less precision than the values, or operands that broadcast"
-        if not _one_of_each_head(sinks, reading, scores):
+        if not _has_sink_per_head(sinks, reading, scores):
             return "its sinks are not a number of each head"
-        if not _keep_dtype(scores, operands[0]):
+        if not _can_scale_query(scores, operands[0]):
             return "the scores are scaled in another dtype"
-        if operands[0].node.meta["val"].dtype not in HALF and not same_autocast([*chain, last]):
+        if operands[0].node.meta["val"].dtype not in HALF and not has_same_autocast([*chain, last]):
             return "its parts are in different autocast regions"
-        with self.graph.inserting_before(last), autocast_at(last):
+        with self.graph.inserting_before(last), restore_autocast(last):
             out = self._attention(scores, weights, operands, sinks, last)
         if out is None:
             if scores.gate is not None:
@@ -123,7 +123,12 @@ class EagerAttention(Spelling):
         return None
 
     def _attention(
-        self, scores: Scores, weights: Weights, operands: list[Factor], sinks: Sinks | None, last: Node
+        self,
+        scores: ScoreChain,
+        weights: WeightChain,
+        operands: list[ProductOperand],
+        sinks: SinkValue | None,
+        last: Node,
     ) -> Node | None:
         assert weights.product is not None
         front, order = operands[2].shape[:-2], weights.product.order
@@ -135,29 +140,39 @@ class EagerAttention(Spelling):
         if not fits:
             self.drop(mask)
             return None
-        q, k, v = (self.reshaped(f.made(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
+        q, k, v = (self.reshape(f.materialize(self, last), (*lead, *f.shape[-2:]), last) for f in operands)
         for factor, dividing in scores.factors:
-            q = self.compute(aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor.made(self, last)), last)
+            q = self.compute(
+                aten.div.Tensor if dividing else aten.mul.Tensor, (q, factor.materialize(self, last)), last
+            )
         out = self._op((q, k, v), mask, sinks, weights.dropout, scores, last)
-        out = self.reshaped(out, (*front, *shape_of(out)[-2:]), last)
-        return out if is_identity(order) else self.compute(aten.permute.default, (out, inverse(order)), last)
+        out = self.reshape(out, (*front, *node_shape(out)[-2:]), last)
+        return (
+            out if is_identity(order) else self.compute(aten.permute.default, (out, inverse_permutation(order)), last)
+        )
 
     def _op(
-        self, qkv: Sequence[Node], mask: Node | None, sinks: Sinks | None, dropout: float, scores: Scores, like: Node
+        self,
+        qkv: Sequence[Node],
+        mask: Node | None,
+        sinks: SinkValue | None,
+        dropout: float,
+        scores: ScoreChain,
+        like: Node,
     ) -> Node:
-        if sinks is None and scores.score == SCORE:
+        if sinks is None and scores.score == SCORE_NAME:
             args: tuple[Any, ...] = (*qkv, mask, dropout)
             return self.compute(aten.scaled_dot_product_attention.default, args, like, {"scale": scores.scale})
         args = (*qkv, [], [], [], "", dropout, scores.scale, False)
         given: dict[str, Any] = {"attn_mask": mask}
-        if scores.score != SCORE:
+        if scores.score != SCORE_NAME:
             given |= {"score": str(scores.score), "heads": []}
         if sinks is not None:
             given["sinks"] = sinks.vector(self, like)
         return self.compute(sp.masked_attention.default, args, like, given)
 
     def _mask(
-        self, scores: Scores, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
+        self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
     ) -> tuple[Node | None, bool]:
         """(the mask of biases and fills, whether it says the same as they do)
 
@@ -165,21 +180,21 @@ class EagerAttention(Spelling):
         """
         bias, allowed, fits = None, None, True
         if scores.gate is not None:
-            return self._gated(scores, scores.gate.made(self, like), shape, like)
+            return self._gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         for each, times in scores.biases:
-            node = each.made(self, like)
+            node = each.materialize(self, like)
             if each.dtype != dtype:  # a bias of zeros and fills needs no dtype
-                fits = fits and times > 0 and recognise(node, shape, settled) is not None
-                allowed = self._both(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
+                fits = fits and times > 0 and try_parse_mask(node, shape, settled) is not None
+                allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
-            term = self._times(node, times, like)
-            fits = fits and (settled or each.node not in self._filling or _is_known(term, shape, dtype))
+            term = self._combine_factors(node, times, like)
+            fits = fits and (settled or each.node not in self._filling or _has_known_fills(term, shape, dtype))
             bias = term if bias is None else self.compute(aten.add.Tensor, (bias, term), like)
         for condition, filled, _ in scores.fills:
-            allowed = self._both(allowed, self._allows(condition.made(self, like), filled, like), like)
+            allowed = self._intersect(allowed, self._allows(condition.materialize(self, like), filled, like), like)
         if not settled and allowed is not None and any(math.isfinite(number) for *_, number in scores.fills):
-            known = recognise(allowed, shape)
-            fits = fits and known is not None and always_attends(known)
+            known = try_parse_mask(allowed, shape)
+            fits = fits and known is not None and has_key_per_query(known)
         mask = bias if allowed is None else allowed
         if bias is not None and allowed is not None:
             mask = self.compute(aten.where.ScalarOther, (allowed, bias, -math.inf), like)
@@ -187,27 +202,27 @@ class EagerAttention(Spelling):
             mask = self.compute(aten.unsqueeze.default, (mask, 0), like)
         return mask, fits
 
-    def _gated(self, scores: Scores, gate: Node, shape: tuple[Size, ...], like: Node) -> tuple[Node, bool]:
+    def _gated_mask(self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node) -> tuple[Node, bool]:
         """As `_mask`, of scores that are nothing but a fill where they were multiplied with 0, and else with 1."""
         allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
         if len(scores.biases) != 1 or scores.fills:
             return allowed, False
         ((each, times),) = scores.biases
-        fill = self._times(each.made(self, like), times, like)
+        fill = self._combine_factors(each.materialize(self, like), times, like)
         is_one = self.compute(aten.eq.Scalar, (gate, 1), like)
         either = self.compute(aten.logical_or.default, (self.compute(aten.eq.Scalar, (gate, 0), like), is_one), like)
-        mask, filled, binary = (recognise(x, shape) for x in (allowed, fill, either))
+        mask, filled, binary = (try_parse_mask(x, shape) for x in (allowed, fill, either))
         self.drop(either, fill)
         if mask is None or filled is None or binary is None or binary.allowed != sympy.true:
             return allowed, False
-        return allowed, mask.allowed == filled.allowed and always_attends(mask)
+        return allowed, mask.allowed == filled.allowed and has_key_per_query(mask)
 
-    def _times(self, x: Node, times: float, like: Node) -> Node:
+    def _combine_factors(self, x: Node, times: float, like: Node) -> Node:
         if times in (1, -1):
             return x if times == 1 else self.compute(aten.neg.default, (x,), like)
         return self.compute(aten.mul.Tensor, (x, times), like)
 
-    def _both(self, a: Node | None, b: Node, like: Node) -> Node:
+    def _intersect(self, a: Node | None, b: Node, like: Node) -> Node:
         return b if a is None else self.compute(aten.logical_and.default, (a, b), like)
 
     def _allows(self, condition: Node, filled: bool, like: Node) -> Node:
@@ -216,23 +231,23 @@ class EagerAttention(Spelling):
         return self.compute(aten.logical_not.default, (condition,), like) if filled else condition
 
 
-def _weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> Weights:
+def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
     """order: the dims of the probabilities as (leading dims, queries, keys)."""
-    found, node, sinks = Weights(), softmax, reading.sinks
+    found, node, sinks = WeightChain(), softmax, reading.sinks
     while len(node.users) == 1:
         (user,) = node.users
         if user.op != "call_function" or not isinstance(user.target, OpOverload):
             break
-        product = product_of(user)
+        product = match_product(user)
         if product is not None:
-            found.product, found.last = _times_values(product, node, order) if sinks is None else None, user
+            found.product, found.last = _is_values_product(product, node, order) if sinks is None else None, user
             break
-        steps, turned = steps_from(node), order_behind(user, order)
+        steps, turned = steps_from(node), order_before(user, order)
         if sinks is not None and is_identity(order) and reading.drops_sinks(user):
             sinks, steps = None, [user]
         elif user.target is aten.dropout.default and not found.dropout:
             found.dropout = user.args[1] if user.args[2] else 0.0
-        elif not steps and not is_cast(user) and not _stays(user, node):
+        elif not steps and not is_cast_op(user) and not _keeps_weights(user, node):
             if turned is None:
                 break
             order = turned
@@ -241,24 +256,24 @@ def _weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> W
     return found
 
 
-def _stays(user: Node, weights: Node) -> bool:
+def _keeps_weights(user: Node, weights: Node) -> bool:
     """The weights again. Of a row that has no key a softmax gives nan, and torch's op 0."""
     if user.target is aten.nan_to_num.default:
-        return Call(user)["nan"] in (None, 0)
-    return keeps_numbers(user) and user.args[0] is weights
+        return OpCall(user)["nan"] in (None, 0)
+    return is_neutral_op(user) and user.args[0] is weights
 
 
-def _times_values(product: Product, weights: Node, order: tuple[int, ...]) -> Product | None:
+def _is_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
     """The product with the weights on the left, if they are its operand in their own order and only once."""
-    for one in (product, transposed(product)):
+    for one in (product, transpose_product(product)):
         if one.left.node is weights and one.left.order == order and one.right.node is not weights:
             return one if one.scale == 1 else None
     return None
 
 
-def _why_no_values(last: Node | None, keys: int) -> str:
+def _values_refusal(last: Node | None, keys: int) -> str:
     """last: the product that reads the probabilities; None if it is none."""
-    product = product_of(last) if last is not None else None
+    product = match_product(last) if last is not None else None
     along = {f.order[-1] for f in (product.left, product.right) if _is_softmax(f.node)} if product is not None else ()
     if along and keys not in along:
         return f"the softmax is along dim {keys}, and the product with the probabilities along another"
@@ -266,58 +281,62 @@ def _why_no_values(last: Node | None, keys: int) -> str:
 
 
 def _is_softmax(node: Node) -> bool:
-    return softmax_of(origin(node)) is not None
+    return match_softmax(value_origin(node)) is not None
 
 
-def _operands(scores: Product, values: Product, chain: list[Node]) -> list[Factor] | None:
+def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[Node]) -> list[ProductOperand] | None:
     """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
     dtype = values.right.node.meta["val"].dtype
     between = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
     if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
         return None
-    query, key = (_uncast(f.settled(), dtype) for f in (scores.left, scores.right))
-    value = values.right.swapped().settled()
-    if query is None or key is None or not same(key.shape[-2], value.shape[-2]):
+    query, key = (_uncast_factor(f.simplify(), dtype) for f in (scores.left, scores.right))
+    value = values.right.transpose().simplify()
+    if query is None or key is None or not is_same_size(key.shape[-2], value.shape[-2]):
         return None
-    batches = (product(f.shape[:-2]) for f in (key, value))  # grouped otherwise, perhaps, but in the same order
-    return [query, key, value] if same(*batches) else None
+    batches = (size_product(f.shape[:-2]) for f in (key, value))  # grouped otherwise, perhaps, but in the same order
+    return [query, key, value] if is_same_size(*batches) else None
 
 
-def _one_of_each_head(sinks: Sinks | None, reading: SoftmaxSource, scores: Scores) -> bool:
+def _has_sink_per_head(sinks: SinkValue | None, reading: SoftmaxSource, scores: ScoreChain) -> bool:
     """Are the sinks, if there are any, those of the scores' heads?"""
     if sinks is None:
         return reading.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
     masks += [scores.gate] if scores.gate is not None else []
-    if sinks.groups and any(not same(product(mask.shape[:-2]), 1) for mask in masks):
+    if sinks.groups and any(not is_same_size(size_product(mask.shape[:-2]), 1) for mask in masks):
         return False
-    return scores.masked is None or all_same(scores.masked[:-2], sinks.lead)
+    return scores.masked is None or is_same_shape(scores.masked[:-2], sinks.leading)
 
 
-def _is_known(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
+def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
     """Is it certain where a bias has fills, and that every query attends to some key?"""
-    return leaves_a_key(bias, shape) or recognise(bias, shape) is not None or biased(bias, shape, dtype) is not None
+    return (
+        keeps_a_key(bias, shape)
+        or try_parse_mask(bias, shape) is not None
+        or parse_bias(bias, shape, dtype) is not None
+    )
 
 
-def _lse(scores: Any, softmax: Node) -> Node | None:
+def _match_lse(scores: Any, softmax: Node) -> Node | None:
     """The log-sum-exp of what a softmax reads, if nothing but these two reads it."""
     found = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
     if len(found) != 1 or found[0].target is not aten.logsumexp.default:
         return None
     ndim = scores.meta["val"].ndim
-    return found[0] if [d % ndim for d in Call(found[0])["dim"]] == [ndim - 1] else None
+    return found[0] if [d % ndim for d in OpCall(found[0])["dim"]] == [ndim - 1] else None
 
 
-def _keep_dtype(scores: Scores, query: Factor) -> bool:
+def _can_scale_query(scores: ScoreChain, query: ProductOperand) -> bool:
     """May the query be scaled by the factors and stay of its dtype?"""
     dtype = query.node.meta["val"].dtype
-    return all(not shape_of(f.node) or f.dtype == dtype for f, _ in scores.factors)
+    return all(not node_shape(f.node) or f.dtype == dtype for f, _ in scores.factors)
 
 
-def _uncast(factor: Factor, dtype: torch.dtype) -> Factor | None:
+def _uncast_factor(factor: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
     """The factor in the dtype, by leaving out a cast to a wider one."""
     node = factor.node
     if node.meta["val"].dtype == dtype:
         return factor
-    source = source_of(origin(node)) if dtype in HALF and is_cast(origin(node)) else None
-    return Factor(source, factor.order) if source is not None and source.meta["val"].dtype == dtype else None
+    source = move_source(value_origin(node)) if dtype in HALF and is_cast_op(value_origin(node)) else None
+    return ProductOperand(source, factor.order) if source is not None and source.meta["val"].dtype == dtype else None

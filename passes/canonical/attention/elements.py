@@ -23,18 +23,18 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.registry import Table
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.sizes import same, size, sizes
-from sp_compile.passes.sharding.matchers import Piece, constant_of, element_of, origin, piece_of
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.sizes import as_size, as_sizes, is_same_size
+from sp_compile.passes.sharding.matchers import SlicePiece, constant_value, map_coordinates, match_piece, value_origin
 
-from .proofs import BATCH, INDICES, KEY, QUERY, Boolean, Box
+from .proofs import BATCH_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
 Element: TypeAlias = Boolean | Cases
 Coords: TypeAlias = tuple[sympy.Expr, ...]
-Handler: TypeAlias = Callable[["Positions", Call, Coords], Element]
+Handler: TypeAlias = Callable[["Positions", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
-MOST_CASES = 8
+MAX_CASES = 8
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
 
@@ -52,22 +52,22 @@ class NotSymbolic(Exception):
         return self if self.node is not None else NotSymbolic(str(self), node)
 
 
-def handles(*names: str) -> Callable[[Handler], Handler]:
+def element_handler(*names: str) -> Callable[[Handler], Handler]:
     """Decorator: how the aten ops of these names (every overload) get their elements."""
     return HANDLERS.of(*names)
 
 
-class Positions:
+class ElementReader:
     """Elements of the values of one graph; `leaves` are the values that were not explained, by function name."""
 
-    def __init__(self, box: Box, sizes: dict[sympy.Symbol, Any]) -> None:
+    def __init__(self, box: IndexBox, sizes: dict[sympy.Symbol, Any]) -> None:
         self.box, self.sizes = box, sizes
         self.leaves: dict[str, Node] = {}
         self.known: dict[tuple[Node, Coords], Element] = {}
 
     def at(self, node: Node, coords: Sequence[Any]) -> Element:
         """The element of a tensor at the coordinates. Raises NotSymbolic."""
-        key = (origin(node), tuple(sympy.sympify(c) for c in coords))
+        key = (value_origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
         return self.known[key]
@@ -75,46 +75,48 @@ class Positions:
     def _element(self, node: Node, coords: Coords) -> Element:
         why: NotSymbolic | None = None
         try:
-            computed = self._computed(node, coords)
+            computed = self._computed_element(node, coords)
             if computed is not None:
-                return cast(computed, node.meta["val"].dtype)
+                return cast_element(computed, node.meta["val"].dtype)
         except NotSymbolic as error:  # one value to look up may still stand for all that was not understood
             why = error
         try:
-            held = constant_of(node)
-            return self._leaf(node, coords) if held is None else cast(number(held), node.meta["val"].dtype)
+            held = constant_value(node)
+            return self._leaf(node, coords) if held is None else cast_element(as_number(held), node.meta["val"].dtype)
         except NotSymbolic as error:
             raise (why or error).of(node) from None
         finally:
             del why  # or the error and this frame would keep each other
 
-    def _computed(self, node: Node, coords: Coords) -> Element | None:
+    def _computed_element(self, node: Node, coords: Coords) -> Element | None:
         """What the op makes of its operands; None where nothing is known of it."""
         if node.target is operator.getitem:
-            return self._of_piece(piece, coords) if (piece := piece_of(node)) is not None else None
+            return self._piece_element(piece, coords) if (piece := match_piece(node)) is not None else None
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return None
         handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
         if handler is not None:
-            return handler(self, Call(node), coords)
-        moved = element_of(node, coords)  # by the op's rule, for all that only moves or casts
+            return handler(self, OpCall(node), coords)
+        moved = map_coordinates(node, coords)  # by the op's rule, for all that only moves or casts
         return None if moved is None else self.at(*moved)
 
-    def _of_piece(self, piece: Piece, coords: Coords) -> Element:
+    def _piece_element(self, piece: SlicePiece, coords: Coords) -> Element:
         """One result of a split, a chunk or an unbind."""
         dim, start = piece.dim, piece.start
         if not isinstance(start, int):
             raise NotSymbolic(f"begins at {start}")
-        here, rest = (start + coords[dim], coords[dim + 1 :]) if piece.keeps else (sympy.Integer(start), coords[dim:])
+        here, rest = (
+            (start + coords[dim], coords[dim + 1 :]) if piece.keeps_dim else (sympy.Integer(start), coords[dim:])
+        )
         return self.at(piece.source, (*coords[:dim], here, *rest))
 
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
         if value.dtype not in LEAF_DTYPES:
             raise NotSymbolic(f"holds {value.dtype} that no position gives")
-        which = [self._index(c, s) for c, s in zip(coords, sizes(value.shape))]
+        which = [self._index(c, s) for c, s in zip(coords, as_sizes(value.shape))]
         used = [index for index in which if index is not None]
-        if len(set(used)) < len(used) or {QUERY, KEY} <= set(used):
+        if len(set(used)) < len(used) or {QUERY_INDEX, KEY_INDEX} <= set(used):
             raise NotSymbolic("belongs to a query and a key at once")
         function = sympy.Function(f"leaf_{node.name}", integer=True)
         self.leaves[f"leaf_{node.name}"] = node
@@ -124,34 +126,34 @@ class Positions:
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
         """The index whose window the coordinate runs over; None for a fixed one. Raises NotSymbolic for others."""
         outside = NotSymbolic(f"is read at {coord} of {extent}, which is no row that a query, a key or a batch has")
-        for index in (QUERY, KEY):
+        for index in (QUERY_INDEX, KEY_INDEX):
             if coord.has(index):
-                if (coord - index).has(*INDICES, AppliedUndef) or not self.box.within(coord, extent):
+                if (coord - index).has(*INDICES, AppliedUndef) or not self.box.is_within(coord, extent):
                     raise outside
                 return index
-        if coord == BATCH and same(self.sizes[BATCH], extent):
-            return BATCH
-        if coord.has(*INDICES, AppliedUndef) or not self.box.nonnegative(extent - 1 - coord):
+        if coord == BATCH_INDEX and is_same_size(self.sizes[BATCH_INDEX], extent):
+            return BATCH_INDEX
+        if coord.has(*INDICES, AppliedUndef) or not self.box.is_nonnegative(extent - 1 - coord):
             raise outside
         return None
 
     def operand(self, x: Any, coords: Coords) -> Element:
         """The element of a pointwise op's operand, which may broadcast or be a number."""
         if not is_tensor(x):
-            return number(x)
-        shape = shape_of(x)
+            return as_number(x)
+        shape = node_shape(x)
         own = coords[len(coords) - len(shape) :]
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
 
     def integer(self, value: Element) -> sympy.Expr:
         """The value where it is one integer expression. Raises NotSymbolic."""
-        found = cases(value)
+        found = as_cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
             raise NotSymbolic("takes what is no integer, or an integer by cases")
         return found[0][1]
 
 
-def number(x: Any) -> Element:
+def as_number(x: Any) -> Element:
     """A Python number, or the node or symbol of a size, as a value. Raises NotSymbolic for NaN."""
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
@@ -163,10 +165,10 @@ def number(x: Any) -> Element:
         x = x.meta["val"]
     if not isinstance(x, (int, torch.SymInt, sympy.Expr)):
         raise NotSymbolic(f"takes a {type(x).__name__} for a number")
-    return ((sympy.true, sympy.sympify(size(x))),)
+    return ((sympy.true, sympy.sympify(as_size(x))),)
 
 
-def cases(value: Element) -> Cases:
+def as_cases(value: Element) -> Cases:
     """A number by cases; bools count as 1 and 0."""
     if isinstance(value, tuple):
         return value
@@ -174,18 +176,18 @@ def cases(value: Element) -> Cases:
     return tuple((c, v) for c, v in both if c != sympy.false)
 
 
-def truth(value: Element) -> Boolean:
+def as_truth(value: Element) -> Boolean:
     """A bool; numbers count as true unless they are 0."""
     if not isinstance(value, tuple):
         return value
     return Or(*(And(c, Ne(v, 0)) for c, v in value))
 
 
-def cast(value: Element, dtype: torch.dtype) -> Element:
+def cast_element(value: Element, dtype: torch.dtype) -> Element:
     """The value in another dtype. Raises NotSymbolic where that might round or wrap."""
     if dtype == torch.bool:
-        return truth(value)
-    found = cases(value)
+        return as_truth(value)
+    found = as_cases(value)
     for _, v in found:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
         position = v.is_integer and dtype in POSITION_DTYPES and not (dtype == torch.float32 and v.has(AppliedUndef))
@@ -194,31 +196,31 @@ def cast(value: Element, dtype: torch.dtype) -> Element:
     return found
 
 
-def by_cases(function: Callable[..., Any], *values: Element) -> Cases:
+def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
     """function of every combination of cases, equal results together. Raises NotSymbolic for too many, and for NaN."""
     out: dict[sympy.Expr, Boolean] = {}
-    for chosen in itertools.product(*map(cases, values)):
+    for chosen in itertools.product(*map(as_cases, values)):
         condition = And(*(c for c, _ in chosen))
         if condition == sympy.false:
             continue
-        result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned(condition))
+        result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned_indices(condition))
         if result is sympy.nan:
             raise NotSymbolic("holds NaN")
         out[result] = Or(out.get(result, sympy.false), condition)
-    if len(out) > MOST_CASES:
-        raise NotSymbolic(f"has {len(out)} cases, more than {MOST_CASES}")
+    if len(out) > MAX_CASES:
+        raise NotSymbolic(f"has {len(out)} cases, more than {MAX_CASES}")
     return ((sympy.true, next(iter(out))),) if len(out) == 1 else tuple((c, v) for v, c in out.items())
 
 
-def _pinned(condition: Boolean) -> dict[sympy.Symbol, int]:
+def _pinned_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
     """Indices that the condition leaves one value: q < 1."""
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 
 
-def where(condition: Boolean, yes: Element, no: Element) -> Element:
+def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
     """yes where the condition holds, else no."""
     if condition in (sympy.true, sympy.false):
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):
         return Or(And(condition, yes), And(Not(condition), no))
-    return by_cases(lambda c, a, b: a if c == 1 else b, condition, yes, no)
+    return apply_by_cases(lambda c, a, b: a if c == 1 else b, condition, yes, no)

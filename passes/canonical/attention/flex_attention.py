@@ -26,19 +26,26 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks import score_program as program
 from sp_compile.lowering.torch_compat import FakeTensor, flex_attention_op
-from sp_compile.passes.base import register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import results_read, shape_of
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.fakes import traced
-from sp_compile.passes.graph.sizes import Size, same, sizes
-from sp_compile.passes.sharding.attention_axes import filling_nodes
-from sp_compile.passes.sharding.matchers import constant_of
+from sp_compile.passes.base import register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import node_shape, read_results
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.fakes import trace_function
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
+from sp_compile.passes.sharding.attention_axes import fill_nodes
+from sp_compile.passes.sharding.matchers import constant_value
 
 from .elements import NotSymbolic
-from .lse_sinks import SinkAttention, renormalised
-from .parse_masks import Mask, Masks, all_of, of_all_heads, same_in_front, understood
-from .programs import ScoreText, conditions_of, program_text
+from .lse_sinks import SinkAttention, match_lse_sinks
+from .parse_masks import (
+    AttentionMask,
+    RewriteMasks,
+    has_same_leading_dims,
+    intersect_masks,
+    parse_mask,
+    require_all_heads,
+)
+from .programs import ScoreText, program_text, split_conditions
 from .score_mods import score_text
 
 aten = torch.ops.aten
@@ -46,86 +53,86 @@ WHOLE_BLOCK = 1 << 30
 """The block size of the tables that torch makes where the user gives no BlockMask: one block."""
 
 
-@register
-class FlexAttention(Masks):
+@register_pass
+class RewriteFlexAttention(RewriteMasks):
     """Rewrites the calls of flex_attention in one graph."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "attention is fused"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         self.written: list[Node] = []
         self._filling: set[Node] | None = None
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
-        for body in [_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
-            _write_numbers(body)
-        changes = sum([self._spell_out(n) for n in found])
+        for body in [_graph_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
+            _inline_numbers(body)
+        changes = sum([self._rewrite_call(n) for n in found])
         self.drop(*self.written)
         return changes
 
-    def _spell_out(self, node: Node) -> bool:
+    def _rewrite_call(self, node: Node) -> bool:
         try:
-            why = self._why_not(node)
+            why = self._refusal(node)
             if why is None:
                 self._attention(node, *self._conditions(node))
         except (NotSymbolic, SpError) as error:
             why = error.cause
         if why is not None:
-            self.refused(node, f"it runs on whole q, k and v: {why}")
+            self.note_refusal(node, f"it runs on whole q, k and v: {why}")
         return why is None
 
-    def _why_not(self, node: Node) -> str | None:
+    def _refusal(self, node: Node) -> str | None:
         """What is certain without a look at the mask."""
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
-        shapes = [sizes(x.shape) for x in values]
-        if 2 in results_read(node):
+        shapes = [as_sizes(x.shape) for x in values]
+        if 2 in read_results(node):
             return "its greatest scores are read"
-        if len({x.dtype for x in values}) > 1 or not same_in_front(shapes, grouped=True):
+        if len({x.dtype for x in values}) > 1 or not has_same_leading_dims(shapes, grouped=True):
             return "q, k and v have other dtypes or batches"
-        if constant_of(_result(_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
+        if constant_value(_body_result(_graph_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
             return "its BlockMask has no mask_mod but tables, which no predicate says"
         return None
 
-    def _conditions(self, node: Node) -> tuple[Mask, list[GraphModule]]:
+    def _conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
         """What predicates say of the mask_mod, and the conditions that none says."""
-        body, found, others = _body(node.args[4][-1]), list[Mask](), list[GraphModule]()
+        body, found, others = _graph_body(node.args[4][-1]), list[AttentionMask](), list[GraphModule]()
         try:
             return self._mask(node, body), []
         except NotSymbolic:
             pass
-        for one in conditions_of(body):
+        for one in split_conditions(body):
             try:
                 found.append(self._mask(node, one))
             except NotSymbolic:
                 others.append(one)
-        return all_of(found, _scores_of(node)), others
+        return intersect_masks(found, _scores_shape(node)), others
 
     def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreText:
         """What becomes of a score, which is -inf where a condition does not hold. Raises NotSymbolic or SpError."""
-        body, reads = _body(node.args[3]), node.args[7]
+        body, reads = _graph_body(node.args[3]), node.args[7]
         if not conditions:
             try:
                 return ScoreText(*score_text(body, reads))
             except NotSymbolic:
                 pass
         found = program_text(body, reads, conditions, node.args[8], self, node)
-        fills = program.adds_fills(found.text) or any(map(self._fills, found.tables))
+        fills = program.adds_fills(found.text) or any(map(self._may_hold_fills, found.tables))
         # Sinks have their share of a row's weights: fills have none.
-        return replace(found, text=program.with_fills(found.text)) if fills and _sunk(node) is None else found
+        return replace(found, text=program.mark_fills(found.text)) if fills and _match_sinks(node) is None else found
 
-    def _fills(self, table: Node) -> bool:
+    def _may_hold_fills(self, table: Node) -> bool:
         """May the table, which a program has made or has read, hold fills?"""
         if self._filling is None:
-            self._filling = filling_nodes(self.graph.owning_module)
+            self._filling = fill_nodes(self.graph.owning_module)
         return table.meta["val"].is_floating_point() and table in self._filling
 
-    def _attention(self, node: Node, mask: Mask, conditions: list[GraphModule]) -> None:
+    def _attention(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
         """Raises NotSymbolic or SpError, and leaves the graph as it was."""
         q, k, v, *_ = node.args
-        sunk, results = _sunk(node), results_read(node)
-        queries, keys = (shape_of(x)[1] for x in (q, k))
-        options = {"scale": node.args[5], "enable_gqa": not same(queries, keys)}
+        sunk, results = _match_sinks(node), read_results(node)
+        queries, keys = (node_shape(x)[1] for x in (q, k))
+        options = {"scale": node.args[5], "enable_gqa": not is_same_size(queries, keys)}
         with self.graph.inserting_before(node):
             score = self._score(node, conditions)
             every = [self.sizes(queries)]
@@ -147,7 +154,7 @@ class FlexAttention(Masks):
             found.meta["val"] = out.meta["val"]
             out.replace_all_uses_with(found)
         try:
-            self.say(fresh, mask, score.text, heads, score.tables)
+            self.set_mask(fresh, mask, score.text, heads, score.tables)
         except (NotSymbolic, SpError):
             for out, found in read.items():
                 found.replace_all_uses_with(out)
@@ -160,7 +167,7 @@ class FlexAttention(Masks):
     def _with_lse(self, both: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
         """For each result that is read what stands for it, of rows with their log-sum-exps; torch's are in base 2."""
         found: dict[Node, Node] = {}
-        width, dim = shape_of(node.args[2])[3], both.meta["val"].ndim - 1
+        width, dim = node_shape(node.args[2])[3], both.meta["val"].ndim - 1
         if 0 in results:
             out = self.compute(aten.slice.Tensor, (both, dim, 0, self.sizes(width)), node)
             found[results[0]] = self.cast(out, results[0].meta["val"].dtype, node)
@@ -168,64 +175,64 @@ class FlexAttention(Masks):
         found[results[1]] = self.compute(aten.mul.Tensor, (lse, 1 / math.log(2)), node)
         return found
 
-    def _mask(self, node: Node, body: GraphModule) -> Mask:
+    def _mask(self, node: Node, body: GraphModule) -> AttentionMask:
         """What a mask_mod, or a part of one, says of all indices. Raises NotSymbolic or SpError."""
-        shape, reads = _scores_of(node), node.args[8]
+        shape, reads = _scores_shape(node), node.args[8]
 
-        def read() -> Mask:
+        def read() -> AttentionMask:
             with self.graph.inserting_before(node):
                 indices = [self._indices(length, node) for length in shape]
-                allowed = self._over_all(body, [*indices, *reads], node)
+                allowed = self._inline_body(body, [*indices, *reads], node)
             self.written += [allowed, *indices]
-            return of_all_heads(understood(allowed, shape))
+            return require_all_heads(parse_mask(allowed, shape))
 
-        return self.once((body.code, *reads, shape), read)
+        return self.share_form((body.code, *reads, shape), read)
 
     def _indices(self, length: Size, like: Node) -> Node:
         kind = {"dtype": torch.int64, "device": like.args[0].meta["val"].device}
         return self.compute(aten.arange.default, (self.sizes(length),), like, kind)
 
-    def _over_all(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
+    def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
         """The body of b, h, q and k, and of what else it reads, for all of these at once: a tensor of four dims."""
         function: Any = body
         for dim in reversed(range(4)):
             dims = [0 if i == dim else None for i in range(len(operands))]
             function = torch.vmap(function, in_dims=tuple(dims))
         values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
-        spread = traced(function, values)
+        spread = trace_function(function, values)
         if spread.graph.find_nodes(op="get_attr"):
             raise NotSymbolic("its mask_mod makes a tensor")
         return self.inline(spread, operands, like)
 
 
-def _sunk(node: Node) -> SinkAttention | None:
+def _match_sinks(node: Node) -> SinkAttention | None:
     """The attention with sinks, if that is what its log-sum-exp, which torch's op has in base 2, is read for."""
-    results = results_read(node)
+    results = read_results(node)
     (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
     if natural is None or natural.target is not aten.mul.Tensor or natural.args != (results[1], math.log(2)):
         return None
-    found = renormalised(results[0], natural)
+    found = match_lse_sinks(results[0], natural)
     return None if found is None else replace(found, chain=(results[1], *found.chain))
 
 
-def _scores_of(node: Node) -> tuple[Size, ...]:
+def _scores_shape(node: Node) -> tuple[Size, ...]:
     """(B, H, Q, K)."""
     q, k = node.args[:2]
-    return (*shape_of(q)[:3], shape_of(k)[2])
+    return (*node_shape(q)[:3], node_shape(k)[2])
 
 
-def _body(ref: Node) -> GraphModule:
+def _graph_body(ref: Node) -> GraphModule:
     module = ref.graph.owning_module.get_submodule(ref.target)
     assert isinstance(module, GraphModule)
     return module
 
 
-def _write_numbers(body: GraphModule) -> None:
+def _inline_numbers(body: GraphModule) -> None:
     """Numbers that a trace has written down as tensors become numbers: documents[0] looks up row tensor(0)."""
     for node in body.graph.find_nodes(op="get_attr"):
         held = operator.attrgetter(node.target)(body)
         if isinstance(held, torch.Tensor) and not held.ndim and not isinstance(held, FakeTensor):
-            editor = Editor().edit(body.graph)
+            editor = GraphEditor().edit(body.graph)
             with body.graph.inserting_before(node):
                 kind = {"dtype": held.dtype, "device": held.device}
                 written = editor.emit(aten.full.default, ([], held.item()), node.meta.get("val"), node, kind)
@@ -234,5 +241,5 @@ def _write_numbers(body: GraphModule) -> None:
     body.recompile()
 
 
-def _result(body: GraphModule) -> Any:
+def _body_result(body: GraphModule) -> Any:
     return body.graph.output_node().args[0]

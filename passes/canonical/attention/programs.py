@@ -21,10 +21,10 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks import score
 from sp_compile.lowering.masks import score_program as program
 from sp_compile.lowering.masks.score_program import Name
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.sizes import size
-from sp_compile.passes.sharding.matchers import constant_of
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.sizes import as_size
+from sp_compile.passes.sharding.matchers import constant_value
 
 from .elements import NotSymbolic
 
@@ -42,20 +42,20 @@ class ScoreText:
 
 def program_text(
     body: GraphModule, reads: Sequence[Any], masks: Sequence[GraphModule], mask_reads: Sequence[Any],
-    editor: Editor, like: Node,
+    editor: GraphEditor, like: Node,
 ) -> ScoreText:  # fmt: skip
     """The program of a score_mod and of conditions, at the editor's insertion point. Raises NotSymbolic.
 
     body: of the score, b, h, q, k and what it reads. masks: of b, h, q, k and what they read. like: the attention.
     """
-    writer = _Writer(editor, like)
+    writer = _ProgramWriter(editor, like)
     try:
-        found = writer.inlined(body, [Name("s"), *writer.indices, *reads])
+        found = writer.inline(body, [Name("s"), *writer.indices, *reads])
         for mask in masks:
-            allowed = writer.inlined(mask, [*writer.indices, *mask_reads])
+            allowed = writer.inline(mask, [*writer.indices, *mask_reads])
             found = writer.line(aten.where.ScalarOther, [allowed, found, -torch.inf], {})
         text = writer.result(found)
-        score.check(text)
+        score.check_score(text)
     except (NotSymbolic, SpError) as why:
         editor.drop(*writer.made)
         raise NotSymbolic(why.cause) from None
@@ -63,17 +63,17 @@ def program_text(
 
 
 @dataclass(frozen=True)
-class _LookedUp:
+class _TableElement:
     """Elements of a tensor of the outer graph: an index for each of its dims, None for those that are still open."""
 
     table: Node
     indices: tuple[Any, ...]
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes bodies of one pair as lines. Values are Names, numbers, nodes of the outer graph and parts of these."""
 
-    def __init__(self, editor: Editor, like: Node) -> None:
+    def __init__(self, editor: GraphEditor, like: Node) -> None:
         self.editor, self.like = editor, like
         self.lines: dict[str, Name] = {}
         self.made: list[Node] = []
@@ -81,12 +81,12 @@ class _Writer:
         self.tables: list[Node] = []
         self.indices = [Name("b"), Name("head0"), Name("q"), Name("k")]
 
-    def inlined(self, body: GraphModule, operands: Sequence[Any]) -> Any:
+    def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
         """The value of a body. Raises NotSymbolic."""
         env: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
         for node in body.graph.nodes:
             if node.op in ("call_function", "get_attr"):
-                env[node] = self._computed(node, env)
+                env[node] = self._write_computed(node, env)
         return self._read(body.graph.output_node().args[0], env)
 
     def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Name:
@@ -102,34 +102,34 @@ class _Writer:
         last = next((text for text, name in self.lines.items() if name == value), None)
         return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
 
-    def _computed(self, node: Node, env: dict[Node, Any]) -> Any:
-        held = constant_of(node)
+    def _write_computed(self, node: Node, env: dict[Node, Any]) -> Any:
+        held = constant_value(node)
         if held is not None:
-            return self._write(program.constant(held, node.meta["val"].dtype))
+            return self._write(program.typed_constant(held, node.meta["val"].dtype))
         if node.op == "get_attr":
             raise NotSymbolic(f"it makes a tensor, {node.name}")
         given = [env[x] for x in node.all_input_nodes]
         if given and all(isinstance(x, Node) for x in given):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            return self._outside(node.target, args, kwargs)
+            return self._outer_op(node.target, args, kwargs)
         if node.target in (aten.index.Tensor, aten.select.int):
-            return self._looked_up(node, env)
-        if not program.is_known(node.target) or node.meta["val"].ndim:
+            return self._write_lookup(node, env)
+        if not program.is_known_op(node.target) or node.meta["val"].ndim:
             raise NotSymbolic(f"it has {node.target}, which is nothing that a pair has by itself")
-        args, kwargs = (self._mapped(x, env) for x in (list(node.args), dict(node.kwargs)))
+        args, kwargs = (self._write_arguments(x, env) for x in (list(node.args), dict(node.kwargs)))
         return self.line(node.target, args, {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"})
 
-    def _mapped(self, x: Any, env: dict[Node, Any]) -> Any:
+    def _write_arguments(self, x: Any, env: dict[Node, Any]) -> Any:
         if isinstance(x, dict):
-            return {k: self._mapped(v, env) for k, v in x.items()}
+            return {k: self._write_arguments(v, env) for k, v in x.items()}
         if isinstance(x, list | tuple):
-            return [self._mapped(y, env) for y in x]
+            return [self._write_arguments(y, env) for y in x]
         return self._read(x, env)
 
     def _read(self, x: Any, env: dict[Node, Any]) -> Any:
         """An argument of a line. Raises NotSymbolic."""
         found = env[x] if isinstance(x, Node) else x
-        if isinstance(found, _LookedUp):
+        if isinstance(found, _TableElement):
             if None in found.indices:
                 raise NotSymbolic(f"it reads {found.table.name} by some of its dims")
             return self.line(aten.index.Tensor, [self._table(found.table), list(found.indices)], {})
@@ -141,22 +141,22 @@ class _Writer:
             self.heads.append(self._head_numbers())
         return found
 
-    def _looked_up(self, node: Node, env: dict[Node, Any]) -> _LookedUp:
-        call = Call(node)
+    def _write_lookup(self, node: Node, env: dict[Node, Any]) -> _TableElement:
+        call = OpCall(node)
         of = env[call.operands[0]]
         if isinstance(of, Node):
-            of = _LookedUp(of, (None,) * len(shape_of(of)))
-        if not isinstance(of, _LookedUp):
+            of = _TableElement(of, (None,) * len(node_shape(of)))
+        if not isinstance(of, _TableElement):
             raise NotSymbolic(f"it looks up {call.operands[0].name}, which it computes for each pair")
         open_dims = [d for d, index in enumerate(of.indices) if index is None]
         if node.target is aten.select.int:
-            given: list[Any] = [None] * call.dim() + [self._write(program.constant(call["index"], torch.int64))]
+            given: list[Any] = [None] * call.dim() + [self._write(program.typed_constant(call["index"], torch.int64))]
         else:
             given = [None if x is None else self._read(x, env) for x in call["indices"]]
         indices = list(of.indices)
         for dim, index in zip(open_dims, given):
             indices[dim] = index
-        return _LookedUp(of.table, tuple(indices))
+        return _TableElement(of.table, tuple(indices))
 
     def _table(self, x: Node) -> Name:
         if not is_tensor(x):
@@ -164,7 +164,7 @@ class _Writer:
             if not isinstance(value, int | torch.SymInt):
                 raise NotSymbolic(f"it reads {x.name}, a number that another call may change")
             kind = {"dtype": torch.int64, "device": self.like.args[0].meta["val"].device}
-            x = self._outside(aten.full.default, ([], self.editor.sizes(size(value))), kind)
+            x = self._outer_op(aten.full.default, ([], self.editor.sizes(as_size(value))), kind)
         if x not in self.tables:
             self.tables.append(x)
         return Name(f"table{self.tables.index(x)}")
@@ -172,21 +172,21 @@ class _Writer:
     def _head_numbers(self) -> Node:
         q = self.like.args[0]
         kind = {"dtype": torch.int64, "device": q.meta["val"].device}
-        return self._outside(aten.arange.default, (self.editor.sizes(shape_of(q)[1]),), kind)
+        return self._outer_op(aten.arange.default, (self.editor.sizes(node_shape(q)[1]),), kind)
 
-    def _outside(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _outer_op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """An op of the outer graph."""
         self.made.append(self.editor.compute(target, args, self.like, kwargs))
         return self.made[-1]
 
 
-def conditions_of(body: GraphModule) -> list[GraphModule]:
+def split_conditions(body: GraphModule) -> list[GraphModule]:
     """Bodies of the conditions that must all hold for the body's, which is of booleans."""
     found: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, Node) and node.target in _BOTH and node.meta["val"].dtype == torch.bool:
+        if isinstance(node, Node) and node.target in _AND_OPS and node.meta["val"].dtype == torch.bool:
             waiting += reversed(node.args)
             continue
         graph = torch.fx.Graph()
@@ -200,4 +200,4 @@ def conditions_of(body: GraphModule) -> list[GraphModule]:
     return found
 
 
-_BOTH = {aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}
+_AND_OPS = {aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default}

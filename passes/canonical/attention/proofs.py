@@ -16,17 +16,17 @@ from sympy.core.relational import Relational
 
 from sp_compile.passes.graph.sizes import Size
 
-BATCH, HEAD, QUERY, KEY = INDICES = sympy.symbols("b h q k", integer=True, nonnegative=True)
+BATCH_INDEX, HEAD_INDEX, QUERY_INDEX, KEY_INDEX = INDICES = sympy.symbols("b h q k", integer=True, is_nonnegative=True)
 Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 
 
-class Box:
+class IndexBox:
     """The extents of the indices: each runs from 0 to its size - 1."""
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
 
-    def nonnegative(self, e: sympy.Expr) -> bool:
+    def is_nonnegative(self, e: sympy.Expr) -> bool:
         """Is e >= 0 for all indices and sizes, provably?"""
         least = sympy.Integer(0)
         for term, factor in sympy.expand(e).as_coefficients_dict().items():
@@ -36,46 +36,46 @@ class Box:
                 return False
             else:
                 least += factor * term
-        return _nonnegative_size(least)
+        return _is_nonnegative_size(least)
 
-    def within(self, e: sympy.Expr, extent: Size) -> bool:
+    def is_within(self, e: sympy.Expr, extent: Size) -> bool:
         """Is 0 <= e < extent for all indices and sizes, provably?"""
-        return self.nonnegative(e) and self.nonnegative(extent - 1 - e)
+        return self.is_nonnegative(e) and self.is_nonnegative(extent - 1 - e)
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
         """e >= 0: true, false, or the relation."""
         e = sympy.expand(e)
-        if self.nonnegative(e):
+        if self.is_nonnegative(e):
             return sympy.true
-        return sympy.false if self.nonnegative(-e - 1) else _as_inequality(e)
+        return sympy.false if self.is_nonnegative(-e - 1) else _normalize_inequality(e)
 
-    def zero(self, e: sympy.Expr) -> Boolean:
+    def equals_zero(self, e: sympy.Expr) -> Boolean:
         """e == 0: true, false, or the equation."""
         e = sympy.expand(e)
-        if e == 0 or self.nonnegative(e - 1) or self.nonnegative(-e - 1):
+        if e == 0 or self.is_nonnegative(e - 1) or self.is_nonnegative(-e - 1):
             return sympy.true if e == 0 else sympy.false
-        more, less, rest = _sides(e)
+        more, less, rest = _split_terms(e)
         return Eq(less - rest, more) if less != 0 else Eq(more, -rest)
 
-    def tidy(self, p: Boolean) -> Boolean:
+    def simplify(self, p: Boolean) -> Boolean:
         """The predicate with every relation decided or rewritten, and without what the others imply."""
         if isinstance(p, Relational):
             return self._relation(p)
         if isinstance(p, Not):
-            return Not(self.tidy(p.args[0]))
+            return Not(self.simplify(p.args[0]))
         if not isinstance(p, (And, Or)):
             return p
-        terms = [self.tidy(a) for a in p.args]
-        kept = self._minimal(terms, conjunction=isinstance(p, And))
+        terms = [self.simplify(a) for a in p.args]
+        kept = self._drop_implied(terms, conjunction=isinstance(p, And))
         return p.func(*kept)
 
     def _relation(self, p: Relational) -> Boolean:
         if isinstance(p, (Eq, Ne)):
-            equal = self.zero(p.lhs - p.rhs)
+            equal = self.equals_zero(p.lhs - p.rhs)
             return equal if isinstance(p, Eq) else Not(equal)
         return self.at_least_zero(_margin(p))
 
-    def _minimal(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
+    def _drop_implied(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
         """Drop what follows from another term (of an and), or what another term follows from (of an or)."""
         kept = list(dict.fromkeys(terms))
         for term in list(kept):
@@ -87,10 +87,10 @@ class Box:
     def _implies(self, a: Boolean, b: Boolean) -> bool:
         if not all(isinstance(p, Relational) and not isinstance(p, (Eq, Ne)) for p in (a, b)):
             return False
-        return self.nonnegative(_margin(b) - _margin(a))
+        return self.is_nonnegative(_margin(b) - _margin(a))
 
 
-def _nonnegative_size(e: sympy.Expr) -> bool:
+def _is_nonnegative_size(e: sympy.Expr) -> bool:
     """Is an expression of sizes, which are at least 1, never negative?"""
     shifted = sympy.expand(e.subs({s: s + 1 for s in e.free_symbols}))
     return all(c >= 0 and t.is_nonnegative for t, c in shifted.as_coefficients_dict().items() if c != 0)
@@ -102,7 +102,7 @@ def _margin(p: Relational) -> sympy.Expr:
     return sympy.expand(more - less - (0 if p.rel_op in (">=", "<=") else 1))
 
 
-def _sides(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     """(added, subtracted, rest): e = added - subtracted + rest, where rest holds sizes and numbers only."""
     added, subtracted, rest = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
@@ -115,9 +115,9 @@ def _sides(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     return added, subtracted, rest
 
 
-def _as_inequality(e: sympy.Expr) -> Boolean:
+def _normalize_inequality(e: sympy.Expr) -> Boolean:
     """e >= 0 with indices to the left and numbers to the right, or an index on each side."""
-    added, subtracted, rest = _sides(e)
+    added, subtracted, rest = _split_terms(e)
     if added != 0 and subtracted != 0 and rest in (0, -1):
         return (Le if rest == 0 else Lt)(subtracted, added)
     if subtracted == 0 or (rest.is_number and rest < 0):

@@ -20,15 +20,15 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.dtypes import HALF
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.masks import score
-from sp_compile.passes.graph.call import Call, is_tensor
-from sp_compile.passes.sharding.matchers import carries_gradient, constant_of, source_of
+from sp_compile.passes.graph.call import OpCall, is_tensor
+from sp_compile.passes.sharding.matchers import carries_gradient, constant_value, move_source
 
 from .elements import NotSymbolic
 
 aten = torch.ops.aten
 HEAD_NUMBER = sympy.Symbol("h")
 BATCH_NUMBER = sympy.Symbol("b")
-_OPS: dict[Any, Callable[..., Any]] = {
+_SCORE_OPS: dict[Any, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "rsub": lambda a, b: b - a,
@@ -48,22 +48,22 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
     body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.
     """
     inputs = body.graph.find_nodes(op="placeholder")
-    places = [score.SCORE, BATCH_NUMBER, HEAD_NUMBER, score.symbol("q"), score.symbol("k")]
-    reader = _Reader(dict(zip(inputs, [*places, *reads])))
+    places = [score.SCORE_NAME, BATCH_NUMBER, HEAD_NUMBER, score.score_symbol("q"), score.score_symbol("k")]
+    reader = _ScoreReader(dict(zip(inputs, [*places, *reads])))
     found = reader.value(body.graph.output_node().args[0])
-    if found == score.SCORE:
+    if found == score.SCORE_NAME:
         return "", []
     if found.free_symbols & {BATCH_NUMBER, HEAD_NUMBER}:
         raise NotSymbolic("its score_mod computes with the number of a head or a batch entry")
     text = str(found)
     try:
-        score.check(text)
+        score.check_score(text)
     except SpError as why:
         raise NotSymbolic(why.cause) from None
     return text, reader.heads
 
 
-class _Reader:
+class _ScoreReader:
     """Expressions of the values of one body. env: of its inputs, an expression or what the outer graph gives."""
 
     def __init__(self, env: dict[Node, Any]) -> None:
@@ -77,46 +77,46 @@ class _Reader:
         if not isinstance(x, Node):
             raise NotSymbolic(f"its score_mod takes {x!r}")
         if x not in self.env:
-            self.env[x] = self._computed(x)
+            self.env[x] = self._read_computed(x)
         found = self.env[x]
         if isinstance(found, (int, float)):
             return self.value(found)
         if is_tensor(found) and not found.meta["val"].ndim:
-            return self._given(found)
+            return self._read_captured(found)
         if not isinstance(found, sympy.Expr):
             raise NotSymbolic(f"its score_mod reads {x.name}, which it gets from outside, as a whole")
         return found
 
-    def _computed(self, node: Node) -> Any:
-        held = constant_of(node)
+    def _read_computed(self, node: Node) -> Any:
+        held = constant_value(node)
         if held is not None:
             return self.value(held)
         if node.target is aten.index.Tensor:
-            return self._looked_up(Call(node))
+            return self._read_lookup(OpCall(node))
         if node.target is aten.item.default:  # of a float of Python's that may be another one next time
             return self.value(node.args[0])
-        source = source_of(node)
+        source = move_source(node)
         if source is not None and source.meta["val"].ndim == node.meta["val"].ndim == 0:
             if node.meta["val"].dtype in HALF or not node.meta["val"].is_floating_point():
                 raise NotSymbolic(f"its score_mod rounds to {node.meta['val'].dtype}")
             return self.value(source)
         name = str(node.target).removeprefix("aten.").partition(".")[0]
         plain = all(v in (1, None) for v in node.kwargs.values())
-        if name not in _OPS or not plain:
+        if name not in _SCORE_OPS or not plain:
             raise NotSymbolic(f"its score_mod has {node.target}, which no text about scores says")
-        return _OPS[name](*map(self.value, node.args))
+        return _SCORE_OPS[name](*map(self.value, node.args))
 
-    def _looked_up(self, call: Call) -> sympy.Expr:
+    def _read_lookup(self, call: OpCall) -> sympy.Expr:
         """vector[h], a number of each head."""
         vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
         if not isinstance(vector, Node) or indices != [HEAD_NUMBER] or call.ndim("self") != 1:
             raise NotSymbolic("its score_mod looks up more than a number of each head")
-        return self._given(vector)
+        return self._read_captured(vector)
 
-    def _given(self, x: Node) -> sympy.Expr:
+    def _read_captured(self, x: Node) -> sympy.Expr:
         """A number, or one of each head, from the outer graph."""
         if carries_gradient(x):
             raise NotSymbolic(f"its score_mod reads {x.name}, which may need a gradient")
         if x not in self.heads:
             self.heads.append(x)
-        return score.symbol(f"head{self.heads.index(x)}")
+        return score.score_symbol(f"head{self.heads.index(x)}")

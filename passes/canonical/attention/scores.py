@@ -19,32 +19,42 @@ import sympy
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.masks.score import SCORE
+from sp_compile.lowering.masks.score import SCORE_NAME
 from sp_compile.lowering.torch_compat import OpOverload
-from sp_compile.passes.graph.call import Call, is_tensor, overloads, shape_of
-from sp_compile.passes.graph.closure import reached
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.sizes import Size, all_same, product, same, sizes
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_overloads
+from sp_compile.passes.graph.closure import iterate_reachable
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_shape, is_same_size, size_product
 from sp_compile.passes.graph.strides import is_identity
-from sp_compile.passes.sharding.matchers import is_cast, keeps_order, order_of, origin, scalar, source_of, steps_to
-from sp_compile.passes.sharding.products import Product, added_to, product_of, transposed
+from sp_compile.passes.sharding.matchers import (
+    is_cast_op,
+    keeps_order,
+    move_source,
+    permutation_of,
+    scalar_value,
+    steps_between,
+    value_origin,
+)
+from sp_compile.passes.sharding.products import ProductMatch, match_product, product_addend, transpose_product
 
-from .parse_masks import LARGEST_FILL
+from .parse_masks import MAX_FILL
 
 aten = torch.ops.aten
-MASKS = overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
-MOST_STEPS = 12  # between a product and the softmax; attention has half as many
-NEUTRAL = {op: n for n, text in enumerate(("add.Tensor sub.Tensor", "mul.Tensor div.Tensor")) for op in overloads(text)}
-SCORE_OPS = [*overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor tanh"), *MASKS]
+MASK_OPS = parse_overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
+MAX_STEPS = 12  # between a product and the softmax; attention has half as many
+NEUTRAL_NUMBERS = {
+    op: n for n, text in enumerate(("add.Tensor sub.Tensor", "mul.Tensor div.Tensor")) for op in parse_overloads(text)
+}
+SCORE_OPS = [*parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.Tensor sub.Tensor tanh"), *MASK_OPS]
 
 
 @dataclass(frozen=True)
-class Broadcast:
+class ScoreOperand:
     """A tensor that broadcasts to scores whose dims, taken in `order`, are (leading dims, queries, keys)."""
 
     node: Node
     order: tuple[int, ...]
-    lead: tuple[Size, ...] = ()
+    leading: tuple[Size, ...] = ()
     """The leading dims that it is reshaped to, if it is."""
 
     @property
@@ -54,268 +64,272 @@ class Broadcast:
     @property
     def shape(self) -> tuple[Size, ...]:
         """Its own shape where nothing is to be turned."""
-        own = (*(self.lead or shape_of(self.node)[:-2]), *shape_of(self.node)[-2:])
+        own = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
         every = (*[1] * (len(self.order) - len(own)), *own)
         return own if is_identity(self.order) else tuple(every[d] for d in self.order)
 
-    def made(self, editor: Editor, like: Node) -> Node:
+    def materialize(self, editor: GraphEditor, like: Node) -> Node:
         """As a node that broadcasts to (leading dims, queries, keys)."""
-        x = editor.reshaped(self.node, self.shape, like) if self.lead else self.node
+        x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
         while x.meta["val"].ndim < len(self.order):
             x = editor.compute(aten.unsqueeze.default, (x, 0), like)
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
-    def regrouped(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> Broadcast | None:
+    def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
         """The same for scores whose leading dims are grouped otherwise; None where it has some of them only."""
         own, order = self.shape, tuple(range(len(after) + 2))
         lead = (*[1] * (len(before) + 2 - len(own)), *own)[:-2]
         if not is_identity(self.order):
             return None
-        if all(same(extent, 1) for extent in lead):
-            return Broadcast(self.node, order, (1,) * len(after) if len(own) > len(order) else ())
-        if not all_same(lead, before):
+        if all(is_same_size(extent, 1) for extent in lead):
+            return ScoreOperand(self.node, order, (1,) * len(after) if len(own) > len(order) else ())
+        if not is_same_shape(lead, before):
             return None
-        source = _before_batches(self.node, after)
-        return Broadcast(source, order) if source is not None else Broadcast(self.node, order, after)
+        source = _undo_batch_repeat(self.node, after)
+        return ScoreOperand(source, order) if source is not None else ScoreOperand(self.node, order, after)
 
 
-def _before_batches(x: Node, lead: tuple[Size, ...]) -> Node | None:
+def _undo_batch_repeat(x: Node, lead: tuple[Size, ...]) -> Node | None:
     """What was repeated for each batch entry, or brought from these leading dims into others, to make x."""
-    node = origin(x)
+    node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    if keeps_order(node) and (source := source_of(node)) is not None:
-        return source if all_same(shape_of(source), (*lead, *shape_of(x)[-2:])) else None
+    if keeps_order(node) and (source := move_source(node)) is not None:
+        return source if is_same_shape(node_shape(source), (*lead, *node_shape(x)[-2:])) else None
     if node.target is not aten.repeat.default:
         return None
-    (times, *others), source = Call(node)["repeats"], Call(node).operands[0]
-    once = len(others) + 1 == len(shape_of(source)) == 3 and all(same(t, 1) for t in others)
-    heads = same(shape_of(source)[0], lead[-1]) and same(sizes([times])[0], product(lead[:-1]))
+    (times, *others), source = OpCall(node)["repeats"], OpCall(node).operands[0]
+    once = len(others) + 1 == len(node_shape(source)) == 3 and all(is_same_size(t, 1) for t in others)
+    heads = is_same_size(node_shape(source)[0], lead[-1]) and is_same_size(
+        as_sizes([times])[0], size_product(lead[:-1])
+    )
     return source if once and heads else None
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreChain:
     """What the softmax reads, from the inside out: the product, its scale, what bends it, then biases and fills.
 
     order: the dims of the value as (leading dims, queries, keys). score: what becomes of a scaled product before
     biases and fills, as `lowering/masks/score.py` has it. masked: the shape, in order, where they were masked.
     """
 
-    product: Product
+    product: ProductMatch
     scale: float
     chain: tuple[Node, ...]
     order: tuple[int, ...]
-    factors: tuple[tuple[Broadcast, bool], ...] = ()  # (tensor that scales, whether it divides)
-    biases: tuple[tuple[Broadcast, float], ...] = ()  # (bias, how many times it is added)
-    fills: tuple[tuple[Broadcast, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
-    gate: Broadcast | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
+    factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (tensor that scales, whether it divides)
+    biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, how many times it is added)
+    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
+    gate: ScoreOperand | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
     masked: tuple[Size, ...] | None = None
-    score: sympy.Expr = SCORE
+    score: sympy.Expr = SCORE_NAME
 
 
-def scores_of(x: Any, keys: int, *users: Node) -> Scores | None:
+def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
     """The scores that end in x, if nothing but `users` reads x or what it is made of; None for anything else.
 
     keys: the dim of x along which the softmax goes.
     """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
-    if keys >= len(shape_of(x)):  # it broadcasts to what reads it
+    if keys >= len(node_shape(x)):  # it broadcasts to what reads it
         return None
-    call = Call(x) if isinstance(x.target, OpOverload) else None
-    product = product_of(x, beside=True)
+    call = OpCall(x) if isinstance(x.target, OpOverload) else None
+    product = match_product(x, beside=True)
     if call is None or product is not None:
-        seen = [p for p in (product, transposed(product)) if p.order[-1] == keys] if product is not None else []
-        return _alone(seen[0], x) if seen else None
-    inner, steps = None, steps_to(x, origin(x)) or [x]
+        seen = [p for p in (product, transpose_product(product)) if p.order[-1] == keys] if product is not None else []
+        return _single_rank_models(seen[0], x) if seen else None
+    inner, steps = None, steps_between(x, value_origin(x)) or [x]
     if any(set(a.users) != {b} for a, b in pairwise(steps)):
         return None
-    if steps != [x] or is_cast(x) or keeps_numbers(x):
-        inner = scores_of(Call(steps[0]).operands[0], keys, steps[0])
-    elif order_of(x) is not None or keeps_matrices(x):
-        inner = _turned(x, keys)
+    if steps != [x] or is_cast_op(x) or is_neutral_op(x):
+        inner = match_scores(OpCall(steps[0]).operands[0], keys, steps[0])
+    elif permutation_of(x) is not None or is_leading_reshape(x):
+        inner = _match_permutation(x, keys)
     elif x.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-        inner = _scaled(call, x, keys)
+        inner = _match_scale(call, x, keys)
     elif x.target is aten.tanh.default:
-        inner = _capped(call, x, keys)
+        inner = _match_soft_cap(call, x, keys)
     elif x.target in (aten.add.Tensor, aten.sub.Tensor):
-        inner = _biased(call, x, keys)
-    elif x.target in MASKS:
-        inner = _filled(call, x, keys)
+        inner = _match_bias(call, x, keys)
+    elif x.target in MASK_OPS:
+        inner = _match_fill(call, x, keys)
     return replace(inner, chain=(*inner.chain, *steps)) if inner is not None else None
 
 
-def _alone(product: Product, x: Node) -> Scores | None:
+def _single_rank_models(product: ProductMatch, x: Node) -> ScoreChain | None:
     """A product, with what it adds to itself."""
-    found, added = Scores(product, product.scale, (x,), product.order), added_to(x)
+    found, added = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if added is None:
         return found
     bias, times = added
     if bias.meta["val"].dtype != x.meta["val"].dtype:
         return None
-    return _masked(found, x, bias, biases=((Broadcast(bias, found.order), times),))
+    return _add_mask(found, x, bias, biases=((ScoreOperand(bias, found.order), times),))
 
 
-def _turned(x: Node, keys: int) -> Scores | None:
+def _match_permutation(x: Node, keys: int) -> ScoreChain | None:
     """Behind a permutation, or a regrouping of the leading dims."""
-    source, permuted = Call(x).operands[0], order_of(x)
-    inside = permuted[keys] if permuted is not None else keys - len(shape_of(x)) + len(shape_of(source))
-    inner = scores_of(source, inside, x) if inside >= 0 else None
-    order = order_behind(x, inner.order) if inner is not None else None
+    source, permuted = OpCall(x).operands[0], permutation_of(x)
+    inside = permuted[keys] if permuted is not None else keys - len(node_shape(x)) + len(node_shape(source))
+    inner = match_scores(source, inside, x) if inside >= 0 else None
+    order = order_before(x, inner.order) if inner is not None else None
     return replace(inner, order=order) if inner is not None and order is not None else None
 
 
-def order_behind(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
+def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
     """The order of x, of whose operand it is this one; None where x mixes dims that the order tells apart."""
-    permuted = order_of(x)
+    permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
     before, after = len(order), x.meta["val"].ndim
-    if not keeps_matrices(x) or not is_identity(order[:-2]):
+    if not is_leading_reshape(x) or not is_identity(order[:-2]):
         return None
     return (*range(after - 2), *(d - before + after for d in order[-2:]))
 
 
-def keeps_numbers(x: Node) -> bool:
+def is_neutral_op(x: Node) -> bool:
     """x * 1, x / 1, x + 0, x - 0: what its first operand is, but for the sign of a zero."""
-    number = NEUTRAL.get(x.target)
+    number = NEUTRAL_NUMBERS.get(x.target)
     if number is None or not is_tensor(x.args[0]):
         return False
-    mine, its = x.meta["val"], Call(x).operands[0].meta["val"]
-    return mine.dtype == its.dtype and mine.ndim == its.ndim and scalar(Call(x)["other"], mine.dtype) == number
+    mine, its = x.meta["val"], OpCall(x).operands[0].meta["val"]
+    return mine.dtype == its.dtype and mine.ndim == its.ndim and scalar_value(OpCall(x)["other"], mine.dtype) == number
 
 
-def keeps_matrices(x: Node) -> bool:
+def is_leading_reshape(x: Node) -> bool:
     """A regrouping of the leading dims."""
-    source = source_of(x) if keeps_order(x) else None
+    source = move_source(x) if keeps_order(x) else None
     if source is None:
         return False
-    before, after = (shape_of(n) for n in (source, x))
-    return min(len(before), len(after)) >= 3 and all(same(a, b) for a, b in zip(before[-2:], after[-2:]))
+    before, after = (node_shape(n) for n in (source, x))
+    return min(len(before), len(after)) >= 3 and all(is_same_size(a, b) for a, b in zip(before[-2:], after[-2:]))
 
 
-def _scaled(call: Call, x: Node, keys: int) -> Scores | None:
+def _match_scale(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
     """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
     dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][: 1 if dividing else 2]:
-        inner = scores_of(scores, keys, x) if is_tensor(scores) else None
+        inner = match_scores(scores, keys, x) if is_tensor(scores) else None
         if inner is None or inner.biases or any(math.isfinite(number) for *_, number in inner.fills):
             continue
-        number = scalar(factor, dtype)
-        if number and inner.score != SCORE and not inner.fills:
+        number = scalar_value(factor, dtype)
+        if number and inner.score != SCORE_NAME and not inner.fills:
             times = sympy.Rational(repr(float(number)))
             return replace(inner, score=inner.score / times if dividing else inner.score * times)
-        if inner.score == SCORE and number is not None and number > 0:
+        if inner.score == SCORE_NAME and number is not None and number > 0:
             return replace(inner, scale=inner.scale / number if dividing else inner.scale * number)
         if not is_tensor(factor) or inner.fills:
             continue
-        other = Broadcast(factor, inner.order)
-        if inner.score == SCORE and set(other.shape[-2:]) <= {1}:
-            return _masked(inner, x, factor, factors=((other, dividing),))
+        other = ScoreOperand(factor, inner.order)
+        if inner.score == SCORE_NAME and set(other.shape[-2:]) <= {1}:
+            return _add_mask(inner, x, factor, factors=((other, dividing),))
         if inner.gate is None and not dividing:
-            return _masked(inner, x, factor, gate=other)
+            return _add_mask(inner, x, factor, gate=other)
     return None
 
 
-def _capped(call: Call, x: Node, keys: int) -> Scores | None:
+def _match_soft_cap(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
     """Soft caps, before anything masks: c * tanh(score / c)."""
-    inner = scores_of(call["self"], keys, x)
+    inner = match_scores(call["self"], keys, x)
     if inner is None or inner.biases or inner.fills:
         return None
     return replace(inner, score=sympy.tanh(inner.score))
 
 
-def _biased(call: Call, x: Node, keys: int) -> Scores | None:
+def _match_bias(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
     if len(call.operands) != 2 or call["alpha"] != 1:
         return None
     a, b = call.operands
     negative = x.target is aten.sub.Tensor
     for scores, bias in [(a, b)] if negative else [(a, b), (b, a)]:
-        inner = scores_of(scores, keys, x)
+        inner = match_scores(scores, keys, x)
         if inner is not None and bias.meta["val"].dtype == x.meta["val"].dtype:
             times = -1.0 if negative else 1.0
-            return _masked(inner, x, bias, biases=((Broadcast(bias, inner.order), times),))
+            return _add_mask(inner, x, bias, biases=((ScoreOperand(bias, inner.order), times),))
     return None
 
 
-def _filled(call: Call, x: Node, keys: int) -> Scores | None:
+def _match_fill(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
     """masked_fill(scores, condition, number) and where with the number on either side."""
     if "mask" in call.args:
         scores, condition, number, filled = call["self"], call["mask"], call["value"], True
     else:
         condition = call["condition"]
-        swapped = scalar(call["self"], x.meta["val"].dtype) is not None
+        swapped = scalar_value(call["self"], x.meta["val"].dtype) is not None
         scores, number = (call["other"], call["self"]) if swapped else (call["self"], call["other"])
         filled = swapped
-    number = scalar(number, x.meta["val"].dtype)
-    if number is None or LARGEST_FILL < number != torch.finfo(x.meta["val"].dtype).min:
+    number = scalar_value(number, x.meta["val"].dtype)
+    if number is None or MAX_FILL < number != torch.finfo(x.meta["val"].dtype).min:
         return None
-    inner = scores_of(scores, keys, x)
+    inner = match_scores(scores, keys, x)
     if inner is None:
         return None
-    return _masked(inner, x, condition, fills=((Broadcast(condition, inner.order), filled, number),))
+    return _add_mask(inner, x, condition, fills=((ScoreOperand(condition, inner.order), filled, number),))
 
 
-def _masked(inner: Scores, x: Node, mask: Node, gate: Broadcast | None = None, **more: Any) -> Scores | None:
+def _add_mask(
+    inner: ScoreChain, x: Node, mask: Node, gate: ScoreOperand | None = None, **more: Any
+) -> ScoreChain | None:
     """With a tensor more that must broadcast to the scores; `more`: in which role.
 
     All are brought into the one grouping of leading dims in which the last of them is added.
     """
-    shape, own = shape_of(x), shape_of(mask)
-    before = sizes(inner.chain[-1].meta["val"].shape)
+    shape, own = node_shape(x), node_shape(mask)
+    before = as_sizes(inner.chain[-1].meta["val"].shape)
     masked = tuple(shape[d] for d in inner.order)
     if before != shape or len(own) > len(shape):
         return None
-    known = inner if inner.masked in (None, masked) else _regrouped(inner, masked)
+    known = inner if inner.masked in (None, masked) else _regroup_chain(inner, masked)
     if known is None:
         return None
     added: dict[str, Any] = {role: (*getattr(known, role), *new) for role, new in more.items()}
     return replace(known, masked=masked, gate=gate or known.gate, **added)
 
 
-def _regrouped(inner: Scores, masked: tuple[Size, ...]) -> Scores | None:
+def _regroup_chain(inner: ScoreChain, masked: tuple[Size, ...]) -> ScoreChain | None:
     assert inner.masked is not None
     roles: dict[str, Any] = {}
     for role in ("factors", "biases", "fills"):
-        turned = [(x.regrouped(inner.masked[:-2], masked[:-2]), *rest) for x, *rest in getattr(inner, role)]
+        turned = [(x.regroup(inner.masked[:-2], masked[:-2]), *rest) for x, *rest in getattr(inner, role)]
         if any(x is None for x, *_ in turned):
             return None
         roles[role] = tuple(turned)
     return replace(inner, **roles) if inner.gate is None else None
 
 
-def between_products(softmax: Node) -> bool:
+def is_between_products(softmax: Node) -> bool:
     """Does the softmax read what a product makes, and a product what it makes?"""
-    return _reaches(softmax, lambda n: n.all_input_nodes) and _reaches(softmax, lambda n: list(n.users))
+    return _can_reach(softmax, lambda n: n.all_input_nodes) and _can_reach(softmax, lambda n: list(n.users))
 
 
-def _reaches(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
+def _can_reach(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool:
     def onwards(node: Node) -> Iterable[Node]:
         return [n for n in following(node) if is_tensor(n) and n.op == "call_function"]
 
-    near = islice(reached([start], onwards), 1, MOST_STEPS + 1)
-    return any(product_of(node, beside=True) is not None for node in near)
+    near = islice(iterate_reachable([start], onwards), 1, MAX_STEPS + 1)
+    return any(match_product(node, beside=True) is not None for node in near)
 
 
-def why_no_scores(x: Node) -> str:
-    """Of what a softmax reads behind a product, and `scores_of` did not take."""
+def scores_refusal(x: Node) -> str:
+    """Of what a softmax reads behind a product, and `match_scores` did not take."""
     node = x
-    while product_of(node, beside=True) is None:
+    while match_product(node, beside=True) is None:
         if len(node.users) > 1:
             return f"something else reads the scores ({node.name})"
-        inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _scores(i)]
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and source_of(node) is None
+        inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _match_node(i)]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not inner or (node.target not in SCORE_OPS and pointwise):
             break
         node = inner[0]
-    if product_of(node, beside=True) is not None:
+    if match_product(node, beside=True) is not None:
         read = len(node.users) > 1
         return f"something else reads the scores ({node.name})" if read else "a scale, bias or fill that no op takes so"
     return f"{node.name} ({node.target}) stands between the product and the softmax"
 
 
-def _scores(node: Node) -> bool:
-    return product_of(node, beside=True) is not None or _reaches(node, lambda n: n.all_input_nodes)
+def _match_node(node: Node) -> bool:
+    return match_product(node, beside=True) is not None or _can_reach(node, lambda n: n.all_input_nodes)

@@ -21,16 +21,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.lowering.torch_compat import varlen_attention
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, shape_of
-from sp_compile.passes.graph.sizes import same
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.sizes import is_same_size
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
 
-@register
-class VarlenAttention(Spelling):
+@register_pass
+class RewriteVarlenAttention(CanonicalPass):
     """Rewrites the calls of varlen_attn in one graph."""
 
     provides = frozenset({"canonical", "masks are predicates"})
@@ -39,18 +39,18 @@ class VarlenAttention(Spelling):
         self.documents: dict[Any, Node] = {}  # layers share them
         return super().edit(graph)
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         nodes = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
-        refusals = {node: _why_not(node) for node in nodes}
+        refusals = {node: _varlen_refusal(node) for node in nodes}
         for node, why in refusals.items():
             if why is None:
                 self._rewrite(node)
             else:
-                self.refused(node, f"it runs on whole q, k and v: {why}")
+                self.note_refusal(node, f"it runs on whole q, k and v: {why}")
         return sum(why is None for why in refusals.values())
 
     def _rewrite(self, node: Node) -> None:
-        call = Call(node)
+        call = OpCall(node)
         q, k, v = (call[name] for name in ("query", "key", "value"))
         q_ends, k_ends = call["cu_seq_q"], call["cu_seq_k"]
         left, right = call.get("window_size") or (-1, -1)
@@ -58,11 +58,11 @@ class VarlenAttention(Spelling):
         with self.graph.inserting_before(node):
             ends = q_ends, q_ends if k_ends is None else k_ends
             window = left, 0 if call["is_causal"] else right
-            fresh = self.of_documents((q, k, v), ends, window, call["scale"], node)
+            fresh = self.emit_attention((q, k, v), ends, window, call["scale"], node)
         out.replace_all_uses_with(fresh)
         self.erase([node, out])
 
-    def of_documents(
+    def emit_attention(
         self, qkv: Sequence[Node], ends: tuple[Node, Node], window: tuple[int, int], scale: Any, like: Node,
         dropout_p: float = 0.0, **more: Any,
     ) -> Node:  # fmt: skip
@@ -74,22 +74,22 @@ class VarlenAttention(Spelling):
         rows, cols = [self._documents(q, q_ends, like)], [self._documents(k, k_ends, like)]
         place = "q"
         if window != (-1, -1) and q_ends is not k_ends:
-            rows.append(self._places(rows[0], q_ends, k_ends, like))
+            rows.append(self._last_aligned_keys(rows[0], q_ends, k_ends, like))
             place = "row1"
-        heads_first = [self._turned(x, like) for x in qkv]
-        predicate = " & ".join(["Eq(row0, col0)", *sees(place, *window)])
-        grouped = not same(shape_of(q)[1], shape_of(k)[1])
+        heads_first = [self._to_sdpa_layout(x, like) for x in qkv]
+        predicate = " & ".join(["Eq(row0, col0)", *window_predicate(place, *window)])
+        grouped = not is_same_size(node_shape(q)[1], node_shape(k)[1])
         args = (*heads_first, rows, cols, [], predicate, dropout_p, scale, grouped)
         fresh = self.compute(sp.masked_attention.default, args, like, more)
         return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), like), 0, 1), like)
 
-    def _turned(self, x: Node, like: Node) -> Node:
+    def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
         """(T, H, D) -> (1, H, T, D)."""
         return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
 
     def _documents(self, x: Node, ends: Node, like: Node) -> Node:
         """The number of each token's document: int64 (1, T)."""
-        length = shape_of(x)[0]
+        length = node_shape(x)[0]
         if (ends, length) not in self.documents:
             kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
@@ -98,11 +98,11 @@ class VarlenAttention(Spelling):
             self.documents[ends, length] = self.compute(aten.unsqueeze.default, (found, 0), like)
         return self.documents[ends, length]
 
-    def _places(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
+    def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
         """The key that is as far from its document's last as the query from its own: int64 (1, T)."""
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
-            length = shape_of(documents)[1]
+            length = node_shape(documents)[1]
             kind = {"dtype": torch.int64, "device": documents.meta["val"].device}
             tokens = self.compute(aten.arange.default, (self.sizes(length),), like, kind)
             further = self.compute(aten.sub.Tensor, (k_ends, q_ends), like)
@@ -113,8 +113,8 @@ class VarlenAttention(Spelling):
         return self.documents[key]
 
 
-def _why_not(node: Node) -> str | None:
-    call = Call(node)
+def _varlen_refusal(node: Node) -> str | None:
+    call = OpCall(node)
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or len(node.users) != 1:
         return "its log-sum-exp is read, through which its backward gives no gradient, as sinks would need"
     if call.get("seqused_k") is not None or call.get("block_table") is not None:
@@ -122,7 +122,7 @@ def _why_not(node: Node) -> str | None:
     return None
 
 
-def sees(place: str, left: int, right: int) -> Iterator[str]:
+def window_predicate(place: str, left: int, right: int) -> Iterator[str]:
     """Which keys the query at a place attends to: so many before it and behind it, -1 for all."""
     if right >= 0:
         yield f"(k <= {place})" if right == 0 else f"(k - {place} <= {right})"

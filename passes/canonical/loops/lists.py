@@ -16,20 +16,20 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.sharding.matchers import origin, readers
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.sharding.matchers import value_origin, value_readers
 
-from .steps import reading
+from .steps import indexed_read
 
 aten = torch.ops.aten
-LEAST_ROWS = 5  # that a loop has written; fewer are columns of boxes and the like
+MIN_ROWS = 5  # that a loop has written; fewer are columns of boxes and the like
 SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
-class Write:
+class RowWrite:
     """One row of a dim of `base` replaced by `row`; `keep`: the row has that dim, too."""
 
     base: Node
@@ -39,25 +39,25 @@ class Write:
     keep: bool
 
 
-@register
-class WrittenLists(Spelling):
+@register_pass
+class StackWrittenRows(CanonicalPass):
     """Rewrites the chains of writes of one graph."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "lists"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        self.writes = {n: w for n in gm.graph.nodes for w in [_write(n)] if w is not None}
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        self.writes = {n: w for n in gm.graph.nodes for w in [_match_write(n)] if w is not None}
         self.budget = 4 * len(gm.graph.nodes)
         forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
         listed = [self._list(n) for n in self.writes if n.users and not self._is_written_on(n)]
         return sum(forwarded) + sum(listed)
 
-    def _forward(self, node: Node, write: Write) -> bool:
+    def _forward(self, node: Node, write: RowWrite) -> bool:
         """Reads of one row read what was written there, or what it was written into."""
         changed = False
-        for user in readers(node):
-            read = reading(user)
+        for user in value_readers(node):
+            read = indexed_read(user)
             self.budget -= 1
             if read is None or read[1:3] != (write.dim, int(write.keep)) or self.budget < 0:
                 continue
@@ -71,7 +71,7 @@ class WrittenLists(Spelling):
 
     def _is_written_on(self, node: Node) -> bool:
         """Is there a longer chain?"""
-        users = [self.writes.get(u) for u in readers(node)]
+        users = [self.writes.get(u) for u in value_readers(node)]
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
     def _list(self, last: Node) -> bool:
@@ -87,7 +87,7 @@ class WrittenLists(Spelling):
             rows.setdefault(link.index, link.row)
             if link.base not in self.writes:
                 break
-            if len(readers(link.base)) > 1:
+            if len(value_readers(link.base)) > 1:
                 read = f"something else reads {link.base.name}, which has not all of them yet"
                 break
             chain.append(link.base)
@@ -98,7 +98,7 @@ class WrittenLists(Spelling):
         if len(missing) > 1:
             why = why or read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
         if why is not None and self._is_loop(last):
-            self.refused(last, f"rows written one by one are no list of them: {why}")
+            self.note_refusal(last, f"rows written one by one are no list of them: {why}")
         if why is not None or len(chain) < 2:
             return False
         with self.graph.inserting_before(last):
@@ -111,27 +111,27 @@ class WrittenLists(Spelling):
 
     def _is_loop(self, last: Node) -> bool:
         """Is it what most rows of a dim have been written into, and no more are?"""
-        if any(self.writes[u].base is last for u in readers(last) if u in self.writes):
+        if any(self.writes[u].base is last for u in value_readers(last) if u in self.writes):
             return False
         dim, count, node = self.writes[last].dim, 0, last
         while node in self.writes and self.writes[node].dim == dim:
             count, node = count + 1, self.writes[node].base
-        return count >= LEAST_ROWS and 2 * count > last.meta["val"].shape[dim]
+        return count >= MIN_ROWS and 2 * count > last.meta["val"].shape[dim]
 
-    def _row(self, base: Node, write: Write, index: int) -> Node:
+    def _row(self, base: Node, write: RowWrite, index: int) -> Node:
         if write.keep:
             return self.compute(aten.slice.Tensor, (base, write.dim, index, index + 1), base)
         return self.compute(aten.select.int, (base, write.dim, index), base)
 
 
-def _write(node: Node) -> Write | None:
+def _match_write(node: Node) -> RowWrite | None:
     if node.op != "call_function" or node.target not in SCATTERS:
         return None
-    call = Call(node)
-    base, row = (origin(x) for x in call.operands)
+    call = OpCall(node)
+    base, row = (value_origin(x) for x in call.operands)
     dim, keep = call.dim(), node.target is aten.slice_scatter.default
     extent = node.meta["val"].shape[dim]
     index = (call["start"] or 0) if keep else call["index"]
     if not isinstance(extent, int) or not isinstance(index, int) or (keep and row.meta["val"].shape[dim] != 1):
         return None
-    return Write(base, row, dim, index + extent if index < 0 else index, keep)
+    return RowWrite(base, row, dim, index + extent if index < 0 else index, keep)

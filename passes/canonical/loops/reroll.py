@@ -22,21 +22,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import PYTHON_STATE_CALLS, enter_autocast, exit_autocast, set_grad_enabled
-from sp_compile.passes.base import Spelling, register
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call, shape_of
-from sp_compile.passes.graph.modes import autocast_at
+from sp_compile.passes.base import CanonicalPass, register_pass
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall, node_shape
+from sp_compile.passes.graph.modes import restore_autocast
 from sp_compile.passes.graph.mutation import is_written
 
-from .recurrence import Affine, Scans
-from .steps import Column, Loop, NotALoop, Operand, Read, Ref, SeededList, reading
-from .vectorize import Steps, Value
+from .recurrence import AffineValue, ScanBuilder
+from .steps import ColumnRef, IndexRead, LoopMatcher, NotALoop, Operand, SeededList, StepColumn, indexed_read
+from .vectorize import BatchedValue, Value
 
 aten = torch.ops.aten
-NOT_YET = object()
+PENDING = object()
 
 
-class Roll:
+class LoopBuilder:
     """One loop, rolled up at the editor's insertion point: states by scans, everything else by one op for all steps.
 
     A column that reads a state of the step before waits for the scan of that state, unless the state is made of it:
@@ -45,17 +45,17 @@ class Roll:
     The dim that counts steps has the order of what they read: `reverse` if that is the last step first.
     """
 
-    def __init__(self, editor: Scans, loop: Loop) -> None:
+    def __init__(self, editor: ScanBuilder, loop: LoopMatcher) -> None:
         self.editor, self.loop = editor, loop
-        reads = [x for x in loop.operands() if isinstance(x, Read)]
+        reads = [x for x in loop.operands() if isinstance(x, IndexRead)]
         self.reverse = bool(reads) and all(x.stride < 0 for x in reads)
         self.scans = 0
-        self.values: dict[Column, Value] = {}
-        self.forms: dict[Column, Affine] = {}
-        self.seeds: dict[Column, Any] = {}
+        self.values: dict[StepColumn, Value] = {}
+        self.forms: dict[StepColumn, AffineValue] = {}
+        self.seeds: dict[StepColumn, Any] = {}
         self.known: dict[Any, Value] = {}
-        self.columns: list[Column] = []
-        for column in loop.ordered():
+        self.columns: list[StepColumn] = []
+        for column in loop.sort_columns():
             if all(self._is_shared(x) for x in column.operands):
                 self.values[column] = column.nodes[0]
             else:
@@ -63,25 +63,25 @@ class Roll:
 
     def _is_shared(self, x: Operand) -> bool:
         """Is it the same at every step?"""
-        if isinstance(x, Ref):
+        if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)
-        return not isinstance(x, Read | SeededList)
+        return not isinstance(x, IndexRead | SeededList)
 
-    def shared(self) -> set[Node]:
+    def compute_shared(self) -> set[Node]:
         """What has to be computed before any step."""
-        found = [x.source if isinstance(x, Read) else x for x in self.loop.operands()]
+        found = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
         return {x for x in (*found, *self.values.values()) if isinstance(x, Node)}
 
-    def run(self) -> Steps:
+    def run(self) -> BatchedValue:
         """Compute every column; the list of the loop. Raises NotALoop where that cannot be done."""
         waiting = self.columns
         while waiting:
-            left = [c for c in waiting if not self._computed(c)]
+            left = [c for c in waiting if not self._compute_column(c)]
             if len(left) == len(waiting):
                 raise NotALoop("a state that is not affine in the one before")
             waiting = left
         found = self.value(self.loop.root, 0, self.loop.length)
-        if not isinstance(found, Steps):
+        if not isinstance(found, BatchedValue):
             raise NotALoop("the same at every step")
         return found
 
@@ -89,20 +89,20 @@ class Roll:
         """The node of one step, taken from its column."""
         column, step = self.loop.owner[node]
         whole = self.values[column]
-        if not isinstance(whole, Steps):
+        if not isinstance(whole, BatchedValue):
             raise NotALoop("something outside of it reads an op of several results")
         index = column.end - 1 - step if self.reverse else step - column.first
         return self.editor.compute(aten.select.int, (whole.node, whole.time, index), node)
 
-    def _computed(self, column: Column) -> bool:
+    def _compute_column(self, column: StepColumn) -> bool:
         form = self.forms.get(column)
         if form is not None and form.state not in self.values:
             return False
         leaves = [self._leaf(x, column) for x in column.operands]
-        if any(x is NOT_YET for x in leaves):
+        if any(x is PENDING for x in leaves):
             return False
-        if not any(isinstance(x, Affine) for x in leaves):
-            self.values[column] = self.editor.batched(column.node, leaves)
+        if not any(isinstance(x, AffineValue) for x in leaves):
+            self.values[column] = self.editor.batch(column.node, leaves)
             return True
         form = self.editor.affine(column.node, leaves)
         if form is None:
@@ -110,72 +110,72 @@ class Roll:
         self.forms[column] = form
         if form.state is not column:
             return False
-        self.values[column] = self.editor.scanned(form, self.seeds[column], self.reverse)
+        self.values[column] = self.editor.scan_states(form, self.seeds[column], self.reverse)
         self.scans += 1
         return True
 
-    def _leaf(self, x: Operand, column: Column) -> Any:
+    def _leaf(self, x: Operand, column: StepColumn) -> Any:
         """A value, an Affine, or NOT_YET."""
         rest = x.rest if isinstance(x, SeededList) else x
-        if not isinstance(rest, Ref) or rest.column in self.values:
+        if not isinstance(rest, ColumnRef) or rest.column in self.values:
             return self.value(x, column.first, column.end)
         source = rest.column
         if isinstance(x, SeededList):
             before = self.seeds.setdefault(source, x.seed)
-            starts = rest.lag == 1 and source.first == column.first and _is(before, x.seed)
-            return Affine(source, 1, 0) if starts else NOT_YET
+            starts = rest.lag == 1 and source.first == column.first and _is_same_value(before, x.seed)
+            return AffineValue(source, 1, 0) if starts else PENDING
         together = rest.lag == 0 and (source.first, source.end) == (column.first, column.end)
-        return self.forms.get(source, NOT_YET) if together else NOT_YET
+        return self.forms.get(source, PENDING) if together else PENDING
 
     def value(self, x: Operand, first: int, end: int) -> Value:
         """An operand of steps first, ..., end - 1."""
         key = (x, first, end)
-        if isinstance(x, Read | Ref | SeededList) and key not in self.known:
-            self.known[key] = self._made(x, first, end)
-        return self.known[key] if isinstance(x, Read | Ref | SeededList) else x
+        if isinstance(x, IndexRead | ColumnRef | SeededList) and key not in self.known:
+            self.known[key] = self._materialize(x, first, end)
+        return self.known[key] if isinstance(x, IndexRead | ColumnRef | SeededList) else x
 
-    def _made(self, x: Operand, first: int, end: int) -> Value:
-        if isinstance(x, Read):
-            return self._reading(x, first, end)
+    def _materialize(self, x: Operand, first: int, end: int) -> Value:
+        if isinstance(x, IndexRead):
+            return self._read_column(x, first, end)
         if isinstance(x, SeededList):
             rest = self.value(x.rest, first + 1, end)
-            if not isinstance(rest, Steps):
+            if not isinstance(rest, BatchedValue):
                 raise NotALoop("a first step alone")
-            return self.editor.joined(x.seed, rest, self.reverse)
+            return self.editor.append_step(x.seed, rest, self.reverse)
         found, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
         if (first, end) == (column.first, column.end) or isinstance(found, Node):
             return found
-        if not isinstance(found, Steps) or first < column.first or end > column.end:
+        if not isinstance(found, BatchedValue) or first < column.first or end > column.end:
             raise NotALoop("steps that were not taken")
         start = column.end - end if self.reverse else first - column.first
-        return self.editor.narrowed(found, start, end - first)
+        return self.editor.narrow(found, start, end - first)
 
-    def _reading(self, x: Read, first: int, end: int) -> Steps:
+    def _read_column(self, x: IndexRead, first: int, end: int) -> BatchedValue:
         ends = sorted((x.start + x.stride * first, x.start + x.stride * (end - 1)))
         rows = max(x.rows, 1)
-        whole = Steps(x.source, x.dim)
-        found = self.editor.narrowed(whole, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
+        whole = BatchedValue(x.source, x.dim)
+        found = self.editor.narrow(whole, ends[0] * rows, (ends[1] + 1 - ends[0]) * rows)
         if x.rows:
-            found = self.editor.in_pieces(found, x.rows)
-        return self.editor.flipped(found) if (x.stride > 0) == self.reverse else found
+            found = self.editor.split_rows(found, x.rows)
+        return self.editor.flip(found) if (x.stride > 0) == self.reverse else found
 
 
-def _is(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and bool(a == b))
 
 
-STATE_CALLS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
+STATE_OPS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALLS}
 
 
-@register
-class Reroll(Spelling, Scans):
+@register_pass
+class RerollLoops(CanonicalPass, ScanBuilder):
     """Rolls up the unrolled loops of one graph."""
 
     requires = frozenset({"explicit", "lists"})
     provides = frozenset({"canonical", "loops are rolled"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         self.budget = 4 * len(gm.graph.nodes)
         self.made: list[Node] = []
         self.rolled: set[Node] = set()  # what loops became
@@ -189,96 +189,96 @@ class Reroll(Spelling, Scans):
         return self.made[-1]
 
     def _roll(self, listed: Node) -> bool:
-        values, reasons = _values(listed), []
+        values, reasons = _listed_values(listed), []
         for turned in (False, True):
-            loop, self.made = Loop(self.budget), []
+            loop, self.made = LoopMatcher(self.budget), []
             try:
                 loop.read(values[::-1] if turned else values)
                 self._rewrite(listed, loop, turned)
                 return True
             except NotALoop as reason:
-                self._forget()
+                self._erase_unused()
                 reasons.append(str(reason))  # the exception itself would keep every frame of the compilation
             finally:
                 self.budget = loop.budget
-        if _goes_on(values):
-            self.refused(listed, f"{len(values)} steps are no scan: {reasons[values[0] > values[-1]]}")
+        if _is_chain(values):
+            self.note_refusal(listed, f"{len(values)} steps are no scan: {reasons[values[0] > values[-1]]}")
         return False
 
-    def _forget(self) -> None:
+    def _erase_unused(self) -> None:
         """Erase what was made and nothing uses."""
         for node in reversed(self.made):
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _rewrite(self, listed: Node, loop: Loop, turned: bool) -> None:
+    def _rewrite(self, listed: Node, loop: LoopMatcher, turned: bool) -> None:
         operands = list(loop.operands())
-        again = any(isinstance(x, Read) and x.source in self.rolled for x in operands)
-        if not again and not any(isinstance(x, Ref) and x.lag for x in operands):
+        again = any(isinstance(x, IndexRead) and x.source in self.rolled for x in operands)
+        if not again and not any(isinstance(x, ColumnRef) and x.lag for x in operands):
             raise NotALoop("no recurrence")
-        roll = Roll(self, loop)
+        roll = LoopBuilder(self, loop)
         steps = [n for c in roll.columns for n in c.nodes]
         owned = set(steps)
         readers = [(u, n) for n in steps for u in n.users if u is not listed and u not in owned]
-        anchor = _anchor(roll.shared(), owned, [listed, *(u for u, _ in readers)])
-        with self.behind(anchor), autocast_at(anchor):
+        anchor = _find_anchor(roll.compute_shared(), owned, [listed, *(u for u, _ in readers)])
+        with self.insert_after(anchor), restore_autocast(anchor):
             found = roll.run()
             if not again and not roll.scans:
                 raise NotALoop("no recurrence")
-            result = self._listed(found if turned == roll.reverse else self.flipped(found), listed)
+            result = self._arrange(found if turned == roll.reverse else self.flip(found), listed)
             fresh = [roll.step(n) for _, n in readers]
         for (user, node), one in zip(readers, fresh):
             user.replace_input_with(node, one)
         listed.replace_all_uses_with(result)
-        self._clear(listed, loop)
+        self._erase_steps(listed, loop)
 
-    def _listed(self, found: Steps, listed: Node) -> Node:
+    def _arrange(self, found: BatchedValue, listed: Node) -> Node:
         """The values of all steps, arranged as the list is."""
-        dim = Call(listed)["dim"] % listed.meta["val"].ndim
-        whole = self.moved(found, dim).node
+        dim = OpCall(listed)["dim"] % listed.meta["val"].ndim
+        whole = self.move_steps(found, dim).node
         if listed.target is aten.stack.default:
             return whole
         if whole.target is aten.unsqueeze.default and whole.args[1] == dim + 1:
             return whole.args[0]
         return self.compute(aten.flatten.using_ints, (whole, dim, dim + 1), listed)
 
-    def _clear(self, listed: Node, loop: Loop) -> None:
+    def _erase_steps(self, listed: Node, loop: LoopMatcher) -> None:
         """Erase the steps and what only they read."""
         self.graph.erase_node(listed)
         inputs = [i for n in loop.owner for i in n.all_input_nodes if i not in loop.owner]
         for node in sorted(loop.owner, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
-        self._forget()
+        self._erase_unused()
         cut = {i.args[0]: None for i in inputs if i.target is operator.getitem}
         self.drop(*inputs)
         for pieces in cut:
-            self._separate(pieces)
+            self._split_pieces(pieces)
         self.rolled.update(n for n in self.made if n.users)
 
-    def _separate(self, pieces: Node) -> None:
+    def _split_pieces(self, pieces: Node) -> None:
         """What is left of an unbind or a split reads its piece alone, so that no rank needs all of them."""
         for user in list(pieces.users):
-            found = reading(user)
+            found = indexed_read(user)
             if found is not None:
                 source, dim, rows, index = found
                 args = (index * rows, (index + 1) * rows) if rows else (index,)
                 target = aten.slice.Tensor if rows else aten.select.int
-                with self.behind(pieces):
+                with self.insert_after(pieces):
                     self.replace(user, self.compute(target, (source, dim, *args), user))
 
 
-def _values(listed: Node) -> list[Node]:
+def _listed_values(listed: Node) -> list[Node]:
     """The values of a stack, or of a cat of pieces of one size."""
     values = list(listed.args[0])
     if listed.target is aten.cat.default:
-        dim = Call(listed)["dim"]
-        if len({shape_of(v)[dim] for v in values}) > 1:
+        dim = OpCall(listed)["dim"]
+        if len({node_shape(v)[dim] for v in values}) > 1:
             return []
     return values if len(set(values)) == len(values) > 1 else []
 
 
-def _goes_on(values: list[Node]) -> bool:
+def _is_chain(values: list[Node]) -> bool:
     """Does the last of several values read, on its way from the one before, what was made on the way to that?"""
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False
@@ -292,7 +292,7 @@ def _goes_on(values: list[Node]) -> bool:
         node = node.next
 
 
-def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
+def _find_anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
     """The last of what is shared; behind it all steps can be computed at once, and before anything reads one."""
     if not shared:
         raise NotALoop("its steps read nothing")
@@ -303,7 +303,7 @@ def _anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
         raise NotALoop("a step is read before all is computed that the steps share")
     node, last = min(anchor, *owned), max(readers)
     while node is not last:
-        if node.target in STATE_CALLS:
+        if node.target in STATE_OPS:
             raise NotALoop("grad mode or autocast changes between its steps")
         if node not in owned and any(i in tainted for i in node.all_input_nodes):
             tainted.add(node)

@@ -1,6 +1,6 @@
 """The steps of an unrolled loop, told apart: which nodes do the same at every step, and what differs between them.
 
-A `Column` holds one node of every step. What a step reads is one of
+A `StepColumn` holds one node of every step. What a step reads is one of
 
     Read      piece t of a tensor            select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
     Ref       a column's node of the same step, or of the step before (lag 1)
@@ -21,10 +21,10 @@ import torch
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import pytree
-from sp_compile.passes.graph.call import is_tensor, shape_of
+from sp_compile.passes.graph.call import is_tensor, node_shape
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.graph.sizes import sizes
-from sp_compile.passes.sharding.matchers import is_copy, origin, piece_of, same_call
+from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.sharding.matchers import is_copy, is_same_call, match_piece, value_origin
 
 aten = torch.ops.aten
 COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
@@ -35,7 +35,7 @@ class NotALoop(Exception):
 
 
 @dataclass(eq=False)
-class Column:
+class StepColumn:
     """The nodes of steps first, first + 1, ...; `operands`: the leaves of their arguments."""
 
     nodes: list[Node]
@@ -53,7 +53,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Read:
+class IndexRead:
     """At step t, index start + stride * t of the source's dim; or, if `rows`, that piece of so many rows."""
 
     source: Node
@@ -64,10 +64,10 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Ref:
+class ColumnRef:
     """The column's node of step t - lag."""
 
-    column: Column
+    column: StepColumn
     lag: int
 
 
@@ -76,18 +76,18 @@ class SeededList:
     """The seed at the first step, the rest from the second on."""
 
     seed: Any
-    rest: Read | Ref
+    rest: IndexRead | ColumnRef
 
 
 Operand: TypeAlias = Any  # Read | Ref | SeededList | Node | a constant
 
 
-class Loop:
+class LoopMatcher:
     """The columns behind a list of values, one a step; `root`: what the list itself is."""
 
     def __init__(self, budget: int) -> None:
-        self.columns: list[Column] = []
-        self.owner: dict[Node, tuple[Column, int]] = {}
+        self.columns: list[StepColumn] = []
+        self.owner: dict[Node, tuple[StepColumn, int]] = {}
         self.budget = budget  # nodes that may be looked at
         self.root: Operand = None
         self.length = 0
@@ -96,11 +96,11 @@ class Loop:
         """Find the columns. Raises NotALoop unless every node of every step has its place in one."""
         if not values:
             raise NotALoop("no list")
-        self.root, self.length = self._operand([_behind_views(v) for v in values], 0), len(values)
+        self.root, self.length = self._operand([_skip_views(v) for v in values], 0), len(values)
         for column in self.columns:  # grows on the way
             self._read_arguments(column)
 
-    def ordered(self) -> list[Column]:
+    def sort_columns(self) -> list[StepColumn]:
         """Every column behind those that it reads at the same step."""
         last = min((c.end for c in self.columns), default=1) - 1
         if any(c.first > last for c in self.columns):
@@ -112,31 +112,31 @@ class Loop:
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
             yield from (operand.seed, operand.rest) if isinstance(operand, SeededList) else (operand,)
 
-    def _read_arguments(self, column: Column) -> None:
+    def _read_arguments(self, column: StepColumn) -> None:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
             raise NotALoop("steps that differ in the form of an op's arguments")
-        leaves = [[_behind_views(x) for x in found] for found, _ in flat]
+        leaves = [[_skip_views(x) for x in found] for found, _ in flat]
         if column.node.target in COMMUTATIVE_OPS and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
         column.operands = [self._operand(values, column.first) for values in zip(*leaves)]
 
     def _operand(self, values: Sequence[Any], first: int) -> Operand:
         head = values[0]
-        if all(_same(v, head) for v in values[1:]):
+        if all(_is_same(v, head) for v in values[1:]):
             return head
-        found = self._known(values, first) or _reading(values, first)
-        if found is None and not self._alike(values):
+        found = self._find_column(values, first) or _match_reading(values, first)
+        if found is None and not self._are_similar(values):
             rest = values[1:]
-            found = self._known(rest, first + 1) or _reading(rest, first + 1)
-            if found is None and self._alike(rest) and len(rest) > 1:
-                found = Ref(self._column(rest, first + 1), 0)
+            found = self._find_column(rest, first + 1) or _match_reading(rest, first + 1)
+            if found is None and self._are_similar(rest) and len(rest) > 1:
+                found = ColumnRef(self._column(rest, first + 1), 0)
             if found is None or (isinstance(head, Node) and not is_tensor(head)):
                 raise NotALoop("steps that differ")
             return SeededList(head, found)
-        return found or Ref(self._column(values, first), 0)
+        return found or ColumnRef(self._column(values, first), 0)
 
-    def _known(self, values: Sequence[Any], first: int) -> Ref | None:
+    def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
         """The nodes of a column, at the same step or at the one before."""
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
@@ -144,66 +144,66 @@ class Loop:
         column, step = owner
         held = column.nodes[step - column.first :][: len(values)]
         lag = first - step
-        return Ref(column, lag) if lag in (0, 1) and held == list(values) else None
+        return ColumnRef(column, lag) if lag in (0, 1) and held == list(values) else None
 
-    def _column(self, values: Sequence[Node], first: int) -> Column:
+    def _column(self, values: Sequence[Node], first: int) -> StepColumn:
         self.budget -= len(values)
         if self.budget < 0 or any(v in self.owner for v in values):
             raise NotALoop("a node has several places in its steps, or these are too many to look at")
-        column = Column(list(values), first)
+        column = StepColumn(list(values), first)
         self.columns.append(column)
         self.owner.update({v: (column, first + i) for i, v in enumerate(values)})
         return column
 
-    def _alike(self, values: Sequence[Any]) -> bool:
+    def _are_similar(self, values: Sequence[Any]) -> bool:
         """Calls of one pure op, whose results are of one kind."""
         if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
             return False
         head = values[0]
         if not is_pure(head) or any(v.target is not head.target for v in values):
             return False
-        kind = _kind(head)
-        return all(_kind(v) == kind for v in values)
+        kind = _value_kind(head)
+        return all(_value_kind(v) == kind for v in values)
 
 
-def _behind_views(x: Any) -> Any:
+def _skip_views(x: Any) -> Any:
     """The value before views that undo each other. A copy stays: it is a step of the loop as any other op."""
-    return x if is_copy(x) else origin(x)
+    return x if is_copy(x) else value_origin(x)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Node) or isinstance(b, Node):
         return a is b
     return type(a) is type(b) and bool(a == b)
 
 
-def _kind(node: Node) -> Any:
+def _value_kind(node: Node) -> Any:
     value = node.meta.get("val")
-    return (sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
+    return (as_sizes(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _reading(values: Sequence[Any], first: int) -> Read | Node | None:
+def _match_reading(values: Sequence[Any], first: int) -> IndexRead | Node | None:
     """Indices of one dim of one tensor, in order or in reverse; the node itself where all read the same index."""
-    reads = [reading(v) for v in values]
+    reads = [indexed_read(v) for v in values]
     head = reads[0]
-    if head is None or any(r is None or r[1:3] != head[1:3] or not same_call(r[0], head[0]) for r in reads):
+    if head is None or any(r is None or r[1:3] != head[1:3] or not is_same_call(r[0], head[0]) for r in reads):
         return None
     at = [r[3] for r in reads if r is not None]
     stride = at[1] - at[0] if len(at) > 1 else 1
     if any(b - a != stride for a, b in pairwise(at)) or stride not in (-1, 0, 1):
         return None
     source, dim, rows = head[:3]
-    return values[0] if stride == 0 else Read(source, dim, at[0] - stride * first, stride, rows)
+    return values[0] if stride == 0 else IndexRead(source, dim, at[0] - stride * first, stride, rows)
 
 
-def reading(node: Any) -> tuple[Node, int, int, int] | None:
+def indexed_read(node: Any) -> tuple[Node, int, int, int] | None:
     """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
-    piece = piece_of(node)
+    piece = match_piece(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None
-    if not isinstance(shape_of(piece.source)[piece.dim], int):
+    if not isinstance(node_shape(piece.source)[piece.dim], int):
         return None
-    rows = piece.length if piece.keeps else 0
+    rows = piece.length if piece.keeps_dim else 0
     if rows > 1 and (piece.step != 1 or piece.start % rows):
         return None
     return piece.source, piece.dim, rows, piece.start // max(rows, 1)

@@ -21,12 +21,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.torch_compat import pytree
-from sp_compile.passes.graph.call import Call, is_tensor, shape_of
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.graph.fakes import traced
-from sp_compile.passes.graph.sizes import Size, all_same, quotient, same, sizes
+from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.graph.fakes import trace_function
+from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_shape, is_same_size
 from sp_compile.passes.sharding.matchers import is_copy
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.rule import lookup_rule
 
 from .steps import NotALoop
 
@@ -36,7 +36,7 @@ DIM_ARGUMENTS = {"dim", "dim0", "dim1", "dim2"}
 
 
 @dataclass(frozen=True)
-class Steps:
+class BatchedValue:
     """A value of every step as one node; its dim `time` counts the steps."""
 
     node: Node
@@ -48,131 +48,138 @@ class Steps:
         return int(self.node.meta["val"].ndim) - 1
 
     @property
-    def behind(self) -> int:
+    def trailing_dims(self) -> int:
         """How many dims come after that of the steps."""
         return self.ndim - self.time
 
     @property
     def shape(self) -> tuple[Size, ...]:
         """Of the value of one step."""
-        shape = shape_of(self.node)
+        shape = node_shape(self.node)
         return (*shape[: self.time], *shape[self.time + 1 :])
 
 
 Value: TypeAlias = Any  # Steps | a list of them | Node | a constant: the last two are the same at every step
 
 
-class BatchedOps(Editor):
+class BatchedOps(GraphEditor):
     """Appends ops on Steps at the graph's insertion point."""
 
-    def moved(self, x: Steps, time: int) -> Steps:
+    def move_steps(self, x: BatchedValue, time: int) -> BatchedValue:
         """The same with its steps counted by another dim."""
         if x.time == time:
             return x
         order = [d for d in range(x.ndim + 1) if d != x.time]
         order.insert(time, x.time)
-        return Steps(self._permuted(x.node, order), time)
+        return BatchedValue(self._permute(x.node, order), time)
 
-    def _permuted(self, node: Node, order: list[int]) -> Node:
+    def _permute(self, node: Node, order: list[int]) -> Node:
         if node.target is aten.permute.default:
             node, order = node.args[0], [node.args[1][d] for d in order]
         if order == sorted(order):
             return node
         return self.compute(aten.permute.default, (node, order), node)
 
-    def narrowed(self, x: Steps, start: int, length: int) -> Steps:
+    def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
         """Some of the steps."""
         whole = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > whole:
             raise NotALoop("steps out of range")
         if length == whole:
             return x
-        return Steps(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
+        return BatchedValue(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
 
-    def flipped(self, x: Steps) -> Steps:
+    def flip(self, x: BatchedValue) -> BatchedValue:
         """The steps in the other order."""
-        return Steps(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
+        return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
-    def in_pieces(self, x: Steps, rows: int) -> Steps:
+    def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
         """Rows as steps of `rows` rows: (N * rows) -> (N, rows)."""
         if rows == 1:
-            return Steps(self.unsqueezed(x.node, x.time + 1), x.time)
-        shape = list(shape_of(x.node))
-        shape[x.time : x.time + 1] = [quotient(shape[x.time], rows), rows]
-        return Steps(self.reshaped(x.node, shape, x.node), x.time)
+            return BatchedValue(self.unsqueeze(x.node, x.time + 1), x.time)
+        shape = list(node_shape(x.node))
+        shape[x.time : x.time + 1] = [exact_quotient(shape[x.time], rows), rows]
+        return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
-    def joined(self, seed: Value, rest: Steps, last: bool) -> Steps:
+    def append_step(self, seed: Value, rest: BatchedValue, last: bool) -> BatchedValue:
         """One step more, in front of the rest or behind it."""
-        one = self.unsqueezed(self.shaped(seed, rest.shape, rest.node), rest.time)
+        one = self.unsqueeze(self.expand_to(seed, rest.shape, rest.node), rest.time)
         parts = [rest.node, one] if last else [one, rest.node]
-        return Steps(self.compute(aten.cat.default, (parts, rest.time), rest.node), rest.time)
+        return BatchedValue(self.compute(aten.cat.default, (parts, rest.time), rest.node), rest.time)
 
-    def shaped(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
+    def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
         """A node or a number as a tensor of this shape and of the dtype of `like`; never rounds."""
         value, wanted = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
             return self.compute(aten.full.default, (wanted, x), like, options)
         found = x.meta["val"]
-        held = sizes(found.shape)
+        held = as_sizes(found.shape)
         rounds = found.ndim and torch.promote_types(found.dtype, value.dtype) != value.dtype
-        grows = all(a == 1 or same(a, b) for a, b in zip(held[::-1], shape[::-1]))
+        grows = all(a == 1 or is_same_size(a, b) for a, b in zip(held[::-1], shape[::-1]))
         if rounds or not grows or len(held) > len(shape):
             raise NotALoop("another kind of value")
         x = self.cast(x, value.dtype, x)
-        if all_same(held, shape):
+        if is_same_shape(held, shape):
             return x
         return self.compute(aten.expand.default, (x, wanted), x)
 
-    def unsqueezed(self, node: Node, dim: int, count: int = 1) -> Node:
+    def unsqueeze(self, node: Node, dim: int, count: int = 1) -> Node:
         """`count` dims of size 1 more."""
         for _ in range(count):
             node = self.compute(aten.unsqueeze.default, (node, dim), node)
         return node
 
-    def aligned(self, x: Value, behind: int) -> Value:
+    def align(self, x: Value, behind: int) -> Value:
         """The operand with `behind` dims after that of the steps (or none in its place), for ops that broadcast."""
-        if isinstance(x, Steps):
+        if isinstance(x, BatchedValue):
             if x.ndim >= behind:
-                return self.moved(x, x.ndim - behind).node
-            return self.unsqueezed(self.moved(x, 0).node, 1, behind - x.ndim)
+                return self.move_steps(x, x.ndim - behind).node
+            return self.unsqueeze(self.move_steps(x, 0).node, 1, behind - x.ndim)
         if is_tensor(x) and x.meta["val"].ndim > behind:
-            return self.unsqueezed(x, x.meta["val"].ndim - behind)
+            return self.unsqueeze(x, x.meta["val"].ndim - behind)
         return x
 
-    def batched(self, node: Node, leaves: Sequence[Value]) -> Value:
+    def batch(self, node: Node, leaves: Sequence[Value]) -> Value:
         """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
         if node.target is operator.getitem:
             return leaves[0][leaves[1]]
-        for way in (_pointwise, _same, _matmul, _rows, _along, _einsum):
+        for way in (
+            _batch_pointwise,
+            _batch_identity_view,
+            _batch_matmul,
+            _batch_trailing,
+            _batch_dim_op,
+            _batch_einsum,
+        ):
             found = way(self, node, leaves)
-            if found is not None and _fits(found, node):
+            if found is not None and _has_spec(found, node):
                 return found
-        found = self._vmapped(node, leaves)
-        if not _fits(found, node):
+        found = self._vmap(node, leaves)
+        if not _has_spec(found, node):
             raise NotALoop(f"{node.target} does something else to all steps")
         return found
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
         """A pointwise op of the operands: Steps, or a node where no operand is one."""
-        if not any(isinstance(x, Steps) for x in operands):
+        if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
         return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
 
-    def broadcast(self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, rows: int = 0) -> Steps:
+    def broadcast(self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, rows: int = 0) -> BatchedValue:
         """An op whose operands broadcast, but for the last `rows` dims."""
-        steps = [x for x in leaves if isinstance(x, Steps)]
-        ndim = max(ndim_of(x) for x in leaves)
-        behind = max((x for x in steps if x.behind >= rows), key=lambda x: x.ndim, default=None)
-        place = ndim if behind is None else behind.behind
-        args, kwargs = pytree.tree_unflatten([self.aligned(x, place) for x in leaves], spec)
-        return Steps(self.compute(target, args, like, kwargs), ndim - place)
+        steps = [x for x in leaves if isinstance(x, BatchedValue)]
+        ndim = max(step_ndim(x) for x in leaves)
+        behind = max((x for x in steps if x.trailing_dims >= rows), key=lambda x: x.ndim, default=None)
+        place = ndim if behind is None else behind.trailing_dims
+        args, kwargs = pytree.tree_unflatten([self.align(x, place) for x in leaves], spec)
+        return BatchedValue(self.compute(target, args, like, kwargs), ndim - place)
 
-    def _vmapped(self, node: Node, leaves: Sequence[Value]) -> Value:
-        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Steps) or is_tensor(x)]
-        operands = [self.moved(x, 0).node if isinstance(x, Steps) else x for x in leaves]
+    def _vmap(self, node: Node, leaves: Sequence[Value]) -> Value:
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, BatchedValue) or is_tensor(x)]
+        operands = [self.move_steps(x, 0).node if isinstance(x, BatchedValue) else x for x in leaves]
         plain = torch.fx.map_arg(operands, lambda n: n.meta["val"])
-        spec = _spec(node)
+        spec = _value_spec(node)
 
         def step(*given: torch.Tensor) -> Any:
             filled = list(plain)
@@ -182,48 +189,48 @@ class BatchedOps(Editor):
             return node.target(*args, **kwargs)
 
         values = [plain[i].detach() for i in tensors]
-        dims = tuple(0 if isinstance(leaves[i], Steps) else None for i in tensors)
+        dims = tuple(0 if isinstance(leaves[i], BatchedValue) else None for i in tensors)
         if not values:
             raise NotALoop("lists of values")
         try:
-            body = traced(torch.func.vmap(step, in_dims=dims), values)
+            body = trace_function(torch.func.vmap(step, in_dims=dims), values)
         except (RuntimeError, ValueError) as error:
             raise NotALoop(f"{node.target} cannot be batched") from error
-        return self._inlined(body, [operands[i] for i in tensors], node)
+        return self._inline(body, [operands[i] for i in tensors], node)
 
-    def _inlined(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
+    def _inline(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
         if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
             raise NotALoop(f"{like.target} holds constants")
         out = self.inline(body, operands, like)
         if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
             raise NotALoop(f"{like.target} makes no tensors")
-        return [Steps(x, 0) for x in out] if isinstance(out, list | tuple) else Steps(out, 0)
+        return [BatchedValue(x, 0) for x in out] if isinstance(out, list | tuple) else BatchedValue(out, 0)
 
 
-def ndim_of(x: Value) -> int:
+def step_ndim(x: Value) -> int:
     """How many dims the value of one step has; a number has none."""
-    if isinstance(x, Steps):
+    if isinstance(x, BatchedValue):
         return x.ndim
     return int(x.meta["val"].ndim) if is_tensor(x) else 0
 
 
-def _spec(node: Node) -> Any:
+def _value_spec(node: Node) -> Any:
     return pytree.tree_flatten((node.args, node.kwargs))[1]
 
 
-def _fits(found: Value, node: Node) -> bool:
+def _has_spec(found: Value, node: Node) -> bool:
     """Is the value of a step what the node is?"""
     found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
     if not all(isinstance(y, torch.Tensor) for y in wanted):
         return False
     pairs = list(zip(found, wanted))
-    fits = all(x.node.meta["val"].dtype == y.dtype and all_same(x.shape, sizes(y.shape)) for x, y in pairs)
+    fits = all(x.node.meta["val"].dtype == y.dtype and is_same_shape(x.shape, as_sizes(y.shape)) for x, y in pairs)
     return fits and len(found) == len(wanted)
 
 
-def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Ops that act on each element alone, by their rule."""
-    call, rule = lookup(node) or (None, None)
+    call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     if any(isinstance(given, list | tuple) and not any(map(is_tensor, given)) for given in call.args.values()):
@@ -232,71 +239,81 @@ def _pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | 
     for dims in rule.operands:
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
             return None
-    return ops.broadcast(node.target, _spec(node), leaves, node)
+    return ops.broadcast(node.target, _value_spec(node), leaves, node)
 
 
-def _same(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+def _batch_identity_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """A view to the shape that it has."""
-    return leaves[0] if is_copy(node) and isinstance(leaves[0], Steps) else None
+    return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
-def _matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     if node.target not in MATMULS:
         return None
     left, right = leaves
-    if isinstance(left, Steps) and left.behind and ndim_of(right) == 2 and not isinstance(right, Steps):
-        return Steps(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
-    if min(ndim_of(x) for x in leaves) < 2:
+    if (
+        isinstance(left, BatchedValue)
+        and left.trailing_dims
+        and step_ndim(right) == 2
+        and not isinstance(right, BatchedValue)
+    ):
+        return BatchedValue(ops.compute(aten.matmul.default, (left.node, right), node), left.time)
+    if min(step_ndim(x) for x in leaves) < 2:
         return None
-    return ops.broadcast(aten.matmul.default, _spec(node), leaves, node, rows=2)
+    return ops.broadcast(aten.matmul.default, _value_spec(node), leaves, node, rows=2)
 
 
-def _rows(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """Ops on the last dims of the first operand that take any number of dims before."""
     rows = {aten.linear.default: 1}.get(node.target, 0)
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
         rows = len(node.args[1])
     x = leaves[0]
-    if not rows or not isinstance(x, Steps) or x.behind < rows or any(isinstance(y, Steps) for y in leaves[1:]):
+    if (
+        not rows
+        or not isinstance(x, BatchedValue)
+        or x.trailing_dims < rows
+        or any(isinstance(y, BatchedValue) for y in leaves[1:])
+    ):
         return None
-    args, kwargs = pytree.tree_unflatten([x.node, *leaves[1:]], _spec(node))
-    return Steps(ops.compute(node.target, args, node, kwargs), x.time)
+    args, kwargs = pytree.tree_unflatten([x.node, *leaves[1:]], _value_spec(node))
+    return BatchedValue(ops.compute(node.target, args, node, kwargs), x.time)
 
 
-def _along(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
+def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
     """Ops of one tensor along dims: where the steps are in the result, the rule says."""
     x = leaves[0]
-    if not isinstance(x, Steps) or any(isinstance(y, Steps) or is_tensor(y) for y in leaves[1:]):
+    if not isinstance(x, BatchedValue) or any(isinstance(y, BatchedValue) or is_tensor(y) for y in leaves[1:]):
         return None
-    call = Call(node)
+    call = OpCall(node)
     named = {name: value for name, value in call.args.items() if "dim" in name and name != "keepdim"}
     if not named or not DIM_ARGUMENTS.issuperset(named):
         return None
     ndim = x.ndim + (node.target is aten.unsqueeze.default)
-    moved = pytree.tree_map(lambda d: _shifted(d, x.time, ndim), named)
+    moved = pytree.tree_map(lambda d: _shift_dim(d, x.time, ndim), named)
     if any(d is None for d in pytree.tree_leaves(moved)):
         return None
-    args, kwargs = call.rebuild([x.node], **moved)
+    args, kwargs = call.with_operands([x.node], **moved)
     out = ops.compute(node.target, args, node, kwargs)
-    places = _places(out, x.time)
+    places = _untouched_dims(out, x.time)
     if places is None:
         return None
     if isinstance(out.meta["val"], torch.Tensor):
-        return Steps(out, places[0])
+        return BatchedValue(out, places[0])
     each = [ops.emit(operator.getitem, (out, i), v, node) for i, v in enumerate(out.meta["val"])]
-    return [Steps(one, time) for one, time in zip(each, places)]
+    return [BatchedValue(one, time) for one, time in zip(each, places)]
 
 
-def _shifted(dim: Any, time: int, ndim: int) -> int | None:
+def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
     if not isinstance(dim, int):
         return None
     dim %= max(ndim, 1)
     return dim if dim < time else dim + 1
 
 
-def _places(node: Node, time: int) -> list[int] | None:
+def _untouched_dims(node: Node, time: int) -> list[int] | None:
     """Which dim of each result is dim `time` of the operand, untouched."""
-    _, rule = lookup(node) or (None, None)
+    _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
     factor = rule.operands[0][time]
@@ -305,7 +322,7 @@ def _places(node: Node, time: int) -> list[int] | None:
     return [dims.index(factor) for dims in rule.results]
 
 
-def _einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | None:
+def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
     """One more letter, for the steps."""
     if node.target is not aten.einsum.default:
         return None
@@ -315,9 +332,9 @@ def _einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Steps | Non
     letter = next((x for x in string.ascii_letters if x not in text), "")
     if not arrow or "." in text or not letter or len(terms) != len(operands):
         return None
-    times = [x.time if isinstance(x, Steps) else None for x in operands]
+    times = [x.time if isinstance(x, BatchedValue) else None for x in operands]
     at = min(next(t for t in times if t is not None), len(after))
     terms = [term if t is None else term[:t] + letter + term[t:] for term, t in zip(terms, times)]
     text = f"{','.join(terms)}->{after[:at]}{letter}{after[at:]}"
-    nodes = [x.node if isinstance(x, Steps) else x for x in operands]
-    return Steps(ops.compute(node.target, (text, nodes), node), at)
+    nodes = [x.node if isinstance(x, BatchedValue) else x for x in operands]
+    return BatchedValue(ops.compute(node.target, (text, nodes), node), at)

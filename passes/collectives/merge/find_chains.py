@@ -20,39 +20,39 @@ from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import statically_known_true
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.mutation import is_mutation
-from sp_compile.passes.sharding.group_names import group_of
-from sp_compile.passes.sharding.matchers import is_cast, is_copy, keeps_order, order_of
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.group_names import exchange_group
+from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, keeps_order, permutation_of
+from sp_compile.passes.sharding.rule import lookup_rule
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkMove:
     """`count` equal chunks of one dim, put side by side along another: source is before, result behind."""
 
     split: Node
     pieces: tuple[Node, ...]
-    cat: Node
+    joined: Node
     away: int  # the dim that the chunks were taken from
     onto: int  # the dim along which they lie now
 
     @property
     def source(self) -> Node:
         """What is split."""
-        return Call(self.split)["self"]
+        return OpCall(self.split)["self"]
 
 
-def chunks_of(cat: Node) -> Chunks | None:
+def match_chunks(cat: Node) -> ChunkMove | None:
     """The move that ends with this node, if it is one, and if nothing else reads the chunks."""
     if cat.target is not aten.cat.default:
         return None
-    call = Call(cat)
+    call = OpCall(cat)
     pieces = tuple(call["tensors"])
     split = pieces[0].args[0] if pieces[0].target is operator.getitem else None
-    found = lookup(split) if isinstance(split, Node) else None
+    found = lookup_rule(split) if isinstance(split, Node) else None
     rule = found[1] if found is not None else None
     if split is None or rule is None or rule.window is None or not len(rule.spans) == len(split.users) == len(pieces):
         return None
@@ -61,15 +61,15 @@ def chunks_of(cat: Node) -> Chunks | None:
         return None
     first, *others = (p.meta["val"].shape[rule.window] for p in pieces)
     equal = all(statically_known_true(rows == first) for rows in others)
-    return Chunks(split, pieces, cat, rule.window, call.dim()) if equal else None
+    return ChunkMove(split, pieces, cat, rule.window, call.dim()) if equal else None
 
 
-def chunks_behind(node: Node) -> Chunks | None:
+def match_chunks_after(node: Node) -> ChunkMove | None:
     """The move that is all that reads the node."""
     for split in node.users:
         for piece in split.users:
             for cat in piece.users:
-                found = chunks_of(cat) if len(node.users) == 1 else None
+                found = match_chunks(cat) if len(node.users) == 1 else None
                 return found if found is not None and found.source is node else None
     return None
 
@@ -86,9 +86,9 @@ COLLECTIVES = {
 
 # Reductions that may be exchanged with each other.
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
-OTHERS = ("band", "bor", "bxor", "premul_sum")
+OTHER_NODES = ("band", "bor", "bxor", "premul_sum")
 
-LONGEST = 6
+MAX_CHAIN = 6
 """No mesh has more axes; there are 203 ways to put so many links into blocks."""
 
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
@@ -103,19 +103,19 @@ _WIDER = {
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One collective. op: the reduction, "" of an all_gather. chunks: what makes it one along another dim than 0."""
 
     node: Node
     kind: str
     op: str
     group: str
-    chunks: Chunks | None = None
+    chunks: ChunkMove | None = None
 
     @property
     def operand(self) -> Node:
         """What the collective itself takes."""
-        return Call(self.node)["input"]
+        return OpCall(self.node)["input"]
 
     @property
     def source(self) -> Node:
@@ -133,27 +133,27 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Chain:
+class CollectiveChain:
     """links: the collectives, the first one first. steps[i]: what lies between links[i] and the next, in order."""
 
-    links: list[Link]
+    links: list[ChainLink]
     steps: list[list[Node]]
 
 
-def chains(graph: Graph) -> tuple[list[Chain], list[tuple[Node, str]]]:
+def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, str]]]:
     """The longest chains of two and more, and where one would go on if it were not for something: that is told.
 
     Raises SpError: a reduction that torch does not know.
     """
-    found: list[Chain] = []
+    found: list[CollectiveChain] = []
     broken: list[tuple[Node, str]] = []
     taken: set[Node] = set()
     for node in reversed(graph.nodes):
-        link = link_of(node)
+        link = match_link(node)
         if link is None or node in taken:
             continue
-        chain = Chain([link], [])
-        while isinstance(above := _above(chain.links[0]), tuple) and len(chain.links) < LONGEST:
+        chain = CollectiveChain([link], [])
+        while isinstance(above := _previous_link(chain.links[0]), tuple) and len(chain.links) < MAX_CHAIN:
             upper, steps = above
             chain.links.insert(0, upper)
             chain.steps.insert(0, steps)
@@ -168,48 +168,48 @@ def chains(graph: Graph) -> tuple[list[Chain], list[tuple[Node, str]]]:
 def check_reductions(graph: Graph) -> None:
     """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
     for node in graph.nodes:
-        link_of(node)
+        match_link(node)
 
 
-def link_of(node: Node) -> Link | None:
+def match_link(node: Node) -> ChainLink | None:
     """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
     kind = COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if kind is None:
         return None
-    call = Call(node)
+    call = OpCall(node)
     op = str(call.get("reduce_op", "")).lower()
-    if op and op not in FAMILIES and op not in OTHERS:
-        known = ", ".join((*FAMILIES, *OTHERS))
+    if op and op not in FAMILIES and op not in OTHER_NODES:
+        known = ", ".join((*FAMILIES, *OTHER_NODES))
         raise SpError("SP561", f"reduce_op: expected one of {known}, got {op!r} in {describe_node(node)}.")
-    group = group_of(node)
-    return None if group is None else Link(node, kind, op, group, _chunks(call, kind))
+    group = exchange_group(node)
+    return None if group is None else ChainLink(node, kind, op, group, _link_chunks(call, kind))
 
 
-def _chunks(call: Call, kind: str) -> Chunks | None:
+def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
     """The move before a reduce_scatter, or behind an all_gather, of one chunk for each rank of its group."""
     if kind == "all_reduce":
         return None
     if kind == "reduce_scatter":
-        found = chunks_of(call["input"])
+        found = match_chunks(call["input"])
     else:
         (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
-        found = chunks_behind(wait if wait.target is c10d.wait_tensor.default else call.node)
+        found = match_chunks_after(wait if wait.target is c10d.wait_tensor.default else call.node)
     if found is None or found.split.target is not aten.split.Tensor:  # by whose size more can be cut
         return None
     beside = found.onto if kind == "reduce_scatter" else found.away
     return found if beside == 0 and len(found.pieces) == call["group_size"] else None
 
 
-def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
+def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
     """The collective of the same kind above a link and what lies between; why the two are not one; None if none is."""
     node, steps, shared = link.source, [], ""
-    moved: Chunks | None = None
-    while (upper := link_of(node)) is None:
+    moved: ChunkMove | None = None
+    while (upper := match_link(node)) is None:
         shared = shared or (node.name if len(node.users) > 1 else "")
-        if link.kind == "all_gather" and moved is None and (moved := chunks_of(node)) is not None:
+        if link.kind == "all_gather" and moved is None and (moved := match_chunks(node)) is not None:
             node = moved.source
             continue
-        below = _through(node, link)
+        below = _commuting_operand(node, link)
         if below is None:
             return None
         steps.append(node)
@@ -220,7 +220,7 @@ def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
     if link.kind == "all_gather" and upper.chunks != moved:
         return None
     for op in (upper.op, link.op):
-        if op in OTHERS:
+        if op in OTHER_NODES:
             return f"reductions by {op!r} are not merged"
     if FAMILIES.get(upper.op) != FAMILIES.get(link.op):
         return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
@@ -231,28 +231,28 @@ def _above(link: Link) -> tuple[Link, list[Node]] | str | None:
     return upper, steps[::-1]
 
 
-def _through(node: Node, link: Link) -> Node | None:
+def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
     """The operand that commutes through `node` with the collective; None if none does."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is aten.copy.default:
-        return node.args[1] if _keeps(node.args[1], node, link) else None
+        return node.args[1] if _preserves_values(node.args[1], node, link) else None
     x = node.args[0]
     if is_copy(node) or node.target in (c10d.wait_tensor.default, aten.detach.default):
         commutes = True
-    elif is_cast(node):
-        commutes = _keeps(x, node, link)
+    elif is_cast_op(node):
+        commutes = _preserves_values(x, node, link)
     elif node.target in MULTIPLICATIONS or node.target in QUOTIENTS:
-        commutes = _scales(node, link)
+        commutes = _is_scaled(node, link)
     elif node.target is aten.neg.default:
         commutes = FAMILIES.get(link.op, "linear") == "linear"
     else:
-        moves = keeps_order(node) or order_of(node) is not None or node.target is aten.expand.default
+        moves = keeps_order(node) or permutation_of(node) is not None or node.target is aten.expand.default
         commutes = moves and link.kind == "all_reduce"
     return x if commutes else None
 
 
-def _keeps(x: Node, node: Node, link: Link) -> bool:
+def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
     """Does the node hold the values of x exactly, at most in a wider dtype of the same order?"""
     before, after = x.meta["val"], node.meta["val"]
     if before.device != after.device or before.shape != after.shape:
@@ -269,7 +269,7 @@ def _is_int(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
-def _scales(node: Node, link: Link) -> bool:
+def _is_scaled(node: Node, link: ChainLink) -> bool:
     """Is the operand multiplied by a number that the reduction lets through?"""
     x, number = node.args[0], node.args[1]
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):

@@ -32,20 +32,20 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.options import CHOICES
-from sp_compile.passes.base import CollectivePass, Pass, register
+from sp_compile.passes.base import CollectivePass, Pass, register_pass
 from sp_compile.passes.collectives.collective_context import CollectiveJob
-from sp_compile.passes.context import Job
-from sp_compile.passes.cost.known_groups import Groups, declared
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.fakes import infer
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.cost.known_groups import KnownGroups, declared_groups
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.fakes import infer_value
 
-from .choose_merge import Chooser, LinkSet, compared, known_value, unmerged
-from .find_chains import COLLECTIVES, Chain, Chunks, chains
+from .choose_merge import LinkSet, MergeChooser, format_predictions, static_value, unmerged_option
+from .find_chains import COLLECTIVES, ChunkMove, CollectiveChain, find_chains
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-@register
+@register_pass
 class MergeReductions(CollectivePass):
     """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
 
@@ -67,11 +67,11 @@ class MergeReductions(CollectivePass):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
-        known, policy = declared(), job.merge_reductions
+        known, policy = declared_groups(), job.merge_reductions
         return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
 
     def __init__(
-        self, groups: Groups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
+        self, groups: KnownGroups, policy: str = "auto", cost: Mapping[str, Any] | None = None, strict: bool = True
     ) -> None:
         super().__init__(cost=cost)
         allowed = CHOICES["merge_reductions"]
@@ -79,30 +79,30 @@ class MergeReductions(CollectivePass):
             raise SpError("SP905", f"policy: expected one of {', '.join(map(repr, allowed))}, got {policy!r}.")
         self.groups, self.policy, self.strict = groups, policy, strict
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        self.chooser = Chooser(self.groups, self.policy, job.machine_of)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        self.chooser = MergeChooser(self.groups, self.policy, job.machine_of)
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
             if node.target in COLLECTIVES:
-                known_value(node)
-        found, broken = chains(gm.graph)
-        refusals = [self._refuses(chain) for chain in found]
+                static_value(node)
+        found, broken = find_chains(gm.graph)
+        refusals = [self._chain_refusal(chain) for chain in found]
         for node, why in broken:
-            self.refused(node, why)
+            self.note_refusal(node, why)
         changes = 0
         for chain, refusal in zip(found, refusals):
             if refusal is None:
-                changes += self._treat(chain)
+                changes += self._merge_chain(chain)
             else:
-                self.refused(chain.links[-1].node, refusal)
+                self.note_refusal(chain.links[-1].node, refusal)
         return changes
 
-    def _treat(self, chain: Chain) -> bool:
+    def _merge_chain(self, chain: CollectiveChain) -> bool:
         """Do a chain in the best way that the policy allows."""
-        ways = self.chooser.ways(chain)
+        ways = self.chooser.options(chain)
         best = self.chooser.best(ways)
-        if best is unmerged(ways):
-            self.refused(chain.links[-1].node, self.chooser.why_unmerged(chain, ways))
+        if best is unmerged_option(ways):
+            self.note_refusal(chain.links[-1].node, self.chooser.unmerged_reason(chain, ways))
             return False
         for block, name in best.blocks.items():
             if len(block) > 1:
@@ -110,11 +110,11 @@ class MergeReductions(CollectivePass):
                 self._merge(chain, block, name)
                 groups = ", ".join(repr(link.group) for link in links)
                 size = self.groups.size(name)
-                why = f"over {groups}: one over {size} ranks ({name!r}), {compared(best, unmerged(ways))}"
+                why = f"over {groups}: one over {size} ranks ({name!r}), {format_predictions(best, unmerged_option(ways))}"
                 self.note(links[-1].node, why)
         return True
 
-    def _refuses(self, chain: Chain) -> str | None:
+    def _chain_refusal(self, chain: CollectiveChain) -> str | None:
         """Why nothing of a chain can be merged, whatever the ranks; None if something might."""
         if self.policy == "never":
             return "the policy is 'never'"
@@ -126,7 +126,7 @@ class MergeReductions(CollectivePass):
             if self.strict:
                 raise error
             return str(error)
-        value = known_value(chain.links[-1].node)
+        value = static_value(chain.links[-1].node)
         rounds = not (value.dtype.is_floating_point or value.dtype.is_complex)
         if rounds and any(link.op == "avg" for link in chain.links):
             return f"an average of {value.dtype} is rounded in every step"
@@ -134,71 +134,71 @@ class MergeReductions(CollectivePass):
 
     # The rewrite.
 
-    def _merge(self, chain: Chain, block: LinkSet, name: str) -> None:
+    def _merge(self, chain: CollectiveChain, block: LinkSet, name: str) -> None:
         """Take the first links of a block out, and let the last one do their work."""
         last, links = chain.links[block[-1]], [chain.links[i] for i in block]
         averages = [link for link in links if link.op == "avg"]
         for i in block[:-1]:
-            self._take_out(chain, i)
-        for node in self._between(chain, block):
-            self._refresh(node)
+            self._erase_link(chain, i)
+        for node in self._nodes_between(chain, block):
+            self._reinfer(node)
         ranks = self.groups.size(name)
         if last.chunks is not None and last.kind == "reduce_scatter":
-            self._recut(last.chunks, ranks)
+            self._resize_chunks(last.chunks, ranks)
         x, op = last.operand, last.op
         if averages and len(averages) < len(links):
             op, divisor = "sum", math.prod(self.groups.size(link.group) for link in averages)
             with self.graph.inserting_before(last.node):
                 x = self.compute(aten.div.Tensor, (x, divisor), last.node)
         changed = {"reduce_op": op, "group_size": ranks, "group_name": name}
-        last.node.args, last.node.kwargs = Call(last.node).rebuild([x], **changed)
-        self._refresh(last.node)
+        last.node.args, last.node.kwargs = OpCall(last.node).with_operands([x], **changed)
+        self._reinfer(last.node)
         if last.chunks is not None and last.kind == "all_gather":
             if last.chunks.source is not last.node:
-                self._refresh(last.chunks.source)
-            self._recut(last.chunks, ranks)
+                self._reinfer(last.chunks.source)
+            self._resize_chunks(last.chunks, ranks)
 
-    def _take_out(self, chain: Chain, number: int) -> None:
+    def _erase_link(self, chain: CollectiveChain, number: int) -> None:
         """Erase a link, with what waits for it and what moves its chunks."""
         steps, link = chain.steps[number], chain.links[number]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
         chain.steps[number] = [node for node in steps if node not in waits]
         if link.chunks is not None:
             chunks = link.chunks
-            chunks.cat.replace_all_uses_with(chunks.source)
-            for node in (chunks.cat, *chunks.pieces, chunks.split):
+            chunks.joined.replace_all_uses_with(chunks.source)
+            for node in (chunks.joined, *chunks.pieces, chunks.split):
                 self.graph.erase_node(node)
         for node in (*reversed(waits), link.node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             self.graph.erase_node(node)
         self.gone.add(link.node)
 
-    def _recut(self, chunks: Chunks, count: int) -> None:
+    def _resize_chunks(self, chunks: ChunkMove, count: int) -> None:
         """Move so many chunks of the same size."""
-        self._refresh(chunks.split)
+        self._reinfer(chunks.split)
         split, values, pieces = chunks.split, chunks.split.meta["val"], list(chunks.pieces)
         for piece, value in zip(pieces, values):
             piece.meta["val"] = value
-        with self.graph.inserting_before(chunks.cat):
+        with self.graph.inserting_before(chunks.joined):
             more = range(len(pieces), count)
-            pieces += [self.emit(operator.getitem, (split, i), values[i], chunks.cat) for i in more]
-        chunks.cat.args = (pieces, *chunks.cat.args[1:])
-        self._refresh(chunks.cat)
+            pieces += [self.emit(operator.getitem, (split, i), values[i], chunks.joined) for i in more]
+        chunks.joined.args = (pieces, *chunks.joined.args[1:])
+        self._reinfer(chunks.joined)
 
-    def _between(self, chain: Chain, block: LinkSet) -> Iterator[Node]:
+    def _nodes_between(self, chain: CollectiveChain, block: LinkSet) -> Iterator[Node]:
         """What is left between the first and the last link of a block."""
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]
             if i + 1 < block[-1] and chain.links[i + 1].node not in self.gone:
                 yield chain.links[i + 1].node
 
-    def _refresh(self, node: Node) -> None:
+    def _reinfer(self, node: Node) -> None:
         """Infer a value anew. A view may be none of the operand as it was before a collective made it contiguous."""
         try:
-            node.meta["val"] = infer(node.target, node.args, node.kwargs)
+            node.meta["val"] = infer_value(node.target, node.args, node.kwargs)
         except (RuntimeError, ValueError):
             with self.graph.inserting_before(node):
                 layout = {"memory_format": torch.contiguous_format}
                 x = self.compute(aten.clone.default, (node.args[0],), node, layout)
             node.replace_input_with(node.args[0], x)
-            node.meta["val"] = infer(node.target, node.args, node.kwargs)
+            node.meta["val"] = infer_value(node.target, node.args, node.kwargs)

@@ -14,11 +14,18 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of
-from sp_compile.passes.graph.call import WAIT, Call, overloads
-from sp_compile.passes.graph.sizes import Size, product, quotient, same, sizes
-from sp_compile.passes.sharding.factors import parts
-from sp_compile.passes.sharding.matchers import Piece, join_of, nth_piece, order_of, piece_of, rearranges
-from sp_compile.passes.sharding.reshape import reshaping
+from sp_compile.passes.graph.call import WAIT_OPS, OpCall, parse_overloads
+from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_size, size_product
+from sp_compile.passes.sharding.factors import dim_factors
+from sp_compile.passes.sharding.matchers import (
+    SlicePiece,
+    is_rearrangement,
+    match_join,
+    match_piece,
+    nth_result,
+    permutation_of,
+)
+from sp_compile.passes.sharding.reshape import reshape_rule
 
 FactorIds = tuple[int, ...]
 """Factors of a dim, by number, outermost first."""
@@ -54,7 +61,7 @@ class IndexMap:
         for factor in factors:
             if factor in self._parts:
                 out += self.resolve(self._parts[factor])
-            elif not same(self._sizes[factor], 1):
+            elif not is_same_size(self._sizes[factor], 1):
                 out.append(factor)
         return out
 
@@ -64,7 +71,7 @@ class IndexMap:
 
     def size(self, factors: Sequence[int]) -> Size:
         """Their product."""
-        return product(self._sizes[factor] for factor in factors)
+        return size_product(self._sizes[factor] for factor in factors)
 
     def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
         """Are these the same factors in the same order?"""
@@ -77,7 +84,7 @@ class IndexMap:
 
     def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
         """The leading factor of this size, and the rest; a factor is split where it holds more."""
-        rest = quotient(self.size(dim), length)
+        rest = exact_quotient(self.size(dim), length)
         found = self.reshape(Arrangement((dim,)), (length, rest)) if rest is not None else None
         return None if found is None else (found.dims[0], found.dims[1])
 
@@ -86,16 +93,16 @@ class IndexMap:
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
         """The same row-major order in other dims; a factor that lies in several of them is split."""
         order = self.order(x)
-        rule = reshaping(tuple(self._sizes[factor] for factor in order), tuple(shape))
+        rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
         if rule.kinds:
             return None
         known: dict[str, int] = {}
         for factor, dim in zip(order, rule.operands[0]):
-            names = parts(dim)
+            names = dim_factors(dim)
             if len(names) > 1:
                 self._parts[factor] = tuple(self.factor(rule.extents[name]) for name in names)
             known |= zip(names, self._parts.get(factor, (factor,)))
-        return Arrangement(tuple(tuple(known[name] for name in parts(dim)) for dim in rule.results[0]), x.fixed)
+        return Arrangement(tuple(tuple(known[name] for name in dim_factors(dim)) for dim in rule.results[0]), x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
         """One of `count` equal pieces along a dim; unless keep, it is one position, and the dim goes."""
@@ -111,7 +118,7 @@ class IndexMap:
         if not first.fixed:
             return None
         (factors, _), others = first.fixed[-1], first.fixed[:-1]
-        if not same(self.size(self.resolve(factors)), len(parts)):
+        if not is_same_size(self.size(self.resolve(factors)), len(parts)):
             return None
         for i, part in enumerate(parts):
             if len(part.dims) != len(first.dims) or len(part.fixed) != len(first.fixed):
@@ -131,32 +138,32 @@ class IndexMap:
         return all(i == j and self.same_factors(x, y) for (x, i), (y, j) in zip(a, b))
 
 
-PASSED_ON = (operator.getitem, WAIT)
-MAY_COPY = overloads("contiguous reshape reshape_as flatten.using_ints ravel")
+PASSTHROUGH_MOVES = (operator.getitem, WAIT_OPS)
+MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints ravel")
 
 
 def is_view(node: Node) -> bool:
     """Does the value lie in the memory of its first operand, whatever the strides?"""
-    if node.target in PASSED_ON or not isinstance(node.target, OpOverload):
-        return node.target in PASSED_ON
+    if node.target in PASSTHROUGH_MOVES or not isinstance(node.target, OpOverload):
+        return node.target in PASSTHROUGH_MOVES
     return node.target not in MAY_COPY and all(result.alias_info for result in schema_of(node.target).returns)
 
 
 def is_move(node: Node) -> bool:
     """Might it only move data?"""
-    moves = node.target in PASSED_ON or rearranges(node)
-    return moves or join_of(node) is not None or nth_piece(node, 0) is not None
+    moves = node.target in PASSTHROUGH_MOVES or is_rearrangement(node)
+    return moves or match_join(node) is not None or nth_result(node, 0) is not None
 
 
-def operands(node: Node) -> list[Node]:
+def moved_operands(node: Node) -> list[Node]:
     """The tensors, or pieces of one, that it moves. Others only lend their shape."""
-    if node.target in PASSED_ON:
+    if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
-    found = Call(node).operands
-    return found if join_of(node) is not None else found[:1]
+    found = OpCall(node).operands
+    return found if match_join(node) is not None else found[:1]
 
 
-class Mover:
+class ArrangementTracker:
     """Arrangements of the nodes that move what the leaves hold."""
 
     def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
@@ -166,30 +173,30 @@ class Mover:
     def tensor(self, node: Node) -> Arrangement | None:
         """Where the leaves' elements are in this tensor; None if it holds others, or that is not known."""
         if node not in self.known:
-            self.known[node] = self._moved(node)
+            self.known[node] = self._move(node)
         return self.known[node]
 
-    def _moved(self, node: Node) -> Arrangement | None:
-        join = join_of(node)
+    def _move(self, node: Node) -> Arrangement | None:
+        join = match_join(node)
         if join is not None:
-            parts = [self.tensor(operand) for operand in operands(node)]
+            parts = [self.tensor(operand) for operand in moved_operands(node)]
             known = [part for part in parts if part is not None]
             return self.index.join(known, *join) if len(known) == len(parts) else None
-        if rearranges(node):
-            x, order = self.tensor(Call(node).operands[0]), order_of(node)
+        if is_rearrangement(node):
+            x, order = self.tensor(OpCall(node).operands[0]), permutation_of(node)
             if order is None:
-                return x and self.index.reshape(x, sizes(node.meta["val"].shape))
+                return x and self.index.reshape(x, as_sizes(node.meta["val"].shape))
             return x and Arrangement(tuple(x.dims[d] for d in order), x.fixed)
-        piece = piece_of(node)
+        piece = match_piece(node)
         if piece is not None:
             x = self.tensor(piece.source)
             return x and self._piece(x, piece)
-        return self.tensor(node.args[0]) if node.target is WAIT else None
+        return self.tensor(node.args[0]) if node.target is WAIT_OPS else None
 
-    def _piece(self, x: Arrangement, piece: Piece) -> Arrangement | None:
+    def _piece(self, x: Arrangement, piece: SlicePiece) -> Arrangement | None:
         """One of several equal pieces."""
-        extent = sizes(piece.source.meta["val"].shape)[piece.dim]
-        count, at = quotient(extent, piece.length), quotient(piece.start, piece.length)
+        extent = as_sizes(piece.source.meta["val"].shape)[piece.dim]
+        count, at = exact_quotient(extent, piece.length), exact_quotient(piece.start, piece.length)
         if piece.step != 1 or not isinstance(count, int) or not isinstance(at, int):
             return None
-        return self.index.piece(x, piece.dim, count, at, piece.keeps)
+        return self.index.piece(x, piece.dim, count, at, piece.keeps_dim)

@@ -20,16 +20,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import tangents_of
-from sp_compile.passes.graph.closure import closure
-from sp_compile.passes.graph.edit import Editor
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import graph_tangents
+from sp_compile.passes.graph.closure import reachable_set
+from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.mutation import is_mutation, is_pure
-from sp_compile.passes.graph.sizes import product, same, sizes
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 from sp_compile.passes.sharding.group_names import is_collective
 
-from .arrangement import IndexMap, Mover
-from .match_permutes import PERMUTE, downstream, erase_chain, private
+from .arrangement import ArrangementTracker, IndexMap
+from .match_permutes import PERMUTE, downstream_moves, erase_chain, exclusive_chain
 
 aten = torch.ops.aten
 
@@ -37,14 +37,14 @@ aten = torch.ops.aten
 class PackExchanges(Pass):
     """Independent exchanges of the same two dims as one, where the last of them is."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        groups = _groups_of_exchanges(gm.graph)
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        groups = _combinable_exchanges(gm.graph)
         for members in groups:
-            _make_room(members)
-            self._together(members)
+            _move_users_after(members)
+            self._combine(members)
         return len(groups)
 
-    def _together(self, members: Sequence[Node]) -> None:
+    def _combine(self, members: Sequence[Node]) -> None:
         _, scatter, gather, n, group = members[0].args
         whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
         ndim = members[0].meta["val"].ndim
@@ -57,14 +57,14 @@ class PackExchanges(Pass):
             self.replace(member, piece)
 
 
-def _groups_of_exchanges(graph: Graph) -> list[list[Node]]:
+def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
     """Those that may become one: nothing between them waits for one of them."""
     done = []
-    backward = closure(tangents_of(graph), lambda n: n.users)  # which will be cut off
+    backward = reachable_set(graph_tangents(graph), lambda n: n.users)  # which will be cut off
     open_groups: dict[Any, list[Node]] = {}
     for node in [n for n in graph.nodes if n.target is PERMUTE]:
-        key = (*_key(node), node in backward)
-        if key in open_groups and _may_join(open_groups[key], node):
+        key = (*_exchange_key(node), node in backward)
+        if key in open_groups and _can_join(open_groups[key], node):
             open_groups[key].append(node)
         else:
             open_groups[key] = [node]
@@ -72,57 +72,57 @@ def _groups_of_exchanges(graph: Graph) -> list[list[Node]]:
     return [members for members in done if len(members) > 1]
 
 
-def _key(node: Node) -> Any:
+def _exchange_key(node: Node) -> Any:
     """Exchanges that differ in this need different messages."""
     x, scatter, gather, n, group = node.args
     value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim
-    rows = sizes(value.shape)[gather]
+    rows = as_sizes(value.shape)[gather]
     return value.ndim, scatter, gather, rows, n, group, value.dtype, value.device
 
 
-def _dependent(members: list[Node], last: Node) -> list[Node] | None:
+def _first_dependent(members: list[Node], last: Node) -> list[Node] | None:
     """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
-    found = closure(members, lambda n: [user for user in n.users if user < last])
+    found = reachable_set(members, lambda n: [user for user in n.users if user < last])
     return None if any(i in found for i in last.all_input_nodes) else sorted(found - set(members))
 
 
-def _may_join(members: list[Node], node: Node) -> bool:
-    waiting = _dependent(members, node)
+def _can_join(members: list[Node], node: Node) -> bool:
+    waiting = _first_dependent(members, node)
     # What has effects, or takes part in a collective, keeps its place.
     return waiting is not None and all(is_pure(n) and not is_mutation(n) and not is_collective(n) for n in waiting)
 
 
-def _make_room(members: list[Node]) -> None:
+def _move_users_after(members: list[Node]) -> None:
     """What used the first of them comes behind the last."""
     behind = members[-1]
-    for node in _dependent(members[:-1], behind) or ():
+    for node in _first_dependent(members[:-1], behind) or ():
         behind.append(node)
         behind = node
 
 
-class MergeFirst(Pass):
+class MergeDimsBeforeExchange(Pass):
     """Dims are merged before an exchange, not behind it."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        return sum([self._merged(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        return sum([self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
-    def _merged(self, node: Node) -> bool:
-        for result in downstream(node)[::-1]:
-            chain = private(node, result)
+    def _rewrite(self, node: Node) -> bool:
+        for result in downstream_moves(node)[::-1]:
+            chain = exclusive_chain(node, result)
             returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
-            groups = _groups(node, result) if chain is not None and not returned else None
-            if groups is not None and chain is not None and _rewritten(self, node, result, groups):
+            groups = _merged_dims(node, result) if chain is not None and not returned else None
+            if groups is not None and chain is not None and _rewrite_exchange(self, node, result, groups):
                 erase_chain(self.graph, frozenset(chain))
                 return True
         return False
 
 
-def _groups(node: Node, result: Node) -> list[list[int]] | None:
+def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
     """Which dims of the exchange's result are each dim of what is made of it, if gathered ones lead a merged dim."""
     index = IndexMap()
-    given = index.tensor(sizes(node.meta["val"].shape))
-    made = Mover(index, {node: given}).tensor(result)
+    given = index.tensor(as_sizes(node.meta["val"].shape))
+    made = ArrangementTracker(index, {node: given}).tensor(result)
     if made is None or made.fixed:
         return None
     whole = [index.resolve(dim) for dim in given.dims]
@@ -135,13 +135,13 @@ def _groups(node: Node, result: Node) -> list[list[int]] | None:
     return groups if complete and merged and scatter in leads else None
 
 
-def _rewritten(editor: Editor, node: Node, result: Node, groups: list[list[int]]) -> bool:
+def _rewrite_exchange(editor: GraphEditor, node: Node, result: Node, groups: list[list[int]]) -> bool:
     x, scatter, gather, n, group = node.args
-    shape, order = sizes(x.meta["val"].shape), [d for dims in groups for d in dims]
-    if all(same(size, 1) for size in shape[: scatter % len(shape)]):
+    shape, order = as_sizes(x.meta["val"].shape), [d for dims in groups for d in dims]
+    if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):
         return False  # x is sent as it lies, and copied on its arrival
     leads = [dims[0] for dims in groups]
-    merged = [product(shape[d] for d in dims) for dims in groups]
+    merged = [size_product(shape[d] for d in dims) for dims in groups]
     with editor.graph.inserting_before(node):
         try:
             if order != sorted(order):

@@ -24,76 +24,80 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.base import CollectivePass, Pass, Passes, register
+from sp_compile.passes.base import CollectivePass, Pass, Passes, register_pass
 from sp_compile.passes.capture.check_captured import require_functional, require_ops
 from sp_compile.passes.collectives.collective_context import CollectiveJob
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import packet_of
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import node_packet
 from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.graph.mutation import is_written
-from sp_compile.passes.graph.sizes import quotient, same, size, sizes
+from sp_compile.passes.graph.sizes import as_size, as_sizes, exact_quotient, is_same_size
 
-from .combine_permutes import MergeFirst, PackExchanges
+from .combine_permutes import MergeDimsBeforeExchange, PackExchanges
 from .match_permutes import (
     PERMUTE,
-    AllToAll,
-    Match,
+    AllToAllMatch,
+    PermuteMatch,
+    aliases_input,
     erase_chain,
     is_all_to_all,
-    lies_in_input,
-    match,
-    read,
-    sources_of,
-    undone,
+    is_inverse,
+    match_all_to_all,
+    match_permute,
+    source_exchanges,
 )
-from .restride import Restride
-from .tidy_permutes import DropBuffers, JoinPadded
+from .restride import StrideRepair
+from .tidy_permutes import ConcatPadded, DropBuffers
 
 aten = torch.ops.aten
-DONE = "permute_all_to_all"  # in the report, whichever of the parts below did it
+FUSED_NOTE = "permute_all_to_all"  # in the report, whichever of the parts below did it
 
 
-class JoinPermutes(Pass):
+class FusePermutes(Pass):
     """Permute + all-to-all + permute, and DTensor's own op, as sp.all_to_all_permute."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        return sum([self._rewritten(node) for node in list(gm.graph.nodes)])
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        return sum([self._match_and_rewrite(node) for node in list(gm.graph.nodes)])
 
-    def _rewritten(self, node: Node) -> bool:
-        if _is_dtensors(node):
-            return self._from_dtensor(node)
+    def _match_and_rewrite(self, node: Node) -> bool:
+        if _is_dtensor_exchange(node):
+            return self._rewrite_dtensor(node)
         if not is_all_to_all(node):
             return False
-        exchange = read(node)
-        found = match(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAll) else exchange
+        exchange = match_all_to_all(node)
+        found = (
+            match_permute(exchange) or "no exchange of two dims" if isinstance(exchange, AllToAllMatch) else exchange
+        )
         if isinstance(found, str) or isinstance(exchange, str):
             if found:
-                self.refused(node, str(found), DONE)
+                self.note_refusal(node, str(found), FUSED_NOTE)
             return False
         self._rewrite(exchange, found)
         return True
 
-    def _rewrite(self, exchange: AllToAll, found: Match) -> None:
+    def _rewrite(self, exchange: AllToAllMatch, found: PermuteMatch) -> None:
         x, y = found.x, found.y
         with self.graph.inserting_before(exchange.node):
             args = (x, found.scatter_dim, found.gather_dim, exchange.n, exchange.group)
             fresh = self.compute(PERMUTE, args, y)
             if not found.exact:
-                fresh = self.reshaped(fresh, sizes(y.meta["val"].shape), y)
+                fresh = self.reshape(fresh, as_sizes(y.meta["val"].shape), y)
         dims = f"dim {found.scatter_dim} for dim {found.gather_dim} of {list(x.meta['val'].shape)}"
-        self.note(exchange.node, f"{dims}, {exchange.n} ranks", DONE)
+        self.note(exchange.node, f"{dims}, {exchange.n} ranks", FUSED_NOTE)
         y.replace_all_uses_with(fresh)
         erase_chain(self.graph, found.chain)
 
-    def _from_dtensor(self, node: Node) -> bool:
+    def _rewrite_dtensor(self, node: Node) -> bool:
         """DTensor's own op says the dims."""
         x, gather, scatter, group = node.args
-        n = quotient(size(node.meta["val"].shape[gather]), size(x.meta["val"].shape[gather]))
-        if not isinstance(n, int) or not same(x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n):
+        n = exact_quotient(as_size(node.meta["val"].shape[gather]), as_size(x.meta["val"].shape[gather]))
+        if not isinstance(n, int) or not is_same_size(
+            x.meta["val"].shape[scatter] * 1, node.meta["val"].shape[scatter] * n
+        ):
             return False
         with self.graph.inserting_before(node):
             fresh = self.compute(PERMUTE, (x, scatter, gather, n, group), node)
-        self.note(node, f"dim {scatter} for dim {gather}, {n} ranks", DONE)
+        self.note(node, f"dim {scatter} for dim {gather}, {n} ranks", FUSED_NOTE)
         self.replace(node, fresh)
         return True
 
@@ -101,36 +105,36 @@ class JoinPermutes(Pass):
 class CancelExchanges(Pass):
     """Neither of two exchanges, the second of which takes back the first."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
-        return sum([self._undone(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
+        return sum([self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
-    def _undone(self, node: Node) -> bool:
+    def _cancel(self, node: Node) -> bool:
         """Replace an exchange by the operand of the one that it takes back."""
-        for first in sources_of(node):
-            how = undone(first, node)
+        for first in source_exchanges(node):
+            how = is_inverse(first, node)
             if how is None:
                 continue
             home = first.args[0]
             with self.graph.inserting_before(node):
-                if is_written(node) or lies_in_input(home):  # which may be written, and is not to be returned
+                if is_written(node) or aliases_input(home):  # which may be written, and is not to be returned
                     home = self.compute(aten.clone.default, (home,), node)
                 if not how:
-                    home = self.reshaped(home, sizes(node.meta["val"].shape), node)
+                    home = self.reshape(home, as_sizes(node.meta["val"].shape), node)
             self.note(node, f"takes back {first.name}; both are left out", "cancelled")
             self.replace(node, home)
             return True
         return False
 
 
-@register
-class PermuteAllToAll(CollectivePass, Passes):
-    """By hand: `PermuteAllToAll()(graph_module)`; `.notes` says what was done.
+@register_pass
+class FuseAllToAllPermutes(CollectivePass, Passes):
+    """By hand: `FuseAllToAllPermutes()(graph_module)`; `.notes` says what was done.
 
     decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
     """
 
     provides = frozenset({"exchanges are joined"})
-    steps = (DropBuffers, JoinPadded, JoinPermutes, CancelExchanges, PackExchanges, MergeFirst)
+    steps = (DropBuffers, ConcatPadded, FusePermutes, CancelExchanges, PackExchanges, MergeDimsBeforeExchange)
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
@@ -140,12 +144,12 @@ class PermuteAllToAll(CollectivePass, Passes):
         super().__init__()
         self.decomposed = decomposed
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         require_ops(gm, self.name)
-        if not any(map(_exchanges, gm.graph.nodes)):
+        if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0
         require_functional(gm, self.name)
-        restride = Restride(gm.graph)
+        restride = StrideRepair(gm.graph)
         changes = super().apply(gm, job)
         if changes:
             if self.decomposed:
@@ -155,10 +159,10 @@ class PermuteAllToAll(CollectivePass, Passes):
         return changes
 
 
-def _exchanges(node: Node) -> bool:
-    in_place = packet_of(node) is torch.ops.c10d.alltoall_base_
-    return is_all_to_all(node) or node.target is PERMUTE or _is_dtensors(node) or in_place
+def _is_permute_exchange(node: Node) -> bool:
+    in_place = node_packet(node) is torch.ops.c10d.alltoall_base_
+    return is_all_to_all(node) or node.target is PERMUTE or _is_dtensor_exchange(node) or in_place
 
 
-def _is_dtensors(node: Node) -> bool:
-    return packet_of(node) is torch.ops._dtensor.shard_dim_alltoall
+def _is_dtensor_exchange(node: Node) -> bool:
+    return node_packet(node) is torch.ops._dtensor.shard_dim_alltoall

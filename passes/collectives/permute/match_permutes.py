@@ -17,21 +17,21 @@ from itertools import islice
 import torch
 from torch.fx import Graph, Node
 
-from sp_compile.passes.graph.call import WAIT, Call, is_tensor, packet_of
-from sp_compile.passes.graph.closure import closure, reached
-from sp_compile.passes.graph.sizes import same, sizes
-from sp_compile.passes.sharding.group_names import group_of
+from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packet
+from sp_compile.passes.graph.closure import iterate_reachable, reachable_set
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size
+from sp_compile.passes.sharding.group_names import exchange_group
 
-from .arrangement import Arrangement, FactorIds, IndexMap, Mover, is_move, is_view, operands
+from .arrangement import Arrangement, ArrangementTracker, FactorIds, IndexMap, is_move, is_view, moved_operands
 
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
 ALL_TO_ALLS = (c10d.all_to_all_single, torch.ops._c10d_functional_autograd.all_to_all_single)
-MOST = 64  # nodes of a chain
+MAX_CANDIDATES = 64  # nodes of a chain
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAllMatch:
     """Nodes: sent, the all_to_all_single, what waits for it. n equal shares over the group of this name."""
 
     sent: Node
@@ -42,7 +42,7 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class Match:
+class PermuteMatch:
     """x -> y is all_to_all_permute(x, scatter_dim, gather_dim), or a reshape of it unless exact; chain: all between."""
 
     x: Node
@@ -55,65 +55,65 @@ class Match:
 
 def is_all_to_all(node: Node) -> bool:
     """Is it torch's functional all_to_all_single?"""
-    return packet_of(node) in ALL_TO_ALLS
+    return node_packet(node) in ALL_TO_ALLS
 
 
-def read(node: Node) -> AllToAll | str:
+def match_all_to_all(node: Node) -> AllToAllMatch | str:
     """The exchange; or why it is not one of equal shares between all ranks, "" if it is of another kind."""
-    call, group = Call(node), group_of(node)
+    call, group = OpCall(node), exchange_group(node)
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
         return "its group has no name"
     if group.partition("/")[2].partition(":")[0] not in ("", "among", "across") or len(sent_sizes) == 1:
         return ""
-    shares = [*sizes(received_sizes), *sizes(sent_sizes)]
-    if not shares or not all(same(share, shares[0]) for share in shares):
+    shares = [*as_sizes(received_sizes), *as_sizes(sent_sizes)]
+    if not shares or not all(is_same_size(share, shares[0]) for share in shares):
         return "the shares are not equal"
-    waits = [user for user in node.users if user.target is WAIT]
+    waits = [user for user in node.users if user.target is WAIT_OPS]
     if len(waits) != 1 or len(node.users) != 1:
         return "the result is not waited for once"
-    return AllToAll(sent, node, waits[0], len(sent_sizes), group)
+    return AllToAllMatch(sent, node, waits[0], len(sent_sizes), group)
 
 
-def match(exchange: AllToAll) -> Match | None:
+def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
     """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape."""
-    sources = [exchange.sent, *_upstream(exchange.sent)][::-1]
-    results = [exchange.wait, *downstream(exchange.wait)][::-1]
+    sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]
+    results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]
     for exact in (True, False):
         for x in sources:
-            before = _chain_to(exchange.sent, x)
+            before = _upstream_chain(exchange.sent, x)
             if before is None:
                 continue
             for y in results:
-                behind = private(exchange.wait, y)
-                dims = _dims(exchange, x, y, exact) if behind is not None else None
+                behind = exclusive_chain(exchange.wait, y)
+                dims = _exchange_dims(exchange, x, y, exact) if behind is not None else None
                 if dims is not None and behind is not None:
                     chain = frozenset((*before, exchange.node, *behind)) - {x}
-                    return Match(x, y, *dims, exact, chain)
+                    return PermuteMatch(x, y, *dims, exact, chain)
     return None
 
 
-def _upstream(node: Node) -> list[Node]:
+def _upstream_moves(node: Node) -> list[Node]:
     """What the node moves, from the nearest to the farthest."""
     # What a wait waits for is not there yet.
-    moved = reached([node], lambda n: operands(n) if is_move(n) and n.target is not WAIT else ())
-    return [x for x in islice(moved, 1, MOST + 1) if is_tensor(x)]
+    moved = iterate_reachable([node], lambda n: moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ())
+    return [x for x in islice(moved, 1, MAX_CANDIDATES + 1) if is_tensor(x)]
 
 
-def downstream(node: Node) -> list[Node]:
+def downstream_moves(node: Node) -> list[Node]:
     """What only moves the node's data, from the nearest to the farthest."""
     found, waiting = {node: None}, list(node.users)
-    while waiting and len(found) < MOST:
+    while waiting and len(found) < MAX_CANDIDATES:
         nearest = waiting.pop(0)
-        if nearest not in found and is_move(nearest) and all(x in found for x in operands(nearest)):
+        if nearest not in found and is_move(nearest) and all(x in found for x in moved_operands(nearest)):
             found[nearest] = None
             waiting += nearest.users
     return [x for x in list(found)[1:] if is_tensor(x)]
 
 
-def _chain_to(sent: Node, x: Node) -> set[Node] | None:
+def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
     """All nodes from x to what is sent, both included; None if a copy on the way is used elsewhere too."""
-    chain = closure([sent], lambda n: operands(n) if n is not x and is_move(n) else ()) | {x}
+    chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
         elsewhere = any(user not in chain and not is_all_to_all(user) for user in node.users)
         if not is_move(node) or (elsewhere and not is_view(node)):
@@ -121,9 +121,9 @@ def _chain_to(sent: Node, x: Node) -> set[Node] | None:
     return chain
 
 
-def private(wait: Node, y: Node) -> set[Node] | None:
+def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
     """All nodes from the wait to y, both included; None if another than y is used elsewhere."""
-    chain = closure([y], lambda n: operands(n) if n is not wait else ())
+    chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None
 
@@ -133,25 +133,25 @@ def is_unused(node: Node) -> bool:
     return node.target is operator.getitem and not node.users
 
 
-def _dims(exchange: AllToAll, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
+def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
     """The scatter and the gather dim, if x -> y is an exchange of these."""
     index = IndexMap()
-    given = index.tensor(sizes(x.meta["val"].shape))
-    sent = Mover(index, {x: given}).tensor(exchange.sent)
+    given = index.tensor(as_sizes(x.meta["val"].shape))
+    sent = ArrangementTracker(index, {x: given}).tensor(exchange.sent)
     cut = index.take(sent.dims[0], exchange.n) if sent is not None and sent.dims and not sent.fixed else None
     if sent is None or cut is None:
         return None
     came = (index.factor(exchange.n),)
     # The shape is the same on both sides, so that what follows the leading factor stays where it is.
     received = Arrangement((came + cut[1], *sent.dims[1:]))
-    made = Mover(index, {exchange.wait: received}).tensor(y)
+    made = ArrangementTracker(index, {exchange.wait: received}).tensor(y)
     if made is None or made.fixed:
         return None
     trivial = index.order(sent) == index.order(given) and index.order(made) == index.order(received)
-    return None if trivial else _canonical(index, given, cut[0], came, made, exact)
+    return None if trivial else _canonical_dims(index, given, cut[0], came, made, exact)
 
 
-def _canonical(
+def _canonical_dims(
     index: IndexMap, given: Arrangement, sent: FactorIds, came: FactorIds, made: Arrangement, exact: bool
 ) -> tuple[int, int] | None:
     first = index.resolve(sent)
@@ -162,7 +162,7 @@ def _canonical(
     for gather in range(len(given.dims)):
         if gather == scatter:
             continue
-        dims = dims_behind(index, given, scatter, gather, sent, came)
+        dims = dims_after(index, given, scatter, gather, sent, came)
         rows, block = index.resolve(given.dims[gather]), index.resolve(dims[scatter])
         if exact and (rows or block) and index.equal(Arrangement(dims), made):
             return scatter, gather
@@ -173,7 +173,7 @@ def _canonical(
     return None
 
 
-def dims_behind(
+def dims_after(
     index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: FactorIds, came: FactorIds
 ) -> tuple[FactorIds, ...]:
     """The dims after the exchange, of which `sent` leads the scatter dim."""
@@ -183,19 +183,19 @@ def dims_behind(
     return tuple(dims)
 
 
-def undone(first: Node, second: Node) -> bool | None:
+def is_inverse(first: Node, second: Node) -> bool | None:
     """Does the second all_to_all_permute bring the operand of the first back? False: up to a reshape. None: no."""
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
         return None
     index = IndexMap()
-    given = index.tensor(sizes(x.meta["val"].shape))
+    given = index.tensor(as_sizes(x.meta["val"].shape))
     cut = index.take(given.dims[scatter % len(given.dims)], n)
     if cut is None:
         return None
     ndim, came = len(given.dims), (index.factor(n),)
-    dims = dims_behind(index, given, scatter % ndim, gather % ndim, cut[0], came)
-    there = Mover(index, {first: Arrangement(dims)}).tensor(second.args[0])
+    dims = dims_after(index, given, scatter % ndim, gather % ndim, cut[0], came)
+    there = ArrangementTracker(index, {first: Arrangement(dims)}).tensor(second.args[0])
     if there is None or there.fixed:
         return None
     scatter, gather = (d % len(there.dims) for d in second.args[1:3])
@@ -203,19 +203,19 @@ def undone(first: Node, second: Node) -> bool | None:
     # What came from rank r goes back to rank r: its block of what was sent to this rank is this rank's again.
     if back is None or not index.same_factors(back[0], came):
         return None
-    home = Arrangement(dims_behind(index, there, scatter, gather, back[0], cut[0]))
+    home = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
     if index.equal(home, given):
         return True
     return False if index.order(home) == index.order(given) else None
 
 
-def sources_of(node: Node) -> Sequence[Node]:
+def source_exchanges(node: Node) -> Sequence[Node]:
     """The exchanges whose results a chain of moves brings to this one's operand."""
     x = node.args[0]
-    return [n for n in [x, *_upstream(x)] if n.target is PERMUTE]
+    return [n for n in [x, *_upstream_moves(x)] if n.target is PERMUTE]
 
 
-def lies_in_input(node: Node) -> bool:
+def aliases_input(node: Node) -> bool:
     """Does it share memory with an input of the graph?"""
     while is_view(node):
         node = node.all_input_nodes[0]

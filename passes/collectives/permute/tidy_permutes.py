@@ -21,11 +21,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.base import Pass
-from sp_compile.passes.canonical.pad_inputs import padding
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import WAIT, Call, is_tensor, packet_of
-from sp_compile.passes.graph.sizes import Size, sizes
-from sp_compile.passes.sharding.matchers import Piece, constant_of
+from sp_compile.passes.canonical.pad_inputs import match_padding
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packet
+from sp_compile.passes.graph.sizes import Size, as_sizes
+from sp_compile.passes.sharding.matchers import SlicePiece, constant_value
 
 aten = torch.ops.aten
 
@@ -33,99 +33,101 @@ aten = torch.ops.aten
 class DropBuffers(Pass):
     """An exchange's result instead of a buffer like it that the result fills."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
-        found = [node for node in copies if node.args[1].target is WAIT and _same_layout(*node.args[:2])]
+        found = [node for node in copies if node.args[1].target is WAIT_OPS and _has_same_layout(*node.args[:2])]
         for node in found:
             self.replace(node, node.args[1])
         return len(found)
 
 
-def _same_layout(a: Node, b: Node) -> bool:
+def _has_same_layout(a: Node, b: Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
-    shaped = sizes(x.shape) == sizes(y.shape) and sizes(x.stride()) == sizes(y.stride())
+    shaped = as_sizes(x.shape) == as_sizes(y.shape) and as_sizes(x.stride()) == as_sizes(y.stride())
     return shaped and (x.dtype, x.device) == (y.dtype, y.device)
 
 
-class JoinPadded(Pass):
+class ConcatPadded(Pass):
     """Pieces side by side instead of a sum of padded ones."""
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         # The parts of a sum that was replaced have no users.
-        return sum([node.users != {} and self._joined(node) for node in reversed(list(gm.graph.nodes))])
+        return sum([node.users != {} and self._concat(node) for node in reversed(list(gm.graph.nodes))])
 
-    def _joined(self, node: Node) -> bool:
-        pieces = _pieces(node)
+    def _concat(self, node: Node) -> bool:
+        pieces = _sum_terms(node)
         if pieces is None:
             return False
-        target = aten.cat.default if pieces[0].keeps else aten.stack.default
+        target = aten.cat.default if pieces[0].keeps_dim else aten.stack.default
         with self.graph.inserting_before(node):
             joined = self.compute(target, ([leaf.source for leaf in pieces], pieces[0].dim), node)
         self.replace(node, joined)
         return True
 
 
-def _pieces(node: Node) -> list[Piece] | None:
+def _sum_terms(node: Node) -> list[SlicePiece] | None:
     """What is added up in the node, in order, if it is all of it and each once."""
-    if not _is_sum(node):
+    if not _is_addition(node):
         return None
-    found: list[Piece] = []
+    found: list[SlicePiece] = []
     waiting: list[Any] = list(node.args[:2])
     while waiting:
         part = waiting.pop()
-        leaf = placed(part) if _shape(part) == _shape(node) else None  # pieces are not broadcast
+        leaf = match_placed(part) if _static_shape(part) == _static_shape(node) else None  # pieces are not broadcast
         if leaf is not None:
             found.append(leaf)
-        elif _is_sum(part) and len(part.users) == 1:
+        elif _is_addition(part) and len(part.users) == 1:
             waiting += part.args[:2]
         else:
             return None
     found.sort(key=lambda leaf: leaf.start)
     first, at = found[0], 0
     for leaf in found:
-        if (leaf.dim, leaf.keeps, leaf.start) != (first.dim, first.keeps, at):
+        if (leaf.dim, leaf.keeps_dim, leaf.start) != (first.dim, first.keeps_dim, at):
             return None
         at += leaf.length
     value = node.meta["val"]
     of_one_type = all(leaf.source.meta["val"].dtype == value.dtype for leaf in found)
-    return found if of_one_type and sizes(value.shape)[first.dim] == at else None
+    return found if of_one_type and as_sizes(value.shape)[first.dim] == at else None
 
 
-def _is_sum(node: Node) -> bool:
+def _is_addition(node: Node) -> bool:
     return node.target is aten.add.Tensor and not node.kwargs and all(map(is_tensor, node.args))
 
 
-def _shape(node: Node) -> tuple[Size, ...]:
-    return sizes(node.meta["val"].shape)
+def _static_shape(node: Node) -> tuple[Size, ...]:
+    return as_sizes(node.meta["val"].shape)
 
 
-def placed(node: Node) -> Piece | None:
+def match_placed(node: Node) -> SlicePiece | None:
     """What lies where in the node among zeros: padded, joined to them, or the gradient of a slice or a select."""
-    pad, op = padding(node), packet_of(node)
+    pad, op = match_padding(node), node_packet(node)
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
-        length = _shape(pad.source)[pad.dim]
+        length = _static_shape(pad.source)[pad.dim]
         whole = inside and isinstance(length, int)
-        return Piece(pad.source, pad.dim, pad.before, length) if whole else None
+        return SlicePiece(pad.source, pad.dim, pad.before, length) if whole else None
     if op not in (aten.select_backward, aten.slice_backward, aten.select_scatter, aten.slice_scatter):
         return None
-    found = _of_slice(Call(node), op in (aten.select_backward, aten.select_scatter))
-    return found if found is not None and _shape(found.source) == _part(_shape(node), found) else None
+    found = _match_slice_write(OpCall(node), op in (aten.select_backward, aten.select_scatter))
+    return (
+        found if found is not None and _static_shape(found.source) == _piece_shape(_static_shape(node), found) else None
+    )
 
 
-def _part(whole: Sequence[Size], leaf: Piece) -> tuple[Size, ...]:
+def _piece_shape(whole: Sequence[Size], leaf: SlicePiece) -> tuple[Size, ...]:
     """The shape that the piece has to have."""
-    own = [leaf.length] if leaf.keeps else []
+    own = [leaf.length] if leaf.keeps_dim else []
     return (*whole[: leaf.dim], *own, *whole[leaf.dim + 1 :])
 
 
-def _of_slice(call: Call, one: bool) -> Piece | None:
+def _match_slice_write(call: OpCall, one: bool) -> SlicePiece | None:
     """Of a slice, or of `one` position: written into zeros, or their gradient."""
     whole, dim = call.result_shapes()[0], call["dim"]
     start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[dim])
     known = all(isinstance(x, int) for x in (start, whole[dim], end or 0))
-    if not known or call.get("step", 1) != 1 or ("self" in call.args and constant_of(call["self"]) != 0):
+    if not known or call.get("step", 1) != 1 or ("self" in call.args and constant_value(call["self"]) != 0):
         return None
     start = start + whole[dim] if start < 0 else start
     length = 1 if one else min(end, whole[dim]) - start
-    return Piece(call.get("grad_output") or call["src"], dim % len(whole), start, length, keeps=not one)
+    return SlicePiece(call.get("grad_output") or call["src"], dim % len(whole), start, length, keeps_dim=not one)

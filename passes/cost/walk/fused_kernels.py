@@ -16,9 +16,9 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.torch_compat import OpOverload, schema_of, size_hint
-from sp_compile.passes.graph.call import WAIT, tensors_of
-from sp_compile.passes.graph.closure import reached
-from sp_compile.passes.graph.sizes import same, sizes
+from sp_compile.passes.graph.call import WAIT_OPS, node_tensors
+from sp_compile.passes.graph.closure import iterate_reachable
+from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 
 from .kinds import (
     ARRIVALS,
@@ -26,16 +26,16 @@ from .kinds import (
     ELEMENTWISE,
     FEWEST_ELEMENTS,
     FEWEST_ROWS,
-    FUSED_OVER,
+    FUSABLE_VIEWS,
+    LATE_WRITE_OPS,
     PRIMS,
     REDUCTIONS,
-    VIEWS,
+    VIEW_CALLS,
     WIDE_ROW,
     WIDEST_ROW,
-    WRITES_LATE,
 )
 
-Key = int
+PlaceKey = int
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class RowKernel:
     """Events that go through the same rows, in the order of the graph, and the places that they read and make."""
 
     nodes: list[Node]
-    reads: set[Key]
-    makes: set[Key]
+    reads: set[PlaceKey]
+    makes: set[PlaceKey]
 
-    def joined(self, later: RowKernel) -> RowKernel:
+    def join(self, later: RowKernel) -> RowKernel:
         return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.makes | later.makes)
 
 
@@ -56,11 +56,11 @@ class FusedEvents:
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
         self.sums: dict[Node, Node] = {}  # the product that is made with each
-        self.made: dict[Node, list[Key]] = {}
-        self.taken: dict[Node, frozenset[Key]] = {}
-        self.sizes: dict[Key, int] = {}
-        self.results: set[Key] = set()
-        self.often: dict[Node, frozenset[Key]] = {}  # what several parts of an event read, which none writes over
+        self.made: dict[Node, list[PlaceKey]] = {}
+        self.taken: dict[Node, frozenset[PlaceKey]] = {}
+        self.sizes: dict[PlaceKey, int] = {}
+        self.results: set[PlaceKey] = set()
+        self.often: dict[Node, frozenset[PlaceKey]] = {}  # what several parts of an event read, which none writes over
 
     def fuse(self) -> None:
         """Let events run together: on a CPU sums alone, as was measured there."""
@@ -75,7 +75,7 @@ class FusedEvents:
         if not self.fused or node in self.sums or not isinstance(target, OpOverload):
             return False
         return (
-            _name(target) in PRIMS
+            _op_name(target) in PRIMS
             or target in REDUCTIONS
             or target in ELEMENTWISE
             or torch.Tag.pointwise in target.tags
@@ -87,7 +87,9 @@ class FusedEvents:
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
         part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
         """
-        results = (len(tensors_of(node)) for node in self.made)  # of several, each has a place in Inductor's order, too
+        results = (
+            len(node_tensors(node)) for node in self.made
+        )  # of several, each has a place in Inductor's order, too
         number = dict(zip(self.made, accumulate((1 if n < 2 else 1 + n for n in results), initial=0)))
         sums = [node for node in self.made if self._is_last_sum(node)]
         pairs = [(a, b) for i, b in enumerate(sums) for a in sums[:i] if self._read_in_common(a, b)]
@@ -97,8 +99,8 @@ class FusedEvents:
         for a, b in pairs:
             one, other = group_of[a], group_of[b]
             both = sorted([*one, *other], key=number.__getitem__)
-            near = number[both[-1]] - number[both[0]] <= FUSED_OVER
-            if one is not other and near and (len(both) == 2 or not _runs_with_rows(a)):
+            near = number[both[-1]] - number[both[0]] <= FUSABLE_VIEWS
+            if one is not other and near and (len(both) == 2 or not _is_row_reduction(a)):
                 group_of.update(dict.fromkeys(both, both))
         groups = {id(group): group for group in group_of.values() if len(group) > 1}
         if groups:
@@ -107,7 +109,7 @@ class FusedEvents:
     def _read_in_common(self, a: Node, b: Node) -> bool:
         """May two sums run as one for what they read? Wide rows of a GPU: more than one value, as was seen."""
         wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
-        return _alike(a, b) and len(self.taken[a] & self.taken[b]) > wide
+        return _is_same_reduction(a, b) and len(self.taken[a] & self.taken[b]) > wide
 
     def _fuse_rows(self) -> None:
         """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.
@@ -115,9 +117,9 @@ class FusedEvents:
         As a norm or a softmax with what is made of it; on a GPU with the gradient of its scale, too.
         """
         number = {node: i for i, node in enumerate(self.made)}
-        written: dict[Key, int] = {}  # by the last event that does
+        written: dict[PlaceKey, int] = {}  # by the last event that does
         for node, keys in self.made.items():
-            waits = self.taken[node] if node.target in WRITES_LATE else ()
+            waits = self.taken[node] if node.target in LATE_WRITE_OPS else ()
             written.update((key, number[node]) for key in (*keys, *waits))
         units = defaultdict[int, list[RowKernel]](list)  # by elements
         for node in self.made:
@@ -125,16 +127,21 @@ class FusedEvents:
             if not count:
                 continue
             last, others = RowKernel([node], {*self.taken[node]}, {*self.made[node]}), units[count]
-            while (found := self._joins(last, others, count, number, written)) is not None:
+            while (found := self._find_partner(last, others, count, number, written)) is not None:
                 others.remove(found)
-                last = found.joined(last)
+                last = found.join(last)
             others.append(last)
         together = [one.nodes for others in units.values() for one in others if len(one.nodes) > 1]
         if together:
             self._sort({node: group for group in together for node in group})
 
-    def _joins(
-        self, last: RowKernel, others: list[RowKernel], count: int, number: dict[Node, int], written: dict[Key, int]
+    def _find_partner(
+        self,
+        last: RowKernel,
+        others: list[RowKernel],
+        count: int,
+        number: dict[Node, int],
+        written: dict[PlaceKey, int],
     ) -> RowKernel | None:
         """An earlier one of what goes through so many elements, at which all that this one reads is there."""
         large = {key for key in last.reads if self.sizes[key] >= count}
@@ -157,22 +164,22 @@ class FusedEvents:
             return 0
         shape = x.meta["val"].shape
         of_rows = len(dims) == 1 and dims[0] in (-1, len(shape) - 1)
-        return size_hint(shape.numel()) if of_rows or _runs_with_rows(node) else 0
+        return size_hint(shape.numel()) if of_rows or _is_row_reduction(node) else 0
 
     def _is_last_sum(self, node: Node) -> bool:
         """Is it a sum that is returned, or only put together with others?"""
         if node.target not in REDUCTIONS:
             return False
-        passed = reached([node], lambda n: [x for x in n.users if n is node or _passes_on(x)])
-        return all(n is node or _passes_on(n) or n.target is CAT or n.op == "output" for n in passed)
+        passed = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
+        return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in passed)
 
     def _sort(self, together: dict[Node, list[Node]]) -> None:
         """Events in the order of the graph, each behind what it reads; those that run together are one."""
         groups = {node: together.get(node, [node]) for node in self.made}
         number = {node: i for i, node in enumerate(self.made)}
-        makers = defaultdict[Key, list[Node]](list)  # and what has to be waited for
+        makers = defaultdict[PlaceKey, list[Node]](list)  # and what has to be waited for
         for node, keys in self.made.items():
-            waits = self.taken[node] if node.target is WAIT or node.target in ARRIVALS else ()
+            waits = self.taken[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
                 makers[key].append(groups[node][0])
         order = dict[Node, None]()
@@ -219,18 +226,20 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
         pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
-        found.update((node, product) for product, other in pairs if _is_added(product, other))
+        found.update((node, product) for product, other in pairs if _can_fuse_addend(product, other))
     return found
 
 
-def _is_added(product: Any, other: Any) -> bool:
+def _can_fuse_addend(product: Any, other: Any) -> bool:
     """May something be added to a product in the product's own kernel?"""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(other, Node) or other is product or not isinstance(other.meta.get("val"), torch.Tensor):
         return False
     x, y = product.meta["val"], other.meta["val"]
-    fits = all(same(a, b) or same(a, 1) for a, b in zip(sizes(y.shape)[::-1], sizes(x.shape)[::-1]))
+    fits = all(
+        is_same_size(a, b) or is_same_size(a, 1) for a, b in zip(as_sizes(y.shape)[::-1], as_sizes(x.shape)[::-1])
+    )
     return fits and y.dim() <= x.dim() and x.dtype == y.dtype
 
 
@@ -245,7 +254,7 @@ def _is_elementwise(user: Node) -> bool:
     return torch.Tag.pointwise in user.target.tags
 
 
-def _alike(a: Node, b: Node) -> bool:
+def _is_same_reduction(a: Node, b: Node) -> bool:
     """Do two sums have the same rows and the same results?"""
     (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
     return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
@@ -253,15 +262,15 @@ def _alike(a: Node, b: Node) -> bool:
 
 def is_on_gpu(node: Node) -> bool:
     """A model on the meta device is on none: it is looked at for one."""
-    return any(x.device.type != "cpu" for x in tensors_of(node))
+    return any(x.device.type != "cpu" for x in node_tensors(node))
 
 
-def _passes_on(node: Node) -> bool:
+def _is_reinterpretation(node: Node) -> bool:
     """Does it give what it is given, in another shape or dtype?"""
-    return node.target in VIEWS or _name(node.target) == "prims::convert_element_type"
+    return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
 
 
-def _runs_with_rows(node: Node) -> bool:
+def _is_row_reduction(node: Node) -> bool:
     """Does a GPU's kernel that has a row at once make this sum over rows, too?
 
     Where there is much to read, in many more rows than columns: Inductor's `MixOrderReduction`.
@@ -273,6 +282,6 @@ def _runs_with_rows(node: Node) -> bool:
     return width <= WIDEST_ROW and count >= max(FEWEST_ROWS, 2 * width) and count * width >= FEWEST_ELEMENTS
 
 
-def _name(target: Any) -> str:
+def _op_name(target: Any) -> str:
     """aten::mm; nothing of what is no operator."""
     return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

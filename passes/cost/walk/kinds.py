@@ -9,7 +9,7 @@ import torch
 from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operators)
 from sp_compile.lowering.tiles import tile_ops as ops  # noqa: F401
 from sp_compile.lowering.torch_compat import auto_functionalized, auto_functionalized_v2
-from sp_compile.passes.graph.call import WAIT, overloads
+from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
@@ -17,23 +17,25 @@ ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.defa
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
 """Inductor lets these write into what they are given."""
-WRITES_LATE = frozenset({WAIT}) | ARRIVALS | MUTATIONS
+LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
 """What they are given is not written before them."""
 CAT = torch.ops.aten.cat.default
-PUT_TOGETHER = frozenset({CAT, WAIT, operator.getitem, *overloads("split_with_sizes split.Tensor")})
+CONCAT_CALLS = frozenset({CAT, WAIT_OPS, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
 """They hold what they are given, or give parts of it."""
-VIEWS = frozenset(overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias"))
+VIEW_CALLS = frozenset(
+    parse_overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias")
+)
 WIDE_ROW, WIDEST_ROW = 1024, 16384
 """Of rows, from where on there is more than one step to each, and up to where a GPU's kernel holds one at once."""
 FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
 """Of what such a kernel sums over its rows, too."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
 """Places that Inductor lets one value read, if it has one reader and if it has several."""
-NEVER_ENDING = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
+UNFUSED_OPS = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
 """Inputs of these names Inductor takes for such as nobody frees: `is_nonfreeable_buffers`."""
-MATRIX_PRODUCTS = frozenset(overloads("mm bmm addmm baddbmm convolution"))
+MATRIX_PRODUCTS = frozenset(parse_overloads("mm bmm addmm baddbmm convolution"))
 REDUCTIONS = frozenset(
-    overloads(
+    parse_overloads(
         "sum sum.dim_IntList mean mean.dim amax amin max.dim min.dim max min var_mean.correction var.correction any "
         "any.dim argmax argmin prod prod.dim_int logsumexp index_put scatter.src scatter_add index_add "
         "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
@@ -41,7 +43,7 @@ REDUCTIONS = frozenset(
 )
 """Their operands are computed inside them; what they give has a place."""
 ELEMENTWISE = frozenset(
-    overloads(
+    parse_overloads(
         "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
         "full_like zeros_like ones_like empty_like clone _to_copy slice_scatter select_scatter where.self "
         "scatter.value repeat flip roll lift_fresh_copy scalar_tensor _unsafe_index.Tensor _unsafe_masked_index "
@@ -54,9 +56,9 @@ TILE_LOOPS = {
     torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
 }
 """Loops over tiles: where their operands begin, what of a program they call for each, and what comes of it."""
-ARITHMETIC = frozenset(overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
-DROPOUTS = frozenset(overloads("native_dropout native_dropout_backward"))
-FLASH_OF_CPU = {
+ARITHMETIC_OPS = frozenset(parse_overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
+DROPOUT_CALLS = frozenset(parse_overloads("native_dropout native_dropout_backward"))
+CPU_FLASH_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 1,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 2,
     torch.ops.sp.attend.default: 1,
@@ -64,13 +66,13 @@ FLASH_OF_CPU = {
 }
 """Attention of PyTorch's CPU kernel -> blocks of scores that each thread has."""
 ATTENTIONS = frozenset(
-    overloads(
+    parse_overloads(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
         "_flash_attention_forward _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"
     )
-).union(FLASH_OF_CPU)
-FUSED_OVER = 64
+).union(CPU_FLASH_OPS)
+FUSABLE_VIEWS = 64
 """Inductor fuses no kernels that are further apart in its order: `Scheduler.are_long_distant_nodes`."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())

@@ -20,10 +20,10 @@ import torch
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.dtypes import accumulation_dtype
-from sp_compile.lowering.base.errors import PARAMETERS_LINE, TANGENTS_LINE, at, trace_of
-from sp_compile.lowering.base.layers import layer_of
-from sp_compile.lowering.base.library import INSIDE
-from sp_compile.lowering.tiles.tile_flops import flops_of, is_grouped_product
+from sp_compile.lowering.base.errors import PARAMETERS_LINE, TANGENTS_LINE, node_line, stack_trace
+from sp_compile.lowering.base.layers import node_layer
+from sp_compile.lowering.base.library import INTERNAL_OPS
+from sp_compile.lowering.tiles.tile_flops import is_grouped_product, node_flops
 from sp_compile.lowering.tiles.tile_program import PROGRAMS, TilePart, TileProgram
 from sp_compile.lowering.torch_compat import (
     FakeTensorMode,
@@ -33,36 +33,36 @@ from sp_compile.lowering.torch_compat import (
     size_hint,
     storage_of,
 )
-from sp_compile.passes.graph.call import WAIT, is_tangent, tensors_of
-from sp_compile.passes.graph.closure import reached
-from sp_compile.passes.graph.sizes import bytes_now
-from sp_compile.passes.sharding.matchers import source_of
+from sp_compile.passes.graph.call import WAIT_OPS, is_tangent, node_tensors
+from sp_compile.passes.graph.closure import iterate_reachable
+from sp_compile.passes.graph.sizes import current_bytes
+from sp_compile.passes.sharding.matchers import move_source
 
-from .fused_kernels import FusedEvents, Key, is_on_gpu, products_in_sums
+from .fused_kernels import FusedEvents, PlaceKey, is_on_gpu, products_in_sums
 from .kinds import (
     ARRIVALS,
     ATTENTIONS,
     CAT,
+    CONCAT_CALLS,
     FROM_HOST,
     IN_PLACE_COLLECTIVES,
     INLINED_OFTEN,
     INLINED_ONCE,
     MATRIX_PRODUCTS,
     MUTATIONS,
-    NEVER_ENDING,
-    PUT_TOGETHER,
     REDUCTIONS,
     TILE_LOOPS,
     TO_HOST,
+    UNFUSED_OPS,
 )
-from .workspace import converted, workspace_of
+from .workspace import conversion_bytes, op_workspace
 
-MOST_STEPS = 8
+MAX_WALK_STEPS = 8
 """From a node without a line to one that has one."""
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveValue:
     """A value in memory. name: of its node. where: the user's line that makes it.
 
     origin: "saved", "value", "result" (of a backward it is called "gradient"), "workspace" (inside an operator) or
@@ -76,7 +76,7 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Moment:
+class WalkMoment:
     """A node as it runs, and the bytes of all values in memory then.
 
     results: of these, what the graph returns. idle: what is only kept for a later buffer. layer: of the model, by its
@@ -97,14 +97,14 @@ class Moment:
 
 
 @dataclass
-class Walk:
+class LivenessWalk:
     """One graph's run. start, end: bytes of values in memory before and behind it; inputs that stay are not counted."""
 
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[WalkMoment] = field(default_factory=list)
     start: int = 0
     end: int = 0
-    _places: _Places | None = None
-    _given: dict[Key, Alive] = field(default_factory=dict)
+    _places: _StoragePlaces | None = None
+    _given: dict[PlaceKey, LiveValue] = field(default_factory=dict)
 
     @property
     def traffic(self) -> int:
@@ -116,14 +116,14 @@ class Walk:
         """Of matrix products, without attention."""
         return sum(moment.flops for moment in self.moments)
 
-    def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, Alive]]:
+    def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
         """What these inputs lie in, each with the layer that reads it last."""
         assert self._places is not None
-        found = {self._places.key(x): one for one in saved for x in tensors_of(one)}
+        found = {self._places.key(x): one for one in saved for x in node_tensors(one)}
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
         return [(layers[self._places.last.get(key, -1) + 1], self._given[key]) for key in found]
 
-    def alive(self, moment: int) -> list[Alive]:
+    def alive(self, moment: int) -> list[LiveValue]:
         """What is in memory at the moment of this number, the largest first."""
         assert self._places is not None
         for i, (_, live) in enumerate(self._places.run(self._given)):
@@ -142,13 +142,15 @@ def is_on_host(node: Node) -> bool:
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
-def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
+def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
     """Run a graph in thought. fused: as Inductor does. saved: inputs that end with their last reader."""
-    places = _Places(graph, fused)
+    places = _StoragePlaces(graph, fused)
     given = {
-        places.key(x): Alive(one.name, _line(one), nbytes_of(x), "saved") for one in saved for x in tensors_of(one)
+        places.key(x): LiveValue(one.name, _node_line(one), nbytes_of(x), "saved")
+        for one in saved
+        for x in node_tensors(one)
     }
-    found = Walk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
+    found = LivenessWalk(start=sum(held.nbytes for held in given.values()), _places=places, _given=given)
     for node, live in places.run(given):
         ran = places.sums.get(node, node)
         total, product = sum(held.nbytes for held in live), is_product(ran)
@@ -158,23 +160,25 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> Walk:
             one = _TileLoop.of(node)
             traffic += one.tiles * (one.tile(fused).traffic + 2 * one.sums)
         attends, memory = node.target in ATTENTIONS, (total, results, idle, product)
-        flops = 0 if attends else flops_of(ran)
-        found.moments.append(Moment(node.name, _line(node), *memory, layer_of(node), traffic, flops, attends))
+        flops = 0 if attends else node_flops(ran)
+        found.moments.append(
+            WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
+        )
     found.end = sum(held.nbytes for held in places.left.values())
     return found
 
 
-def _line(node: Node) -> str:
+def _node_line(node: Node) -> str:
     """The user's line. What no line makes, as a result on its way to the caller, is at that of its first operand."""
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
             return TANGENTS_LINE
-        if trace_of(node) or not node.all_input_nodes:
+        if stack_trace(node) or not node.all_input_nodes:
             break
         if node.target is CAT:
             return PARAMETERS_LINE  # gradients that are added over the ranks together
         node = node.all_input_nodes[0]
-    return at(node)
+    return node_line(node)
 
 
 def is_product(node: Node) -> bool:
@@ -216,12 +220,12 @@ class _TileLoop:
             sum(count[value] * wide[value].itemsize for value in sums),
             sum(count[value] * wide[value].itemsize for value in other),
             sum(count[value] * value.dtype.itemsize for value in other),
-            sum(map(bytes_now, gaps)) // tiles,
+            sum(map(current_bytes, gaps)) // tiles,
         )
 
-    def tile(self, fused: bool) -> Walk:
+    def tile(self, fused: bool) -> LivenessWalk:
         """Of one tile."""
-        return _tile(self.part, fused)
+        return _tile_bytes(self.part, fused)
 
     def inside(self, fused: bool) -> int:
         """Bytes beside operands and results: of a tile, or of what it is added up in."""
@@ -230,7 +234,7 @@ class _TileLoop:
 
 
 @cache
-def _tile(part: TilePart, fused: bool) -> Walk:
+def _tile_bytes(part: TilePart, fused: bool) -> LivenessWalk:
     if not fused:
         return walk(part.graph.graph, fused)
     with FakeTensorMode(allow_non_fake_inputs=True):  # it may hold constants
@@ -243,31 +247,31 @@ def _tile(part: TilePart, fused: bool) -> Walk:
         return walk(make_fx(part.graph, inductor_decompositions())(*inputs).graph, fused)
 
 
-def _inside(node: Node, fused: bool) -> int:
+def _workspace_bytes(node: Node, fused: bool) -> int:
     """Bytes that an op has while it runs, besides what it is given and gives."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
     given = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
     operands = [x for x in given if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
-        made = [] if fused else tensors_of(node)
-        return converted(node.target, operands, made[0]) if made else 0
-    workspace = workspace_of(node.target, operands)
-    return INSIDE[node.target](workspace, *given) if node.target in INSIDE else workspace
+        made = [] if fused else node_tensors(node)
+        return conversion_bytes(node.target, operands, made[0]) if made else 0
+    workspace = op_workspace(node.target, operands)
+    return INTERNAL_OPS[node.target](workspace, *given) if node.target in INTERNAL_OPS else workspace
 
 
-def _joining(graph: Graph) -> set[Node]:
+def _joined_results(graph: Graph) -> set[Node]:
     """What nothing reads but results that it is put into, as gradients of weights, until ranks have added them up."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        if node.users and all(x.op == "output" or (x in found and _passes_on(x)) for x in node.users):
+        if node.users and all(x.op == "output" or (x in found and _holds_operand(x)) for x in node.users):
             found.add(node)
     return found
 
 
-def _passes_on(node: Node) -> bool:
+def _holds_operand(node: Node) -> bool:
     """Does the result hold the operands' elements, or those of all ranks added up?"""
-    if node.target in PUT_TOGETHER or source_of(node) is not None:
+    if node.target in CONCAT_CALLS or move_source(node) is not None:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
 
@@ -277,61 +281,63 @@ def _copies_operands(node: Node) -> bool:
     return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
-class _Places(FusedEvents):
+class _StoragePlaces(FusedEvents):
     """Where each value of a graph lies, and what of it has no place."""
 
     def __init__(self, graph: Graph, fused: bool) -> None:
         super().__init__(fused)
-        self.same: dict[Key, Key] = {}  # what lies where another value lay
-        self.maker: dict[Key, Node] = {}
-        self.inlined: set[Key] = set()
-        self.reads: dict[Node, frozenset[Key]] = {}  # the places that are read when the node's value is
-        self.copied: dict[Node, frozenset[Key]] = {}  # what kernels read in place of a copy for an operator
-        self.dtypes: dict[Key, torch.dtype] = {}
-        self.left: dict[Key, Alive] = {}
-        self.unaligned: set[Key] = set()  # as inputs on a CPU, and what operators that run as they are make of such
+        self.same: dict[PlaceKey, PlaceKey] = {}  # what lies where another value lay
+        self.maker: dict[PlaceKey, Node] = {}
+        self.inlined: set[PlaceKey] = set()
+        self.reads: dict[Node, frozenset[PlaceKey]] = {}  # the places that are read when the node's value is
+        self.copied: dict[Node, frozenset[PlaceKey]] = {}  # what kernels read in place of a copy for an operator
+        self.dtypes: dict[PlaceKey, torch.dtype] = {}
+        self.left: dict[PlaceKey, LiveValue] = {}
+        self.unaligned: set[PlaceKey] = (
+            set()
+        )  # as inputs on a CPU, and what operators that run as they are make of such
         self.sums = products_in_sums(graph) if fused else {}
         self.inputs = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             if node.op != "output":
                 self._place(node)
-        self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in tensors_of(node)}
+        self.results = {self.key(x) for node in graph.output_node().all_input_nodes for x in node_tensors(node)}
         if fused:
             self.fuse()
         self.last = {key: i for i, node in enumerate(self.made) for key in self.taken[node]}
-        self.joining = {self.key(x) for node in _joining(graph) for x in tensors_of(node)}
+        self.joining = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
 
-    def key(self, value: torch.Tensor) -> Key:
+    def key(self, value: torch.Tensor) -> PlaceKey:
         """The place that a tensor lies in."""
         found = storage_of(value)
         while found in self.same:
             found = self.same[found]
         return found
 
-    def run(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, list[Alive]]]:
+    def run(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
         """Each event, and what is in memory while it runs."""
         events = [(node, dict(live)) for node, live in self._live(given)]
         idle = self._idle(given, [live for _, live in events]) if self.fused else [[] for _ in events]
         for (node, live), waiting in zip(events, idle, strict=True):
-            inside = _inside(node, self.fused)
-            work = [Alive(node.name, _line(node), inside, "workspace")] if inside else []
+            inside = _workspace_bytes(node, self.fused)
+            work = [LiveValue(node.name, _node_line(node), inside, "workspace")] if inside else []
             yield node, [*live.values(), *waiting, *work]
 
-    def _live(self, given: dict[Key, Alive]) -> Iterator[tuple[Node, dict[Key, Alive]]]:
+    def _live(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
         """Each event, and what is in memory while it runs, but for what waits for a later buffer."""
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
-        self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in tensors_of(node)}
+        self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, made) in enumerate(self.made.items()):
             read = self.taken[node] - self.results
             ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # what was made last first
             for key in made:
-                held = self._held(key)
-                free = [k for k in ending if k not in self._kept_by(node)] if self.is_fused(node) else []
+                held = self._live_bytes(key)
+                free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == held.nbytes), None)
                 if over is not None:  # it writes over what it reads last
                     ending.remove(over)
                     del live[over]
-                if over in self.unaligned or (self._runs_as_it_is(node) and self.taken[node] & self.unaligned):
+                if over in self.unaligned or (self._is_extern_kernel(node) and self.taken[node] & self.unaligned):
                     self.unaligned.add(key)
                 live[key] = held
             yield node, live
@@ -339,7 +345,9 @@ class _Places(FusedEvents):
                 del live[key]
         self.left = live
 
-    def _idle(self, given: dict[Key, Alive], lives: Sequence[dict[Key, Alive]]) -> list[list[Alive]]:
+    def _idle(
+        self, given: dict[PlaceKey, LiveValue], lives: Sequence[dict[PlaceKey, LiveValue]]
+    ) -> list[list[LiveValue]]:
         """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
 
         The peak as Inductor has it: of its inputs that end, which it knows by their names. It asks for buffers' sizes
@@ -348,13 +356,15 @@ class _Places(FusedEvents):
         """
         totals = [0] * len(lives)
         for node in self.inputs:
-            keys = [(self.key(x), bytes_now(x)) for x in tensors_of(node) if not node.name.startswith(NEVER_ENDING)]
+            keys = [
+                (self.key(x), current_bytes(x)) for x in node_tensors(node) if not node.name.startswith(UNFUSED_OPS)
+            ]
             for key, nbytes in keys:
                 for i in range(len(lives) if key in self.results else self.last.get(key, -1) + 1):
                     totals[i] += nbytes
         most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
-        free: dict[tuple[int, torch.dtype], list[tuple[int, Alive]]] = defaultdict(list)
-        before: dict[Key, Alive] = {}
+        free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
+        before: dict[PlaceKey, LiveValue] = {}
         for i, (node, live) in enumerate(zip(self.made, lives)):
             for key in [key for key in live if key not in before]:
                 kind = live[key].nbytes, self.dtypes[key]
@@ -373,7 +383,7 @@ class _Places(FusedEvents):
             before = live
         return waiting
 
-    def _runs_as_it_is(self, node: Node) -> bool:
+    def _is_extern_kernel(self, node: Node) -> bool:
         """Is it one call of torch's to Inductor, which has no kernel or buffer of its own for it?"""
         exchanges = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or exchanges)
@@ -381,35 +391,35 @@ class _Places(FusedEvents):
     def _is_matrix_product(self, node: Node) -> bool:
         return node in self.sums or node.target in MATRIX_PRODUCTS
 
-    def _kept_by(self, node: Node) -> set[Key]:
+    def _retained_by(self, node: Node) -> set[PlaceKey]:
         """What an event writes over nothing of, though it is the last to read it.
 
         Of inputs Inductor writes over those that AOTAutograd says are given away, what was saved for it alone.
         """
         return {*self.often.get(node, ()), *(key for key in self.taken[node] if is_tangent(self.maker[key]))}
 
-    def _held(self, key: Key) -> Alive:
+    def _live_bytes(self, key: PlaceKey) -> LiveValue:
         node = self.maker[key]
         returned = key in self.results or key in self.joining
-        return Alive(node.name, _line(node), self.sizes[key], "result" if returned else "value")
+        return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
         """Bytes that an event reads and writes."""
-        return sum(self.sizes[key] for key in [*self.taken[node], *self.made[node]] if node.target is not WAIT)
+        return sum(self.sizes[key] for key in [*self.taken[node], *self.made[node]] if node.target is not WAIT_OPS)
 
     def _place(self, node: Node) -> None:
         """Say where a node's value lies, and what is read where it is read."""
         self._join(node)
-        keys = {self.key(x): nbytes_of(x) for x in tensors_of(node)}
+        keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
         new = [key for key in keys if key not in self.maker]
         self.maker.update(dict.fromkeys(new, node))
         self.sizes.update((key, 0 if node.target is TO_HOST else keys[key]) for key in new)
-        self.dtypes.update((self.key(x), x.dtype) for x in tensors_of(node))
+        self.dtypes.update((self.key(x), x.dtype) for x in node_tensors(node))
         instead = self.copied if self.is_fused(node) else {}
         through = frozenset(key for one in node.all_input_nodes for key in instead.get(one, self.reads[one]))
         if node.op in ("placeholder", "get_attr"):
             self.reads[node] = frozenset(keys)
-        elif node.target is WAIT:  # what is sent stays until it has arrived
+        elif node.target is WAIT_OPS:  # what is sent stays until it has arrived
             self.reads[node] = frozenset(keys)
             self.made[node], self.taken[node] = [], through | self.taken.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
@@ -417,7 +427,7 @@ class _Places(FusedEvents):
         elif not new:  # a view
             self.reads[node] = through if not keys or self.inlined & keys.keys() else frozenset(keys)
             self.copied.update((node, self.copied[one]) for one in node.all_input_nodes if one in self.copied)
-        elif node in self.sums.values() or self._has_no_place(node, through):
+        elif node in self.sums.values() or self._is_inlined(node, through):
             self.inlined.update(new)
             self.reads[node] = through
         else:
@@ -437,30 +447,32 @@ class _Places(FusedEvents):
     def _join(self, node: Node) -> None:
         """What is waited for, or written in place, lies where it lay."""
         before: list[Node] = []
-        if node.target is WAIT or (self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1):
+        if node.target is WAIT_OPS or (
+            self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
+        ):
             before = [node.args[0]]
         elif self.fused and node.target in MUTATIONS:
             before = node.kwargs.get("_all_bases", [])
-        for base, value in zip(before, tensors_of(node)[-len(before) :]):
-            old, new = self.key(tensors_of(base)[0]), storage_of(value)
+        for base, value in zip(before, node_tensors(node)[-len(before) :]):
+            old, new = self.key(node_tensors(base)[0]), storage_of(value)
             if new not in self.maker and new != old:
                 self.same[new] = old
 
-    def _has_no_place(self, node: Node, reads: frozenset[Key]) -> bool:
+    def _is_inlined(self, node: Node, reads: frozenset[PlaceKey]) -> bool:
         return self._is_inlined_but_for(node, reads, lambda user: False)
 
-    def _is_inlined_but_for(self, node: Node, reads: frozenset[Key], passes: Callable[[Node], bool]) -> bool:
+    def _is_inlined_but_for(self, node: Node, reads: frozenset[PlaceKey], passes: Callable[[Node], bool]) -> bool:
         """Is its value computed where it is read, if it is only read by kernels and by what passes?"""
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):
             return False
-        keys = {storage_of(x) for x in tensors_of(node)}
+        keys = {storage_of(x) for x in node_tensors(node)}
 
         def is_view(n: Node) -> bool:
-            shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in tensors_of(n)})
+            shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in node_tensors(n)})
             return n.op != "output" and shares
 
-        views = reached([node], lambda n: [user for user in n.users if is_view(user)])
+        views = iterate_reachable([node], lambda n: [user for user in n.users if is_view(user)])
         readers = (user for n in views for user in n.users if not is_view(user))
         return all(self.is_fused(user) or passes(user) for user in readers)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from sp_compile.lowering.attention.op_args import SEQUENCE
-from sp_compile.passes.graph.call import Call, shape_of
+from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.sizes import Size
-from sp_compile.passes.sharding.attention_axes import ATTENTION, reads_position
+from sp_compile.passes.sharding.attention_axes import ATTENTION, depends_on_query
 from sp_compile.passes.sharding.placement import Placement, Replicate, Shard
-from sp_compile.passes.sharding.rule import Dims, Factors, rule_of
+from sp_compile.passes.sharding.rule import BoundRule, Dims, register_rule_function
 
-from ._build import aligned
-from .exchange_rules import frame_of
+from ._build import align_names
+from .exchange_rules import call_frame
 
 
-@rule_of(*ATTENTION)
-def _attention(call: Call) -> Factors:
+@register_rule_function(*ATTENTION)
+def _attention_rule(call: OpCall) -> BoundRule:
     """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" if the mask reads positions.
     With log-sum-exps the last dim of the result is none of an operand's.
 
@@ -23,24 +23,26 @@ def _attention(call: Call) -> Factors:
     which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one. What its
     score reads by the query's head is "h", and so are sinks. Tables of a score are read whole.
     """
-    leading, extent = _leading(call)
+    leading, extent = _leading_names(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
     vectors = [x for name in ("rows", "cols", "pieces") for x in call.get(name) or ()]
     masks: list[Dims] = [(*batch, f"vector{i}") for i in range(len(vectors))]
     masks += [("h",) for _ in call.get("heads") or ()]
     masks += [(*leading, "q", "k")] if call["attn_mask"] is not None else []
     masks += [("h",)] if call.get("sinks") is not None else []
-    shapes = [shape_of(x) for x in call.get("tables") or ()]
+    shapes = [node_shape(x) for x in call.get("tables") or ()]
     masks += [tuple(f"table{i}_{d}" for d in range(len(shape))) for i, shape in enumerate(shapes)]
     dims = (*((*leading, *tail) for tail in (("q", "d"), ("k", "d"), ("k", "e"))), *masks)
-    operands = tuple(aligned(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims))
+    operands = tuple(
+        align_names(call.shape(i), [extent.get(f, 1) for f in names], names) for i, names in enumerate(dims)
+    )
     whole = {f: "whole" for names in operands[3:] for f in names if f and f not in (*leading, "q", "k")}
     wide, lost = ("out", {"e": "whole"}) if call.get("lse") else ("e", dict[str, str]())
-    kinds = {"k": "attend", "d": "whole"} | lost | ({"q": "attend"} if reads_position(call) else {}) | whole
-    return Factors(operands, ((*leading, "q", wide),), kinds, masks=tuple(range(3, max(4, len(operands)))))
+    kinds = {"k": "attend", "d": "whole"} | lost | ({"q": "attend"} if depends_on_query(call) else {}) | whole
+    return BoundRule(operands, ((*leading, "q", wide),), kinds, masks=tuple(range(3, max(4, len(operands)))))
 
 
-def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
+def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
     """Names of the dims before q's and k's, which may broadcast, and the extents that they broadcast to."""
     results = call.result_shapes()[0]
     depth = len(results) - 2
@@ -48,15 +50,15 @@ def _leading(call: Call) -> tuple[Dims, dict[str, Size]]:
     return leading, {**dict(zip(leading, results)), "q": call.shape(0)[-2], "k": call.shape(1)[-2]}
 
 
-def sharded_attention(call: Call) -> Factors:
+def sharded_attention_rule(call: OpCall) -> BoundRule:
     """ "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read whole.
 
     The rule of a strategy's op; whoever registers the strategy registers it.
     """
-    queries = Shard(SEQUENCE, frame_of(call, "q_frame")[0])
+    queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)
     if len(call["k_frame"]):
-        keys = Shard(SEQUENCE, frame_of(call, "k_frame")[0])
+        keys = Shard(SEQUENCE, call_frame(call, "k_frame")[0])
     others = call.operands[3:]
     learned = [x for x in (call["mask"], call["sinks"], *call["tables"]) if x is not None]
     placed = (queries, keys, keys, *(Replicate(partial_grad=any(x is y for y in learned)) for x in others))
@@ -64,4 +66,6 @@ def sharded_attention(call: Call) -> Factors:
     rest = tuple(tuple(f"{i}.{d}" for d in range(call.ndim(i))) for i in range(3, len(call.operands)))
     wide, more = ("out", ("e",)) if call["lse"] else ("e", ())
     lost = {f: "whole" for dims in (("g", "k", "d", *more), *rest) for f in dims}
-    return Factors((*named, *rest), (("b", "h", "q", wide),), lost, wants=placed, gives=queries)
+    return BoundRule(
+        (*named, *rest), (("b", "h", "q", wide),), lost, operand_placements=placed, result_placements=queries
+    )

@@ -1,7 +1,7 @@
 """Where the results of the sp:: exchanges lie. In the global view every one of them is an identity.
 
 Collectives of the user's program over other ranks than those that share the sequence: each row by itself. A node that
-exchanges with ranks which hold other rows has no rule; see `mark_across`. Those over the very ranks of the
+exchanges with ranks which hold other rows has no rule; see `mark_group_exchanges`. Those over the very ranks of the
 pass are no business of a rule either; see `passes.tensor_parallel.varying.spell`.
 
 Blocks of rows that a tensor-parallel program takes and puts together itself (see `lowering/collectives`): a block is
@@ -12,50 +12,50 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, product, quotient, same, sizes
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_sizes, exact_quotient, is_same_size, size_product
 from sp_compile.passes.sharding.placement import REPLICATE, Frame, Partial, Placement, Replicate, Shard, Varying
-from sp_compile.passes.sharding.rule import Factors, rule_of, transfer
+from sp_compile.passes.sharding.rule import BoundRule, register_rule_function, register_transfer
 
-from ._build import bind
+from ._build import bind_rule
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
-def frame_of(call: Call, name: str = "frame") -> tuple[Frame, Size]:
+def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
     """The Frame and the outer factor that an exchange's SymInt[] argument spells."""
-    outer, size, start, length, *folds = sizes(call[name])
+    outer, size, start, length, *folds = as_sizes(call[name])
     return Frame(size, start, length, *folds), outer
 
 
-@transfer(sp.all_to_all.default)
-def _all_to_all(call: Call) -> tuple[Placement, ...]:
-    frame, _ = frame_of(call, "scatter_frame")
+@register_transfer(sp.all_to_all.default)
+def _transfer_all_to_all(call: OpCall) -> tuple[Placement, ...]:
+    frame, _ = call_frame(call, "scatter_frame")
     dim = call["scatter_dim"] % call.ndim()
-    inner = [quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
+    inner = [exact_quotient(call.shape(i)[dim], frame.length) for i in range(len(call.operands))]
     return tuple(Shard(dim, frame, 1, i or 1) for i in inner)
 
 
-@transfer(sp.all_gather.default)
-def _all_gather(call: Call) -> tuple[Placement, ...]:
+@register_transfer(sp.all_gather.default)
+def _transfer_all_gather(call: OpCall) -> tuple[Placement, ...]:
     return (Replicate(partial_grad=True),)
 
 
-@transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
-def _invariant(call: Call) -> tuple[Placement, ...]:
+@register_transfer(sp.all_reduce.default, sp.broadcast.default, sp.broadcast_grad.default, sp.unshard.default)
+def _transfer_invariant(call: OpCall) -> tuple[Placement, ...]:
     return (REPLICATE,)
 
 
-@transfer(sp.reduce_scatter.default)
-def _reduce_scatter(call: Call) -> tuple[Placement, ...]:
-    frame, outer = frame_of(call)
+@register_transfer(sp.reduce_scatter.default)
+def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
+    frame, outer = call_frame(call)
     dim = call["dim"] % call.ndim()
-    inner = quotient(call.shape()[dim], product((outer, frame.length)))
+    inner = exact_quotient(call.shape()[dim], size_product((outer, frame.length)))
     return (Shard(dim, frame, outer, inner or 1),)
 
 
-def lies_as_written(call: Call, have: Placement) -> bool:
+def has_expected_placement(call: OpCall, have: Placement) -> bool:
     """Is the operand placed as the exchange was written for? A later rewrite upstream may have moved it."""
     op = call.node.target
     if op in (sp.all_reduce.default, sp.reduce_scatter.default):
@@ -63,18 +63,22 @@ def lies_as_written(call: Call, have: Placement) -> bool:
     if op in (sp.broadcast.default, sp.broadcast_grad.default):
         return isinstance(have, Replicate)
     prefix = "gather_" if op is sp.all_to_all.default else ""
-    frame, outer = frame_of(call, f"{prefix}frame")
+    frame, outer = call_frame(call, f"{prefix}frame")
     dim = call[f"{prefix}dim"] % call.ndim()
     if not isinstance(have, Shard) or have.dim != dim:
         return False
-    return have.frame.like(frame) and same(have.outer, outer)
+    return have.frame.is_same_window(frame) and is_same_size(have.outer, outer)
 
 
-@rule_of(c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default)
-def _row_wise(call: Call) -> Factors | None:
-    return None if record(call.node).no_rule else bind(call, "... -> ...", lazy=True)
+@register_rule_function(
+    c10d.all_reduce.default, c10d.broadcast.default, c10d.wait_tensor.default, sp.reduce_pair.default
+)
+def _transfer_row_wise(call: OpCall) -> BoundRule | None:
+    return None if node_info(call.node).no_rule else bind_rule(call, "... -> ...", lazy=True)
 
 
-@rule_of(c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default)
-def _along_the_first(call: Call) -> Factors | None:
-    return None if record(call.node).no_rule else bind(call, "a ... -> c ...", whole="a")
+@register_rule_function(
+    c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default
+)
+def _transfer_first_dim(call: OpCall) -> BoundRule | None:
+    return None if node_info(call.node).no_rule else bind_rule(call, "a ... -> c ...", whole="a")

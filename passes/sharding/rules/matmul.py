@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from sp_compile.passes.graph.call import Call, overloads
-from sp_compile.passes.sharding.rule import Factors, RuleFunction, rule, rule_of
+from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.sharding.rule import BoundRule, RuleFunction, register_rule_function, rule
 
-from ._build import along, bind, dims_of, names, replaced, resized_dims, whole_dims
+from ._build import along_dims, bind_rule, factor_names, gathered_dims, normalize_dims, replace_dims, resize_dims
 
 aten = torch.ops.aten
 
@@ -26,103 +26,105 @@ rule(
 )
 
 
-def _added(text: str, whole: str) -> RuleFunction:
+def _with_addend(text: str, whole: str) -> RuleFunction:
     """A product plus an addend that broadcasts to it (a bias is a vector). The sum would add it once per rank."""
     result = text.partition("->")[2].split()
 
-    def instantiate(call: Call) -> Factors | None:
+    def instantiate(call: OpCall) -> BoundRule | None:
         addend = " ".join(result[len(result) - call.ndim() :])
-        return bind(call, f"{addend}, {text}", whole=whole)
+        return bind_rule(call, f"{addend}, {text}", whole=whole)
 
     return instantiate
 
 
-rule_of(aten.addbmm.default)(_added("b n i, b i m -> n m", whole="b i"))
-rule_of(aten.addmm.default)(_added("n i, i m -> n m", whole="i"))
-rule_of(aten.addmv.default)(_added("n i, i -> n", whole="i"))
-rule_of(aten.baddbmm.default)(_added("b n i, b i m -> b n m", whole="i"))
+register_rule_function(aten.addbmm.default)(_with_addend("b n i, b i m -> n m", whole="b i"))
+register_rule_function(aten.addmm.default)(_with_addend("n i, i m -> n m", whole="i"))
+register_rule_function(aten.addmv.default)(_with_addend("n i, i -> n", whole="i"))
+register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m", whole="i"))
 
 
-@rule_of(aten.linear.default)
-def _linear(call: Call) -> Factors | None:
+@register_rule_function(aten.linear.default)
+def _linear_rule(call: OpCall) -> BoundRule | None:
     """A bias would be added once per rank, so with one the contraction can not stay a sum of summands."""
     weight = "o i" if call.ndim("weight") == 2 else "i"
     result = "... o" if call.ndim("weight") == 2 else "..."
     if call["bias"] is None:
-        return bind(call, f"... i, {weight} -> {result}", sum="i")
-    return bind(call, f"... i, {weight}, {weight[:-1].strip()} -> {result}", whole="i")
+        return bind_rule(call, f"... i, {weight} -> {result}", sum="i")
+    return bind_rule(call, f"... i, {weight}, {weight[:-1].strip()} -> {result}", whole="i")
 
 
-@rule_of(aten.linalg_matmul.default, aten.matmul.default)
-def _matmul(call: Call) -> Factors | None:
+@register_rule_function(aten.linalg_matmul.default, aten.matmul.default)
+def _matmul_rule(call: OpCall) -> BoundRule | None:
     left, right = call.ndim(0), call.ndim(1)
     if left == 1 and right == 1:
-        return bind(call, "i, i -> ", sum="i")
+        return bind_rule(call, "i, i -> ", sum="i")
     if left == 1:
-        return bind(call, "i, ... i m -> ... m", sum="i")
+        return bind_rule(call, "i, ... i m -> ... m", sum="i")
     if right == 1:
-        return bind(call, "... n i, i -> ... n", sum="i")
-    return bind(call, "... n i, ... i m -> ... n m", sum="i")
+        return bind_rule(call, "... n i, i -> ... n", sum="i")
+    return bind_rule(call, "... n i, ... i m -> ... n m", sum="i")
 
 
-@rule_of(aten.einsum.default)
-def _einsum(call: Call) -> Factors | None:
+@register_rule_function(aten.einsum.default)
+def _einsum_rule(call: OpCall) -> BoundRule | None:
     """By its own equation; none if a label stands twice in an operand (a diagonal)."""
     equation = call["equation"].replace(" ", "")
     left, arrow, result = equation.partition("->")
-    groups = [_labels(group) for group in left.split(",")]
+    groups = [_equation_labels(group) for group in left.split(",")]
     if any(len(set(group)) != len(group) for group in groups) or len(groups) != len(call.operands):
         return None
     if not arrow:
         once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
         result = ("..." if "..." in left else "") + "".join(once)
-    kept = _labels(result)
+    kept = _equation_labels(result)
     contracted = {label for group in groups for label in group} - set(kept)
     if "..." in contracted:
         return None
     text = ", ".join(" ".join(group) for group in groups) + " -> " + " ".join(kept)
-    return bind(call, text, sum=" ".join(sorted(contracted)), lazy=len(groups) == 1 and not contracted)
+    return bind_rule(call, text, sum=" ".join(sorted(contracted)), lazy=len(groups) == 1 and not contracted)
 
 
-def _labels(group: str) -> list[str]:
+def _equation_labels(group: str) -> list[str]:
     head, dots, tail = group.partition("...")
     return [*head, *([dots] if dots else []), *tail]
 
 
-def _reduce(kind: str) -> RuleFunction:
+def _reduce_rule(kind: str) -> RuleFunction:
     """Reduce the dims of the argument `dim` (all without it); those kept by `keepdim` have no name."""
 
-    def instantiate(call: Call) -> Factors | None:
-        dims = names(call.ndim())
-        at = dims_of(call.get("dim"), len(dims)) if dims else ()
-        kept = replaced(dims, at, "")
+    def instantiate(call: OpCall) -> BoundRule | None:
+        dims = factor_names(call.ndim())
+        at = normalize_dims(call.get("dim"), len(dims)) if dims else ()
+        kept = replace_dims(dims, at, "")
         result = kept if call.get("keepdim") else tuple(f for f in kept if f)
         if len(result) != call.results()[0].ndim:  # all.dims takes [] for no dims, the others for all
             return None
-        return along(call, at, result, kind)
+        return along_dims(call, at, result, kind)
 
     return instantiate
 
 
-_REDUCTIONS = overloads("""
+_REDUCTION_KINDS = parse_overloads("""
     all all.dim all.dims amax amin aminmax any any.dim any.dims argmax argmin kthvalue linalg_vector_norm
     logsumexp max max.dim median median.dim min min.dim mode nanmean nanmedian nanmedian.dim norm.Scalar
     norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype prod prod.dim_int special_logsumexp
     std.correction std std.dim std_mean.correction std_mean std_mean.dim var.correction var var.dim
     var_mean.correction var_mean var_mean.dim
 """)
-rule_of(*overloads("mean mean.dim"))(_reduce("mean"))
-rule_of(*overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(_reduce("sum"))
-rule_of(*_REDUCTIONS)(_reduce("whole"))
+register_rule_function(*parse_overloads("mean mean.dim"))(_reduce_rule("mean"))
+register_rule_function(*parse_overloads("count_nonzero count_nonzero.dim_IntList nansum sum sum.dim_IntList"))(
+    _reduce_rule("sum")
+)
+register_rule_function(*_REDUCTION_KINDS)(_reduce_rule("whole"))
 
-rule_of(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(whole_dims)
-rule_of(aten.topk.default)(resized_dims("dim"))
+register_rule_function(aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)(gathered_dims)
+register_rule_function(aten.topk.default)(resize_dims("dim"))
 
 
-@rule_of(aten.diff.default)
-def _diff(call: Call) -> Factors:
+@register_rule_function(aten.diff.default)
+def _diff_rule(call: OpCall) -> BoundRule:
     """Differences along a dim, with optional rows before and after it."""
-    dims = names(call.ndim())
+    dims = factor_names(call.ndim())
     at = call.dim()
-    operands = tuple(replaced(dims, [at], f"operand{i}_") for i in range(len(call.operands)))
-    return Factors(operands, (replaced(dims, [at], "new"),), {o[at]: "whole" for o in operands})
+    operands = tuple(replace_dims(dims, [at], f"operand{i}_") for i in range(len(call.operands)))
+    return BoundRule(operands, (replace_dims(dims, [at], "new"),), {o[at]: "whole" for o in operands})

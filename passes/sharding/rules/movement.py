@@ -13,45 +13,47 @@ from typing import Any
 
 import torch
 
-from sp_compile.passes.graph.call import Call, overloads
-from sp_compile.passes.graph.sizes import Size, from_front, same, size
-from sp_compile.passes.sharding.reshape import reshaping
-from sp_compile.passes.sharding.rule import Dims, Factors, RuleFunction, rule, rule_of
+from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.graph.sizes import Size, as_size, is_same_size, normalize_position
+from sp_compile.passes.sharding.reshape import reshape_rule
+from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, register_rule_function, rule
 
-from ._build import aligned, along, bind, dims_of, names, replaced, wrap
+from ._build import align_names, along_dims, bind_rule, factor_names, normalize_dims, replace_dims, wrap_dim
 
 aten = torch.ops.aten
 
-_whole_at = partial(along, lazy=True)  # data moves within these dims
+_gathered_at = partial(along_dims, lazy=True)  # data moves within these dims
 
 
-def _moved(result: Any) -> RuleFunction:
+def _permute_rule(result: Any) -> RuleFunction:
     """The result's dims are the operand's in another order: result(dims, call)."""
 
-    def instantiate(call: Call) -> Factors:
-        dims = names(call.ndim())
-        return Factors((dims,), (tuple(result(dims, call)),), lazy=True)
+    def instantiate(call: OpCall) -> BoundRule:
+        dims = factor_names(call.ndim())
+        return BoundRule((dims,), (tuple(result(dims, call)),), lazy=True)
 
     return instantiate
 
 
-rule(overloads("adjoint mH mT"), "... a b -> ... b a", lazy=True)
-rule_of(aten.numpy_T.default, aten.t.default)(_moved(lambda dims, call: dims[::-1]))
-rule_of(aten.permute.default)(_moved(lambda dims, call: [dims[wrap(d, len(dims))] for d in call["dims"]]))
+rule(parse_overloads("adjoint mH mT"), "... a b -> ... b a", lazy=True)
+register_rule_function(aten.numpy_T.default, aten.t.default)(_permute_rule(lambda dims, call: dims[::-1]))
+register_rule_function(aten.permute.default)(
+    _permute_rule(lambda dims, call: [dims[wrap_dim(d, len(dims))] for d in call["dims"]])
+)
 
 
-@rule_of(*overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
-@_moved
-def _relocated(dims: Dims, call: Call) -> Dims:
-    source, destination = (dims_of(call[name], len(dims)) for name in ("source", "destination"))
+@register_rule_function(*parse_overloads("movedim.int movedim.intlist moveaxis.int moveaxis.intlist"))
+@_permute_rule
+def _move_dims(dims: Dims, call: OpCall) -> Dims:
+    source, destination = (normalize_dims(call[name], len(dims)) for name in ("source", "destination"))
     to = {d: dims[s] for s, d in zip(source, destination, strict=True)}
     rest = iter(f for f in dims if f not in to.values())
     return tuple(to[d] if d in to else next(rest) for d in range(len(dims)))
 
 
-@rule_of(*overloads("swapaxes swapdims transpose.int"))
-@_moved
-def _swapped(dims: Dims, call: Call) -> Dims:
+@register_rule_function(*parse_overloads("swapaxes swapdims transpose.int"))
+@_permute_rule
+def _swap_dims(dims: Dims, call: OpCall) -> Dims:
     first, second = ("axis0", "axis1") if "axis0" in call.args else ("dim0", "dim1")
     a, b = call.dim(first), call.dim(second)
     order = {a: b, b: a}
@@ -61,231 +63,237 @@ def _swapped(dims: Dims, call: Call) -> Dims:
 rule(aten.diag_embed.default, "... i -> ... i j", whole="i", lazy=True)
 rule(aten.view_as_complex.default, "... c -> ...", whole="c", lazy=True)
 rule(aten.view_as_real.default, "... -> ... c", lazy=True)
-rule_of(aten.atleast_1d.default)(lambda call: bind(call, "... -> ..." if call.ndim() else "-> one"))
+register_rule_function(aten.atleast_1d.default)(lambda call: bind_rule(call, "... -> ..." if call.ndim() else "-> one"))
 
 
-@rule_of(*overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view"))
-def _reshape(call: Call) -> Factors:
-    return reshaping(call.shape(), call.result_shapes()[0])
+@register_rule_function(
+    *parse_overloads("_reshape_alias _unsafe_view flatten.using_ints ravel reshape unflatten.int view")
+)
+def _reshape_rule(call: OpCall) -> BoundRule:
+    return reshape_rule(call.shape(), call.result_shapes()[0])
 
 
-@rule_of(aten.reshape_as.default, aten.view_as.default)
-def _reshape_as(call: Call) -> Factors:
-    rule_ = _reshape(call)
+@register_rule_function(aten.reshape_as.default, aten.view_as.default)
+def _reshape_as_rule(call: OpCall) -> BoundRule:
+    rule_ = _reshape_rule(call)
     return replace(rule_, operands=(*rule_.operands, *rule_.results), lenders=(1,))
 
 
-@rule_of(aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default)
-def _expand(call: Call) -> Factors:
+@register_rule_function(
+    aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default
+)
+def _expand_rule(call: OpCall) -> BoundRule:
     """A dim of size 1 that grows has no name in its operand: the size argument, or another operand, says how far."""
     result = call.result_shapes()[0]
-    dims = names(len(result))
-    operands = tuple(aligned(call.shape(i), result, dims) for i in range(len(call.operands)))
+    dims = factor_names(len(result))
+    operands = tuple(align_names(call.shape(i), result, dims) for i in range(len(call.operands)))
     sizes = "size" if "size" in call.args else None
-    return Factors(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
+    return BoundRule(operands, tuple(dims for _ in call.results()), sizes=sizes, lazy=True)
 
 
-@rule_of(aten.unsqueeze.default)
-def _unsqueeze(call: Call) -> Factors:
-    dims = names(call.ndim())
-    at = wrap(call["dim"], len(dims) + 1)
-    return Factors((dims,), ((*dims[:at], "", *dims[at:]),), lazy=True)
+@register_rule_function(aten.unsqueeze.default)
+def _unsqueeze_rule(call: OpCall) -> BoundRule:
+    dims = factor_names(call.ndim())
+    at = wrap_dim(call["dim"], len(dims) + 1)
+    return BoundRule((dims,), ((*dims[:at], "", *dims[at:]),), lazy=True)
 
 
-@rule_of(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(call: Call) -> Factors | None:
+@register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze_rule(call: OpCall) -> BoundRule | None:
     """Drops dims of size 1. One that is asked for but longer is needed whole: a rank's part of it may be of size 1."""
     shape = call.shape()
-    dims = names(len(shape))
-    asked = range(len(shape)) if "dim" not in call.args else dims_of(call["dim"], len(shape))
+    dims = factor_names(len(shape))
+    asked = range(len(shape)) if "dim" not in call.args else normalize_dims(call["dim"], len(shape))
     if call.get("dim") == []:
         asked = ()
-    gone = {d for d in asked if shape and same(shape[d], 1)}
+    gone = {d for d in asked if shape and is_same_size(shape[d], 1)}
     if len(shape) - len(gone) != len(call.result_shapes()[0]):
         return None
     kinds = {dims[d]: "whole" for d in asked if d not in gone and shape}
     result = tuple(f for d, f in enumerate(dims) if d not in gone)
-    return Factors((replaced(dims, gone, ""),), (result,), kinds, lazy=True)
+    return BoundRule((replace_dims(dims, gone, ""),), (result,), kinds, lazy=True)
 
 
-@rule_of(aten.repeat.default, aten.tile.default)
-def _repeat(call: Call) -> Factors:
+@register_rule_function(aten.repeat.default, aten.tile.default)
+def _repeat_rule(call: OpCall) -> BoundRule:
     """A dim repeated once passes; the others are made from all of the operand's."""
     given = call["repeats"] if "repeats" in call.args else call["dims"]
     ndim = max(call.ndim(), len(given))
     repeats = [1] * (ndim - len(given)) + list(given)
-    dims = names(ndim)
+    dims = factor_names(ndim)
     operand = dims[ndim - call.ndim() :]
-    many = [d for d, times in enumerate(repeats) if not same(size(times), 1) or d < ndim - call.ndim()]
+    many = [d for d, times in enumerate(repeats) if not is_same_size(as_size(times), 1) or d < ndim - call.ndim()]
     kinds = {dims[d]: "whole" for d in many if dims[d] in operand}
-    return Factors((operand,), (replaced(dims, many, "new"),), kinds, lazy=True)
+    return BoundRule((operand,), (replace_dims(dims, many, "new"),), kinds, lazy=True)
 
 
-@rule_of(aten.repeat_interleave.self_int)
-def _repeat_interleave(call: Call) -> Factors | None:
+@register_rule_function(aten.repeat_interleave.self_int)
+def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
     """A head repeated in place: ranks that hold whole heads repeat their own, but the sizes differ, so it is whole."""
     if call["dim"] is None:
         return None
-    return _whole_at(call, [call.dim()], replaced(names(call.ndim()), [call.dim()], "new"))
+    return _gathered_at(call, [call.dim()], replace_dims(factor_names(call.ndim()), [call.dim()], "new"))
 
 
 DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
 """By their first letters, the dims of row_stack, vstack, hsplit, dsplit, ..."""
 
 
-def _dim_of(call: Call, ndim: int) -> int:
-    return wrap(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
+def _dim_argument(call: OpCall, ndim: int) -> int:
+    return wrap_dim(call["dim"], ndim) if "dim" in call.args else min(DIM_BY_LETTER[str(call.node.target)[5]], ndim - 1)
 
 
-@rule_of(*overloads("hstack vstack row_stack dstack"))
-def _stacked(call: Call) -> Factors | None:
+@register_rule_function(*parse_overloads("hstack vstack row_stack dstack"))
+def _stacked_rule(call: OpCall) -> BoundRule | None:
     ndim = len(call.result_shapes()[0])
-    return _cat(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
+    return _cat_rule(call) if all(call.ndim(i) == ndim for i in range(len(call.operands))) else None
 
 
-@rule_of(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def _cat(call: Call) -> Factors:
+@register_rule_function(aten.cat.default, aten.concat.default, aten.concatenate.default)
+def _cat_rule(call: OpCall) -> BoundRule:
     """Along its dim every operand is needed whole, unless the others are empty, as a cache is at first.
 
     torch skips an operand of shape (0,) whatever the dims of the others.
     """
     ndim = len(call.result_shapes()[0])
-    dims, at = names(ndim), _dim_of(call, ndim)
+    dims, at = factor_names(ndim), _dim_argument(call, ndim)
     shapes = [call.shape(i) for i in range(len(call.operands))]
-    skipped = [len(shape) == 1 and same(shape[0], 0) and ndim > 1 for shape in shapes]
-    parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not same(shape[at], 0)]
+    skipped = [len(shape) == 1 and is_same_size(shape[0], 0) and ndim > 1 for shape in shapes]
+    parts = [i for i, shape in enumerate(shapes) if not skipped[i] and not is_same_size(shape[at], 0)]
     alone = len(parts) == 1
     rows = [(dims[at] if i in parts else "") if alone else f"part{i}" for i in range(len(shapes))]
     operands = tuple(
         ("",) if skip else (*dims[:at], row, *dims[at + 1 :]) for skip, row in zip(skipped, rows, strict=True)
     )
     if alone:
-        return Factors(operands, (dims,), lazy=True)
+        return BoundRule(operands, (dims,), lazy=True)
     kinds = {row: "whole" for skip, row in zip(skipped, rows, strict=True) if not skip}
-    return Factors(operands, ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
+    return BoundRule(operands, ((*dims[:at], "all", *dims[at + 1 :]),), kinds, lazy=True)
 
 
-@rule_of(aten.stack.default)
-def _stack(call: Call) -> Factors:
-    dims = names(call.ndim())
-    at = wrap(call["dim"], len(dims) + 1)
+@register_rule_function(aten.stack.default)
+def _stack_rule(call: OpCall) -> BoundRule:
+    dims = factor_names(call.ndim())
+    at = wrap_dim(call["dim"], len(dims) + 1)
     result = (*dims[:at], "stacked", *dims[at:])
-    return Factors(tuple(dims for _ in call.operands), (result,), lazy=True)
+    return BoundRule(tuple(dims for _ in call.operands), (result,), lazy=True)
 
 
-@rule_of(aten.meshgrid.default, aten.meshgrid.indexing)
-def _meshgrid(call: Call) -> Factors | None:
+@register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
+def _meshgrid_rule(call: OpCall) -> BoundRule | None:
     """Of vectors: each gives the result one dim."""
     if any(call.ndim(i) != 1 for i in range(len(call.operands))):
         return None
-    dims = names(len(call.operands))
+    dims = factor_names(len(call.operands))
     result = (*dims[1::-1], *dims[2:]) if call.get("indexing") == "xy" else dims
-    return Factors(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
+    return BoundRule(tuple((f,) for f in dims), tuple(result for _ in dims), lazy=True)
 
 
-def _cut(call: Call, at: int, spans: Sequence[tuple[Size, Size]]) -> Factors:
+def _pieces_rule(call: OpCall, at: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
     """Each result is a contiguous piece: (start, length) along the dim. Tensors may say where."""
-    dims = names(call.ndim())
-    where = [names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
+    dims = factor_names(call.ndim())
+    where = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
     kinds = {dims[at]: "window", **{f: "whole" for vector in where for f in vector}}
-    return Factors((dims, *where), (dims,) * len(spans), kinds, lazy=True, spans=tuple(spans))
+    return BoundRule((dims, *where), (dims,) * len(spans), kinds, lazy=True, spans=tuple(spans))
 
 
-@rule_of(aten.flip.default)
-def _flip(call: Call) -> Factors:
-    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"]])
+@register_rule_function(aten.flip.default)
+def _flip_rule(call: OpCall) -> BoundRule:
+    return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"]])
 
 
-def roll(call: Call) -> Factors:
+def roll_rule(call: OpCall) -> BoundRule:
     """Without dims it runs through the flattened tensor, and then all of them are whole."""
-    return _whole_at(call, [wrap(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
+    return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
 
 
-def pad(call: Call) -> Factors:
+def pad_rule(call: OpCall) -> BoundRule:
     """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is, negative ones cut it."""
-    widths = [size(w) for w in call["pad"]]
+    widths = [as_size(w) for w in call["pad"]]
     ndim = call.ndim()
     pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
-    at = [d for d, pair in pairs.items() if not all(same(w, 0) for w in pair)]
+    at = [d for d, pair in pairs.items() if not all(is_same_size(w, 0) for w in pair)]
     if len(at) == 1 and all(isinstance(w, int) and w <= 0 for w in pairs[at[0]]):
-        return _cut(call, at[0], [(-pairs[at[0]][0], call.result_shapes()[0][at[0]])])
-    return _whole_at(call, at, replaced(names(ndim), at, "padded"))
+        return _pieces_rule(call, at[0], [(-pairs[at[0]][0], call.result_shapes()[0][at[0]])])
+    return _gathered_at(call, at, replace_dims(factor_names(ndim), at, "padded"))
 
 
-@rule_of(aten.diagonal.default)
-def _diagonal(call: Call) -> Factors:
-    dims = names(call.ndim())
-    at = [wrap(call["dim1"], len(dims)), wrap(call["dim2"], len(dims))]
-    return _whole_at(call, at, (*(f for d, f in enumerate(dims) if d not in at), "diagonal"))
+@register_rule_function(aten.diagonal.default)
+def _diagonal_rule(call: OpCall) -> BoundRule:
+    dims = factor_names(call.ndim())
+    at = [wrap_dim(call["dim1"], len(dims)), wrap_dim(call["dim2"], len(dims))]
+    return _gathered_at(call, at, (*(f for d, f in enumerate(dims) if d not in at), "diagonal"))
 
 
-@rule_of(aten.tril.default, aten.triu.default)
-def _triangle(call: Call) -> Factors:
+@register_rule_function(aten.tril.default, aten.triu.default)
+def _triangle_rule(call: OpCall) -> BoundRule:
     """Rows and columns are compared by their positions."""
-    return _whole_at(call, [call.ndim() - 2, call.ndim() - 1])
+    return _gathered_at(call, [call.ndim() - 2, call.ndim() - 1])
 
 
-def unfold(call: Call) -> Factors:
+def unfold_rule(call: OpCall) -> BoundRule:
     """The windows stand where the rows stood, and what each holds in a last dim."""
-    at = wrap(call.get("dim", call.get("dimension")), call.ndim())
-    dims = names(call.ndim())
-    return _whole_at(call, [at] if dims else [], (*replaced(dims, [at], "windows"), "window"))
+    at = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
+    dims = factor_names(call.ndim())
+    return _gathered_at(call, [at] if dims else [], (*replace_dims(dims, [at], "windows"), "window"))
 
 
-@rule_of(aten.select.int, aten.unbind.int)
-def _select(call: Call) -> Factors:
-    dims, at = names(call.ndim()), call.dim()
-    return _whole_at(call, [at], dims[:at] + dims[at + 1 :])
+@register_rule_function(aten.select.int, aten.unbind.int)
+def _select_rule(call: OpCall) -> BoundRule:
+    dims, at = factor_names(call.ndim()), call.dim()
+    return _gathered_at(call, [at], dims[:at] + dims[at + 1 :])
 
 
-@rule_of(aten.slice.Tensor)
-def _slice(call: Call) -> Factors:
+@register_rule_function(aten.slice.Tensor)
+def _slice_rule(call: OpCall) -> BoundRule:
     """A contiguous slice is a window; one with a step needs its dim whole, as does one whose place is not provable."""
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
-    if not same(size(call["step"]), 1):
+    if not is_same_size(as_size(call["step"]), 1):
         start = None
-    elif same(extent, length):
+    elif is_same_size(extent, length):
         start = 0
     else:
-        start = _start_of(call["start"], call["end"], extent, length)
+        start = _slice_start(call["start"], call["end"], extent, length)
     if start is None:
-        dims = names(call.ndim())
-        result = replaced(dims, [dim], "sliced")
-        return replace(_whole_at(call, [dim], result), picks={result[dim]: dims[dim]})
-    return _cut(call, dim, [(start, length)])
+        dims = factor_names(call.ndim())
+        result = replace_dims(dims, [dim], "sliced")
+        return replace(_gathered_at(call, [dim], result), picks={result[dim]: dims[dim]})
+    return _pieces_rule(call, dim, [(start, length)])
 
 
-def _start_of(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
+def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
     """Where a slice that is shorter than its dim begins; None where clamping can not be ruled out."""
-    start = 0 if start is None else from_front(size(start), extent)
+    start = 0 if start is None else normalize_position(as_size(start), extent)
     if isinstance(start, int) and isinstance(extent, int):
         return min(max(start, 0), extent)
-    end = extent if end is None else from_front(size(end), extent)
+    end = extent if end is None else normalize_position(as_size(end), extent)
     # A length of exactly end - start, or one that reaches the end, means that the start was not clamped.
-    unclamped = same(start, 0) or same(length, end - start) or same(length, extent - start)
+    unclamped = is_same_size(start, 0) or is_same_size(length, end - start) or is_same_size(length, extent - start)
     return start if unclamped else None
 
 
-@rule_of(aten.narrow.default)
-def _narrow(call: Call) -> Factors:
+@register_rule_function(aten.narrow.default)
+def _narrow_rule(call: OpCall) -> BoundRule:
     dim = call.dim()
-    return _cut(call, dim, [(from_front(size(call["start"]), call.shape()[dim]), size(call["length"]))])
+    return _pieces_rule(
+        call, dim, [(normalize_position(as_size(call["start"]), call.shape()[dim]), as_size(call["length"]))]
+    )
 
 
-SPLITS = overloads("""
+SPLIT_OPS = parse_overloads("""
     chunk split.Tensor split.sizes split_with_sizes tensor_split.indices tensor_split.sections unsafe_chunk
     unsafe_split.Tensor unsafe_split_with_sizes
     hsplit.int hsplit.array vsplit.int vsplit.array dsplit.int dsplit.array
 """)
 
 
-@rule_of(*SPLITS)
-def _split(call: Call) -> Factors:
+@register_rule_function(*SPLIT_OPS)
+def _split_rule(call: OpCall) -> BoundRule:
     """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
-    dim = _dim_of(call, call.ndim())
+    dim = _dim_argument(call, call.ndim())
     lengths = [shape[dim] for shape in call.result_shapes()]
-    if "indices" in call.args and not same(sum(lengths), call.shape()[dim]):
-        return _whole_at(call, [dim], replaced(names(call.ndim()), [dim], "piece"))
+    if "indices" in call.args and not is_same_size(sum(lengths), call.shape()[dim]):
+        return _gathered_at(call, [dim], replace_dims(factor_names(call.ndim()), [dim], "piece"))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return _cut(call, dim, list(zip(starts, lengths, strict=True)))
+    return _pieces_rule(call, dim, list(zip(starts, lengths, strict=True)))

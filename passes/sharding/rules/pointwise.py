@@ -12,29 +12,29 @@ import math
 import torch
 from torch.fx import Node
 
-from sp_compile.passes.graph.call import Call, overloads
-from sp_compile.passes.sharding.rule import POINTWISE, Factors, lookup, rule, rule_of
+from sp_compile.passes.graph.call import OpCall, parse_overloads
+from sp_compile.passes.sharding.rule import POINTWISE, BoundRule, lookup_rule, register_rule_function, rule
 
-from ._build import along, bind, names
+from ._build import along_dims, bind_rule, factor_names
 
 aten = torch.ops.aten
 
-LAZY_OPS = overloads("""
+LAZY_OPS = parse_overloads("""
     alias clone contiguous detach empty_like full_like lift lift_fresh lift_fresh_copy ones_like rand_like
     randint_like randint_like.low_dtype randn_like to.device to.dtype to.dtype_layout _to_copy zeros_like
 """) + [torch.ops.prims.convert_element_type.default]
 
 
-def pointwise_rule(call: Call) -> Factors | None:
+def pointwise_rule(call: OpCall) -> BoundRule | None:
     """Every operand and every result "...", whatever the number of tensor operands. (aten.equal gives a bool.)"""
     if not call.operands or not call.results():
         return None
     operands = ", ".join("..." for _ in call.operands)
     results = ", ".join("..." for _ in call.results())
-    return bind(call, f"{operands} -> {results}", lazy=call.node.target in LAZY_OPS)
+    return bind_rule(call, f"{operands} -> {results}", lazy=call.node.target in LAZY_OPS)
 
 
-UNTAGGED_OPS = overloads("""
+UNTAGGED_OPS = parse_overloads("""
     __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor _conj absolute alpha_dropout arccos arccosh
     arcsin arcsinh arctan arctan2 arctanh complex conj divide.Scalar divide.Tensor divide.Tensor_mode
     dropout fill.Scalar fill.Tensor fix float_power.Scalar float_power.Tensor_Scalar
@@ -47,32 +47,32 @@ UNTAGGED_OPS = overloads("""
     special_xlogy subtract.Scalar subtract.Tensor true_divide.Scalar where.Scalar where.ScalarOther
     where.ScalarSelf where.self
 """)
-rule_of(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS)(pointwise_rule)
+register_rule_function(POINTWISE, *LAZY_OPS, *UNTAGGED_OPS)(pointwise_rule)
 
 rule(aten.copy.default, "..., ... -> ...")
 rule([aten.feature_alpha_dropout.default, aten.feature_dropout.default], "n c ... -> n c ...", whole="...")
 rule(aten.prelu.default, "n c ..., c -> n c ...")
 
 
-@rule_of(aten.to.other, aten.type_as.default)
-def _like_other(call: Call) -> Factors | None:
+@register_rule_function(aten.to.other, aten.type_as.default)
+def _like_other_rule(call: OpCall) -> BoundRule | None:
     """Only the dtype and the device of the other operand are read, and it need not broadcast."""
     if call.shape(0) == call.shape(1):
-        return bind(call, "..., ... -> ...", lazy=True)
-    dims, other = names(call.ndim()), names(call.ndim(1), "other")
-    return Factors((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
+        return bind_rule(call, "..., ... -> ...", lazy=True)
+    dims, other = factor_names(call.ndim()), factor_names(call.ndim(1), "other")
+    return BoundRule((dims, other), (dims,), dict.fromkeys(other, "whole"), lazy=True)
 
 
-@rule_of(aten.view.dtype)
-def _view_dtype(call: Call) -> Factors:
+@register_rule_function(aten.view.dtype)
+def _view_dtype_rule(call: OpCall) -> BoundRule:
     """Another item size changes the last dim."""
     if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
-        return along(call, (), lazy=True)
+        return along_dims(call, (), lazy=True)
     last = call.ndim() - 1
-    return along(call, [last], (*names(last), "new"), lazy=True)
+    return along_dims(call, [last], (*factor_names(last), "new"), lazy=True)
 
 
-SMOOTH_OPS = overloads("""
+SMOOTH_OPS = parse_overloads("""
     add.Tensor addmm baddbmm bmm cos cross_entropy_loss dropout einsum gelu layer_norm linear
     log_softmax.int masked_fill.Scalar matmul mean mean.dim mm mse_loss mul.Scalar mul.Tensor neg
     nll_loss_nd relu rms_norm sigmoid silu sin softmax.int sub.Tensor sum sum.dim_IntList tanh
@@ -81,14 +81,14 @@ SMOOTH_OPS = overloads("""
 
 def is_smooth(node: Node) -> bool:
     """Is the call finite, with finite derivatives, wherever its operands are finite?"""
-    call, rule = lookup(node) or (None, None)
+    call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
     fill, eps = call.get("value"), call.get("eps")
     return not (isinstance(fill, float) and not math.isfinite(fill)) and (eps is None or eps > 0)
 
 
-def only_moves(node: Node) -> bool:
+def is_pure_move(node: Node) -> bool:
     """Does the op move or cast elements, and nothing else?"""
-    _, rule = lookup(node) or (None, None)
+    _, rule = lookup_rule(node) or (None, None)
     return rule is not None and rule.lazy and is_smooth(node)

@@ -14,23 +14,23 @@ and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/su
 imports from where these names come from, as the others here do: `.base`, and the modules of `sp_compile.passes.cost`.
 """
 
-from sp_compile.passes.base import import_rooms
-from sp_compile.passes.cost.attention_cost import Candidate, Shape, Strategy
-from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.base import import_submodules
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.exchange_cost import HeadBytes
 from sp_compile.passes.cost.machine import Machine
 
-from .base import AttentionPass, ShardedAttention, attention_passes, register
+from .base import AttentionPass, ShardedAttention, attention_passes, register_strategy
 
 __all__ = [
     "AttentionPass",
+    "AttentionShape",
     "Candidate",
-    "Heads",
+    "HeadBytes",
     "Machine",
-    "Shape",
     "ShardedAttention",
     "Strategy",
     "attention_passes",
-    "register",
+    "register_strategy",
 ]
 
-import_rooms(__name__, __path__)
+import_submodules(__name__, __path__)

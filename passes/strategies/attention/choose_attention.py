@@ -17,38 +17,44 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.attention.kernel_args import Need
+from sp_compile.lowering.attention.kernel_args import KernelKey
 from sp_compile.lowering.attention.kernels import expected_kernel
 from sp_compile.lowering.base.errors import SpError, describe_node
-from sp_compile.lowering.base.frames import DEALT, LAYOUTS, RowOrder
+from sp_compile.lowering.base.frames import BALANCED, LAYOUTS, RowOrder
 from sp_compile.lowering.base.ranks import STRATEGIES
-from sp_compile.lowering.masks.blocks import FULL, Kind, Window
-from sp_compile.lowering.masks.predicate import over, symbols, within_documents
+from sp_compile.lowering.masks.blocks import FULL_WINDOW, Kind, Window
+from sp_compile.lowering.masks.predicate import evaluate_over, is_within_documents, predicate_symbols
 from sp_compile.lowering.torch_compat import size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.context import Job, Note, NoteKind, Settings
-from sp_compile.passes.cost.attention_cost import Candidate, Shape, attention_strategies, candidates_in_order, choose
+from sp_compile.passes.context import Note, NoteKind, PassContext, PassSettings
+from sp_compile.passes.cost.attention_cost import (
+    AttentionShape,
+    Candidate,
+    attention_strategies,
+    candidates_in_order,
+    choose_attention,
+)
 from sp_compile.passes.cost.decision import Decision
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.modes import autocast_dtype
-from sp_compile.passes.graph.node_info import mark
+from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.graph.sizes import divides
-from sp_compile.passes.localize.balance_layout import dealt_inputs
+from sp_compile.passes.localize.balance_layout import balanced_inputs
 from sp_compile.passes.localize.reduce_gradients import differentiable_nodes
-from sp_compile.passes.sharding.attention_axes import attention_nodes, predicate_of
-from sp_compile.passes.sharding.placement import Plan, Shard
+from sp_compile.passes.sharding.attention_axes import attention_nodes, mask_predicate
+from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
-from .base import heads_broadcast, heads_of, may_hold_fills, sequence_shard
+from .base import has_broadcast_heads, has_fills, head_counts, sequence_shard
 from .plan_memory import memory_needed
-from .row_layouts import orders, seconds_to_deal, seconds_to_undo, why_not_dealt
+from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
-MANY = 1 << 20
+MANY_NODES = 1 << 20
 """Rows of a block, where all that asks for many is satisfied."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeDecision(Decision):
+class AttentionDecision(Decision):
     """The decision for one node."""
 
     node: Node
@@ -60,66 +66,66 @@ class ChooseAttention(Pass):
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"attention is chosen"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits none here."""
         plan, trained = job.plan(gm), differentiable_nodes(gm)
-        nodes = [n for n in attention_nodes(gm) if _shardable(n, plan)]
-        shapes = {n: _shape(n, job.ranks.n, trained) for n in nodes}
+        nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
+        shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
         waits = job.offload == "auto" and job.state == "sharded"  # its room is what weights in shards leave
         if nodes or waits:
-            machine = job.machine_among(nodes or gm.graph.nodes)
+            machine = job.machine_of_nodes(nodes or gm.graph.nodes)
             taken = memory_needed(gm, plan, job, trained, machine.memory)
             job.memory.append(taken)
-            machines = {n: replace(machine, memory=taken.left) for n, machine in machines.items()}
-        tried = orders(list(shapes.values()), plan, job)
-        made = {order: _decisions(shapes, machines, order, plan, job) for order in tried}
+            machines = {n: replace(machine, memory=taken.available) for n, machine in machines.items()}
+        tried = candidate_orders(list(shapes.values()), plan, job)
+        made = {order: _decide_all(shapes, machines, order, plan, job) for order in tried}
         seconds = {order: sum(d.nodes * d.chosen.seconds for d in found) for order, found in made.items()}
         for order, found in made.items():
-            if order.dealt and found:
-                seconds[order] += seconds_to_deal(d.shape for d in found)
+            if order.is_balanced and found:
+                seconds[order] += balancing_seconds(d.shape for d in found)
         order = min(made, key=lambda order: seconds[order])
         folds = order.folds
-        if order.dealt and not dealt_inputs(job) and all(d.chosen.ring == 1 for d in made[order]):
+        if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in made[order]):
             why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
-            self._not_balanced(why)
+            self._reject_balanced(why)
             folds = job.folds
-        elif order.dealt:
-            order = self._dealt_or_not(order, made[order], seconds, gm, plan, job)
+        elif order.is_balanced:
+            order = self._accept_balanced(order, made[order], seconds, gm, plan, job)
             folds = order.folds
         for decision in made[order]:
-            mark(decision.node, choice=decision.chosen)
+            set_node_info(decision.node, choice=decision.chosen)
         job.decisions += made[order]
         if folds != job.folds:
             job.folds = folds
-            job.forget()
+            job.invalidate()
         return 0
 
-    def _dealt_or_not(
+    def _accept_balanced(
         self,
         dealt: RowOrder,
-        found: Iterable[NodeDecision],
+        found: Iterable[AttentionDecision],
         seconds: Mapping[RowOrder, float],
         gm: GraphModule,
-        plan: Plan,
-        job: Job,
+        plan: PlacementPlan,
+        job: PassContext,
     ) -> RowOrder:
         """Return that order, or the best of the others where the program does not allow it.
 
         Raises:
             SpError: The option names the order. Where inputs come in it, it is the job's refusal instead.
         """
-        given = bool(dealt_inputs(job))
+        given = bool(balanced_inputs(job))
         apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
-        refusal = why_not_dealt([n for n in attention_nodes(gm) if n not in apart], plan, job)
+        refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if given or job.layout != "auto":
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
             return dealt
         why = refusal.text if refusal is not None else ""
-        best = min((order for order in seconds if not order.dealt), key=lambda order: seconds[order])
-        lost, of_what = (0.0, "") if why else seconds_to_undo(gm, plan, job)
+        best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
+        lost, of_what = (0.0, "") if why else unpermute_seconds(gm, plan, job)
         saved = seconds[best] - seconds[dealt]
         if lost > saved:
             why = (
@@ -128,48 +134,56 @@ class ChooseAttention(Pass):
             )
         if not why:
             return dealt
-        self._not_balanced(why)
+        self._reject_balanced(why)
         return best
 
-    def _not_balanced(self, why: str) -> None:
-        self.notes.append(Note(NoteKind.DECLINED, DEALT.name, why))
+    def _reject_balanced(self, why: str) -> None:
+        self.notes.append(Note(NoteKind.DECLINED, BALANCED.name, why))
 
 
-def _decisions(
-    shapes: dict[Node, Shape], machines: dict[Node, Machine], order: RowOrder, plan: Plan, job: Settings
-) -> list[NodeDecision]:
+def _decide_all(
+    shapes: dict[Node, AttentionShape],
+    machines: dict[Node, Machine],
+    order: RowOrder,
+    plan: PlacementPlan,
+    job: PassSettings,
+) -> list[AttentionDecision]:
     """The best way for every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
         found = candidates_in_order(replace(shape, order=order), machines[node])
-        choice = _choice(found, node, plan, job)
+        choice = _choose_candidate(found, node, plan, job)
         if choice is not None:
-            out.append(NodeDecision(shape, found, choice, job.times(node), _asked(job) != "auto", node=node))
+            out.append(
+                AttentionDecision(shape, found, choice, job.times(node), _requested_strategy(job) != "auto", node=node)
+            )
     return out
 
 
-def _shardable(node: Node, plan: Plan) -> bool:
-    call = Call(node)
+def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
+    call = OpCall(node)
     sharded = all(sequence_shard(plan, call, i) is not None for i in range(3))
     wanted = any(d.node is node and d.kind == "attend" for d in plan.demands)
-    return wanted and sharded and call.ndim(0) >= 3 and not heads_broadcast(call)
+    return wanted and sharded and call.ndim(0) >= 3 and not has_broadcast_heads(call)
 
 
-def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -> Candidate | None:
+def _choose_candidate(
+    found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassSettings
+) -> Candidate | None:
     """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
-    even = all(_even(plan.of(o), job.ranks.n) for o in Call(node).operands[:2])
-    allowed = [c for c in found if _allows(c, job) and (even or not c.relayout)]
-    asked = STRATEGIES.get(_asked(job))
-    if may_hold_fills(Call(node)):
+    even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
+    allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
+    asked = STRATEGIES.get(_requested_strategy(job))
+    if has_fills(OpCall(node)):
         allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges]
         if asked is not None and asked.rewrite.merges:
             return None
     legal = [c for c in allowed if c.legal is None]
     if legal:
-        return choose(legal)
+        return choose_attention(legal)
     if large := [c for c in allowed if not c.fits]:
         return min(large, key=lambda c: (c.memory, c.seconds))
-    if asked is None or asked.rewrite.explains:
+    if asked is None or asked.rewrite.is_explained:
         return None
     if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
         raise SpError(
@@ -177,11 +191,11 @@ def _choice(found: Iterable[Candidate], node: Node, plan: Plan, job: Settings) -
             f"layout={job.layout!r}: attention={job.attention!r} keeps the order of an earlier graph, which is "
             f"another, in {describe_node(node)}.",
         )
-    raise _unfit(node, job, allowed, {c.kind for c in found if c.legal is None})
+    raise _unsupported_reasons(node, job, allowed, {c.kind for c in found if c.legal is None})
 
 
-def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
-    n, (key_heads, heads) = job.ranks.n, heads_of(Call(node))
+def _unsupported_reasons(node: Node, job: PassSettings, allowed: Iterable[Candidate], legal: set[str]) -> SpError:
+    n, (key_heads, heads) = job.ranks.n, head_counts(OpCall(node))
     why = "; ".join(f"{c.kind} {c.ulysses} x {c.ring}: {c.legal}" for c in allowed)
     cause = (
         f"attention={job.attention!r} does not support {heads} query heads and {key_heads} key heads on {n} ranks"
@@ -194,34 +208,34 @@ def _unfit(node: Node, job: Settings, allowed: Iterable[Candidate], legal: set[s
     )
 
 
-def _allows(c: Candidate, job: Settings) -> bool:
-    if _asked(job) not in ("auto", c.kind):
+def _is_allowed(c: Candidate, job: PassSettings) -> bool:
+    if _requested_strategy(job) not in ("auto", c.kind):
         return False
     if 1 < c.ulysses < job.ranks.n and job.ranks.ulysses not in (None, c.ulysses):
         return False
     asked = LAYOUTS.get(job.layout)
-    if asked is not None and not asked.in_order:
+    if asked is not None and not asked.is_in_order:
         return not c.relayout
-    return asked is None or LAYOUTS[c.layout].in_order
+    return asked is None or LAYOUTS[c.layout].is_in_order
 
 
-def _asked(job: Settings) -> str:
+def _requested_strategy(job: PassSettings) -> str:
     """The strategy that the user asked for, by name or by the mesh; or "auto"."""
     on_mesh = [s.name for s in attention_strategies() if s.rewrite.on_mesh(job.ranks)]
     return on_mesh[0] if on_mesh and job.attention == "auto" else job.attention
 
 
-def _even(have: object, n: int) -> bool:
+def _has_even_chunks(have: object, n: int) -> bool:
     """Does every rank hold two equal chunks of whole positions?"""
-    return isinstance(have, Shard) and have.frame.exact(n) and divides(2 * n, have.frame.size)
+    return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
-def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
-    call = Call(node)
+def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> AttentionShape:
+    call = OpCall(node)
     q, k, v = ([size_hint(s) for s in operand.meta["val"].shape] for operand in call.operands[:3])
-    predicate = predicate_of(call)
-    causal, window = (False, None) if predicate is None else _bounds(predicate, q[-2], k[-2])
-    return Shape(
+    predicate = mask_predicate(call)
+    causal, window = (False, None) if predicate is None else _predicate_bounds(predicate, q[-2], k[-2])
+    return AttentionShape(
         n=n,
         batch=math.prod(q[:-3]),
         q_len=q[-2],
@@ -230,53 +244,57 @@ def _shape(node: Node, n: int, trained: Collection[Node]) -> Shape:
         kv_heads=k[-3],
         head_dim=q[-1],
         v_head_dim=v[-1],
-        element_size=_dtype(call.operands[0], node).itemsize,
+        element_size=_operand_dtype(call.operands[0], node).itemsize,
         causal=causal,
         window=window,
         mask=predicate is None,
-        documents=predicate is not None and within_documents(predicate),
-        kernel=_kernel(call, predicate, window, max(q[-1], v[-1]), trained),
+        documents=predicate is not None and is_within_documents(predicate),
+        kernel=_kernel_rate(call, predicate, window, max(q[-1], v[-1]), trained),
         training=node in trained,
     )
 
 
-def _device(q: Node) -> torch.device:
+def _planned_device(q: Node) -> torch.device:
     """A model on the meta device is planned for a GPU."""
     return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
 
-def _dtype(x: Node, node: Node) -> torch.dtype:
+def _operand_dtype(x: Node, node: Node) -> torch.dtype:
     """What the attention takes an operand in."""
-    return autocast_dtype(node, x.meta["val"], _device(Call(node).operands[0]).type)
+    return autocast_dtype(node, x.meta["val"], _planned_device(OpCall(node).operands[0]).type)
 
 
-def _kernel(call: Call, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]) -> str:
+def _kernel_rate(
+    call: OpCall, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]
+) -> str:
     """The throughput of what computes it, by the name that `Machine` has for it."""
     q, mask = call.operands[0], call.get("attn_mask")
-    kind = Kind.PACKED if predicate and within_documents(predicate) else Kind.BAND if window else Kind.FULL
+    kind = Kind.PACKED if predicate and is_within_documents(predicate) else Kind.BAND if window else Kind.FULL
     kind = kind if mask is None else Kind.MASKED
-    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _dtype(mask, call.node)
+    bias = None if mask is None or mask.meta["val"].dtype == torch.bool else _operand_dtype(mask, call.node)
     of_scores = call["dropout_p"] > 0, bool(call.get("score")), bias, mask in trained
-    seen = Window(window - 1, 0) if window else FULL
-    return expected_kernel(Need(_device(q), _dtype(q, call.node), kind, head_dim, MANY, *of_scores, seen)).rate
+    seen = Window(window - 1, 0) if window else FULL_WINDOW
+    return expected_kernel(
+        KernelKey(_planned_device(q), _operand_dtype(q, call.node), kind, head_dim, MANY_NODES, *of_scores, seen)
+    ).rate
 
 
-def _bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
+def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
     """(does no query see later keys, how many of the keys up to its own a query may see if not all)"""
-    box = {name: (-math.inf, math.inf) for name in symbols(predicate)}
+    box = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
 
     def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
-        return over(predicate, {**box, "q": q, "k": k}) is False
+        return evaluate_over(predicate, {**box, "q": q, "k": k}) is False
 
     last = min(queries, keys) - 1
     causal = last > 0 and none((0, 0), (1, last)) and none((last // 2,) * 2, (last // 2 + 1, last))
     if last < 1:
         return causal, None
-    reaches = [_reach(none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
+    reaches = [_max_visible_keys(none, query) for query in (last, last * 7 // 8, last * 2 // 3)]
     return causal, None if None in reaches else max(r for r in reaches if r is not None)
 
 
-def _reach(none: Callable[..., bool], query: int) -> int | None:
+def _max_visible_keys(none: Callable[..., bool], query: int) -> int | None:
     """How many keys up to its own a query sees at most; None if it may see all."""
     if not none((query, query), (0, 0)):
         return None

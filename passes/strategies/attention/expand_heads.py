@@ -15,16 +15,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.attention.op_args import HEADS
-from sp_compile.passes.context import Job
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import quotient
-from sp_compile.passes.strategies.discharge import Rewrite
+from sp_compile.passes.context import PassContext
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import exact_quotient
+from sp_compile.passes.strategies.discharge import DemandPass
 
 aten = torch.ops.aten
 
 
-class ExpandHeads(Rewrite):
+class ExpandHeads(DemandPass):
     """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
 
     requires = frozenset({"no demands"})
@@ -34,23 +34,26 @@ class ExpandHeads(Rewrite):
         super().__init__(*args, **options)
         self.except_on = except_on
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         target = aten.scaled_dot_product_attention.default
-        nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_it(n)]
+        nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_expansion(n)]
         for node in nodes:
             self._expand(node)
         return len(nodes)
 
-    def _needs_it(self, node: Node) -> bool:
-        call = Call(node)
-        grouped = record(node).grouped and call["enable_gqa"]
+    def _needs_expansion(self, node: Node) -> bool:
+        call = OpCall(node)
+        grouped = node_info(node).grouped and call["enable_gqa"]
         return grouped and call["attn_mask"] is not None and node.meta["val"].device.type not in self.except_on
 
     def _expand(self, node: Node) -> None:
-        call = Call(node)
+        call = OpCall(node)
         wanted = call.shape(0)[HEADS]
         with self.graph.inserting_before(node):
             key, value = (
-                self.repeat_each(call.operands[i], HEADS, quotient(wanted, call.shape(i)[HEADS]), node) for i in (1, 2)
+                self.repeat_each(call.operands[i], HEADS, exact_quotient(wanted, call.shape(i)[HEADS]), node)
+                for i in (1, 2)
             )
-        node.args, node.kwargs = call.rebuild([call.operands[0], key, value, *call.operands[3:]], enable_gqa=False)
+        node.args, node.kwargs = call.with_operands(
+            [call.operands[0], key, value, *call.operands[3:]], enable_gqa=False
+        )

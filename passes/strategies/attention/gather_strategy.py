@@ -18,29 +18,29 @@ from torch.fx import Node
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, Candidate, Shape, Strategy
-from sp_compile.passes.cost.collective_time import bytes_of
-from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.collective_time import collective_bytes
+from sp_compile.passes.cost.exchange_cost import HeadBytes
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
 
-from .base import ShardedAttention, register
+from .base import ShardedAttention, register_strategy
 
 
-class KeyGather(ShardedAttention):
+class GatherKeys(ShardedAttention):
     """Claims attention that was chosen to gather its keys, and what is left of attention when its turn comes."""
 
     name = "gathered"
     op = torch.ops.sp.gathered_attention.default
-    merges = moves_keys = False
-    takes_rest = True
+    merges_blocks = moves_keys = False
+    is_default = True
 
-    def says(self, node: Node) -> str:
+    def describe(self, node: Node) -> str:
         return "keys and values are gathered, and gathered again in the backward"
 
 
-def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
     n, kv = shape.n, shape.kv_heads * shape.kv_bytes
     busiest = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
@@ -62,17 +62,24 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)
 
 
-def _sends(call: Call, n: int) -> tuple[Size, Size]:
-    heads = Heads(call)
+def _gather_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    heads = HeadBytes(call)
     keys = heads.keys if len(call["k_frame"]) else 0
-    others = heads.moved(n, keys=False) + bytes_of("all_gather", keys, n)
-    return others, others + bytes_of("reduce_scatter", keys * heads.widening, n)
+    others = heads.relayout_bytes(n, keys=False) + collective_bytes("all_gather", keys, n)
+    return others, others + collective_bytes("reduce_scatter", keys * heads.widening, n)
 
 
-def _declare(call: Call, ranks: Ranks) -> None:
-    routes.declare(ranks.group, 1, ranks.n)
+def _declare_gather(call: OpCall, ranks: Ranks) -> None:
+    routes.declare_attention_routes(ranks.group, 1, ranks.n)
 
 
-register(
-    Strategy(name="gather", preference=1, rewrite=KeyGather, candidates=_candidates, sends=_sends, declare=_declare)
+register_strategy(
+    Strategy(
+        name="gather",
+        preference=1,
+        rewrite=GatherKeys,
+        candidates=_gather_candidates,
+        sends=_gather_sends,
+        declare=_declare_gather,
+    )
 )

@@ -20,21 +20,21 @@ from torch.fx import Node
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm import routes
-from sp_compile.passes.cost.attention_cost import Candidate, Shape, Strategy
-from sp_compile.passes.cost.collective_time import bytes_of
-from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.passes.cost.attention_cost import AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.collective_time import collective_bytes
+from sp_compile.passes.cost.exchange_cost import HeadBytes
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, divides
 
-from .base import ShardedAttention, heads_of, register
-from .ring_strategy import candidate, ring_grads, sends
+from .base import ShardedAttention, head_counts, register_strategy
+from .ring_strategy import ring_candidate, ring_grads, ring_send_bytes
 from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
-class Hybrid(ShardedAttention):
-    """Claims attention that was chosen to run as a hybrid (by hand: `Hybrid(4)(graph_module)`, any)."""
+class HybridAttention(ShardedAttention):
+    """Claims attention that was chosen to run as a hybrid (by hand: `HybridAttention(4)(graph_module)`, any)."""
 
     op = torch.ops.sp.hybrid_attention.default
 
@@ -42,26 +42,26 @@ class Hybrid(ShardedAttention):
     def on_mesh(cls, ranks: Ranks) -> bool:
         return ranks.ulysses not in (None, 1, ranks.n)
 
-    def unfit(self, call: Call) -> str | None:
+    def unsupported_reason(self, call: OpCall) -> str | None:
         if self._ulysses(call) is not None:
             return None
-        n, (_, heads) = self.job.ranks.n, heads_of(call)
+        n, (_, heads) = self.job.ranks.n, head_counts(call)
         given = self.job.ranks.ulysses
         which = f"{given}, of the mesh's 'ulysses' axis, does not divide" if given else f"no U with 1 < U < {n} divides"
         cause = f"attention='hybrid': {which} both the {n} ranks and the {heads} query heads"
         raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 
-    def last(self, node: Node) -> tuple[Any, ...]:
-        return self._ulysses(Call(node)), ring_grads(node)
+    def extra_arguments(self, node: Node) -> tuple[Any, ...]:
+        return self._ulysses(OpCall(node)), ring_grads(node)
 
-    def says(self, node: Node) -> str:
-        ulysses = self._ulysses(Call(node))
+    def describe(self, node: Node) -> str:
+        ulysses = self._ulysses(OpCall(node))
         assert ulysses is not None
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
 
-    def _ulysses(self, call: Call) -> int | None:
-        choice = record(call.node).choice
-        n, (_, heads) = self.job.ranks.n, heads_of(call)
+    def _ulysses(self, call: OpCall) -> int | None:
+        choice = node_info(call.node).choice
+        n, (_, heads) = self.job.ranks.n, head_counts(call)
         if choice is not None:
             return choice.ulysses
         wanted = self.job.ranks.ulysses
@@ -71,12 +71,12 @@ class Hybrid(ShardedAttention):
         return None
 
 
-def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
     for u in range(2, shape.n):
         if shape.n % u == 0 and shape.heads % u == 0:
             heads, exchanged = exchange_seconds(shape, machine, u), exchanged_memory(shape, u)
             left = replace(machine, memory=max(machine.memory - exchanged, 1.0))
-            ring = candidate(shape, left, layout, u)
+            ring = ring_candidate(shape, left, layout, u)
             yield replace(
                 ring,
                 kind="hybrid",
@@ -87,26 +87,26 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
             )
 
 
-def _sends(call: Call, n: int) -> tuple[Size, Size]:
-    heads, u = Heads(call), call["ulysses"]
-    keys = heads.repeated(u)
-    others = bytes_of("all_to_all", heads.queries + keys, u) + heads.moved(n, keys=True)
-    there, back = sends(heads, keys, n // u, n // u - 1)
+def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    heads, u = HeadBytes(call), call["ulysses"]
+    keys = heads.repeat_keys(u)
+    others = collective_bytes("all_to_all", heads.queries + keys, u) + heads.relayout_bytes(n, keys=True)
+    there, back = ring_send_bytes(heads, keys, n // u, n // u - 1)
     return others + there, others + back
 
 
-def _declare(call: Call, ranks: Ranks) -> None:
-    routes.declare(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
+def _declare_hybrid(call: OpCall, ranks: Ranks) -> None:
+    routes.declare_attention_routes(ranks.group, call["ulysses"], ranks.n // call["ulysses"])
 
 
-register(
+register_strategy(
     Strategy(
         name="hybrid",
         preference=3,
-        rewrite=Hybrid,
-        candidates=_candidates,
-        sends=_sends,
-        declare=_declare,
+        rewrite=HybridAttention,
+        candidates=_hybrid_candidates,
+        sends=_hybrid_sends,
+        declare=_declare_hybrid,
         axes=("ring", "ulysses"),
         neighbours=lambda call: call["ulysses"],
     )

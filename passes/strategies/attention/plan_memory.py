@@ -16,98 +16,102 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.lowering.base.layers import layer_of
-from sp_compile.passes.context import Settings
-from sp_compile.passes.cost.attention_memory import Memory
+from sp_compile.lowering.base.layers import node_layer
+from sp_compile.passes.context import PassSettings
+from sp_compile.passes.cost.attention_memory import RankMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import bytes_now
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.attention_axes import ATTENTION
-from sp_compile.passes.sharding.matchers import source_of
-from sp_compile.passes.sharding.placement import Plan, Shard
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.matchers import move_source
+from sp_compile.passes.sharding.placement import PlacementPlan, Shard
+from sp_compile.passes.sharding.rule import lookup_rule
 
 aten = torch.ops.aten
-OF_RESULTS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
+OUTPUT_SAVING_OPS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
 """Ops whose backward reads what they gave."""
-LOSSES = frozenset({aten.cross_entropy_loss.default})
+LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
 """Ops that keep log_softmax of their first operand, in float32 or wider, and not that itself."""
 
 
-def memory_needed(gm: GraphModule, plan: Plan, job: Settings, trained: set[Node], device: float) -> Memory:
+def memory_needed(
+    gm: GraphModule, plan: PlacementPlan, job: PassSettings, trained: set[Node], device: float
+) -> RankMemory:
     """Of one rank, for a graph in the global view. trained: the nodes that gradients reach."""
     n = job.ranks.n
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
-    state = _state(inputs, plan, n) if job.repeats is None else job.repeats.weights
-    weights, gradients = state.sharded(n) if job.state == "sharded" else (state.parameters, state.learned)
+    state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
+    weights, gradients = state.sharded_bytes(n) if job.state == "sharded" else (state.parameters, state.trainable)
     kept = Counter[Node]()
-    for value, times in _kept(trained, job):
+    for value, times in _saved_values(trained, job):
         kept[value] = max(times, kept[value])
-    losses = [node for node in trained if node.target in LOSSES]
-    nbytes = {node: _share(node.args[0], plan, n, 4) for node in losses}
-    tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_of_product(node, trained))
-    known = sum(_share(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
+    losses = [node for node in trained if node.target in LOSS_OPS]
+    nbytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}
+    tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_loss_of_product(node, trained))
+    known = sum(_rank_bytes(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
     may = isinstance(job.tiles, str)  # or they go in tiles whatever there is room for
-    return Memory(
+    return RankMemory(
         device=device,
         state=state,
         weights=weights + state.buffers,
         gradients=gradients,
-        kept=known if may else known - tiled,
+        saved=known if may else known - tiled,
         tiled=tiled if may else 0,
     )
 
 
-def _state(inputs: Iterable[Node], plan: Plan, n: int) -> ModelBytes:
+def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
     """Of the weights among a graph's inputs; layers by the numbers in their names."""
-    weights = {node: _share(node, plan, n) for node in inputs if node.op == "get_attr" or record(node).parameter}
-    parameters = [node for node in weights if record(node).requires_grad or "_parameters_" in node.name]
+    weights = {
+        node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
+    }
+    parameters = [node for node in weights if node_info(node).requires_grad or "_parameters_" in node.name]
     units: Counter[str] = Counter()
     for node in parameters:
         found = re.match(r".*?_modules_\d+(?=_)", node.name)
         units[found[0] if found else ""] += weights[node]
     total, rest = sum(weights[node] for node in parameters), units.pop("", 0)
-    learned = sum(weights[node] for node in parameters if record(node).requires_grad)
+    learned = sum(weights[node] for node in parameters if node_info(node).requires_grad)
     return ModelBytes(total, learned, sum(weights.values()) - total, max(units.values(), default=0), rest)
 
 
-def _is_of_product(node: Node, trained: set[Node]) -> bool:
+def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
     """Does a loss read what becomes of one product, row by row?"""
     while True:
         operands = [one for one in node.all_input_nodes if one in trained]
-        if len(operands) != 1 and node.target not in LOSSES:
+        if len(operands) != 1 and node.target not in LOSS_OPS:
             return False
         node = operands[0]
-        _, rule = lookup(node) or (None, None)
+        _, rule = lookup_rule(node) or (None, None)
         if node.op != "call_function" or rule is None:
             return False
-        if rule.contracts:
+        if rule.is_contraction:
             return True
 
 
-def _kept(trained: Iterable[Node], job: Settings) -> Iterator[tuple[Node, int]]:
+def _saved_values(trained: Iterable[Node], job: PassSettings) -> Iterator[tuple[Node, int]]:
     """What is kept, and how often: what one layer makes is there for each that reads it, all else once."""
     for node in trained:
         region = node.meta.get("ac_graph_id")
-        if region is None and node.target in OF_RESULTS:
+        if region is None and node.target in OUTPUT_SAVING_OPS:
             yield node, job.times(node)
         for operand in node.all_input_nodes:
             enters = operand.meta.get("ac_graph_id") != region
-            if operand in trained and (enters if region is not None else _reads_operands(node)):
-                value = _moved(operand) if region is None else operand
-                yield value, job.times(node) if layer_of(value) else 1
+            if operand in trained and (enters if region is not None else _backward_reads_operands(node)):
+                value = _storage_owner(operand) if region is None else operand
+                yield value, job.times(node) if node_layer(value) else 1
 
 
-def _reads_operands(node: Node) -> bool:
+def _backward_reads_operands(node: Node) -> bool:
     """Does its backward read its operands? That of an attention does, and that of a product."""
-    _, rule = lookup(node) or (None, None)
-    return node.target in ATTENTION or (rule is not None and rule.contracts and node.target not in LOSSES)
+    _, rule = lookup_rule(node) or (None, None)
+    return node.target in ATTENTION or (rule is not None and rule.is_contraction and node.target not in LOSS_OPS)
 
 
-def _moved(node: Node) -> Node:
+def _storage_owner(node: Node) -> Node:
     """The value in whose memory it lies."""
-    while (source := source_of(node)) is not None and is_tensor(source):
+    while (source := move_source(node)) is not None and is_tensor(source):
         x, y = source.meta["val"], node.meta["val"]
         if x.dtype != y.dtype or x.numel() != y.numel() or source.meta.get("ac_graph_id") is not None:
             return node
@@ -115,10 +119,10 @@ def _moved(node: Node) -> Node:
     return node
 
 
-def _share(node: Node, plan: Plan, n: int, least: int = 0) -> int:
+def _rank_bytes(node: Node, plan: PlacementPlan, n: int, least: int = 0) -> int:
     """The bytes of a value on one rank, elements of `least` bytes or more."""
     value = node.meta["val"]
     if not is_tensor(node):
         return 0
-    whole = bytes_now(value, least)
+    whole = current_bytes(value, least)
     return -(-whole // n) if isinstance(plan.of(node), Shard) else whole

@@ -18,60 +18,60 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from sp_compile.lowering.attention.ring_kernel import hops_of_window
+from sp_compile.lowering.attention.ring_kernel import window_hops
 from sp_compile.lowering.base.frames import LAYOUTS
 from sp_compile.lowering.comm import routes
-from sp_compile.lowering.masks.predicate import conjuncts, is_of_distance, over, symbols
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE, Candidate, Shape, Strategy
-from sp_compile.passes.cost.collective_time import bytes_of
-from sp_compile.passes.cost.exchange_cost import Heads
+from sp_compile.lowering.masks.predicate import depends_on_distance, evaluate_over, predicate_symbols, split_conjuncts
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE_RATIO, AttentionShape, Candidate, Strategy
+from sp_compile.passes.cost.collective_time import collective_bytes
+from sp_compile.passes.cost.exchange_cost import HeadBytes
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size
-from sp_compile.passes.sharding.attention_axes import predicate_of
+from sp_compile.passes.sharding.attention_axes import mask_predicate
 
-from .base import ShardedAttention, register, sequence_shard
+from .base import ShardedAttention, register_strategy, sequence_shard
 
 
-class Ring(ShardedAttention):
-    """Claims attention that was chosen to run as a ring (by hand: `Ring(4)(graph_module)`, any)."""
+class RingAttention(ShardedAttention):
+    """Claims attention that was chosen to run as a ring (by hand: `RingAttention(4)(graph_module)`, any)."""
 
     op = torch.ops.sp.ring_attention.default
 
-    def last(self, node: Node) -> tuple[Any, ...]:
-        return self._steps(node), ring_grads(node)
+    def extra_arguments(self, node: Node) -> tuple[Any, ...]:
+        return self._ring_steps(node), ring_grads(node)
 
-    def says(self, node: Node) -> str:
-        shifts = self._steps(node) - 1
+    def describe(self, node: Node) -> str:
+        shifts = self._ring_steps(node) - 1
         return f"{shifts} shifts of keys and values forward, at most {2 * shifts + 1} backward"
 
-    def _steps(self, node: Node) -> int:
+    def _ring_steps(self, node: Node) -> int:
         """1 + the furthest rank backwards whose keys any query may see; all ranks unless sizes and mask prove less."""
-        call, n = Call(node), self.job.ranks.n
+        call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
-        predicate = predicate_of(call)
+        predicate = mask_predicate(call)
         if not predicate or query is None or key is None or self._balance(node):
             return n
-        rows, in_order = query.frame.local(n), query.frame.order.in_order and query.frame.start == 0
-        if not query.matches(key) or not isinstance(rows, int) or not in_order:
+        rows, in_order = query.frame.local_length(n), query.frame.order.is_in_order and query.frame.start == 0
+        if not query.has_same_positions(key) or not isinstance(rows, int) or not in_order:
             return n
-        return 1 + furthest(predicate, n, rows)
+        return 1 + max_hops(predicate, n, rows)
 
 
 @lru_cache(maxsize=256)
-def furthest(predicate: str, n: int, rows: int) -> int:
+def max_hops(predicate: str, n: int, rows: int) -> int:
     """How many ranks backwards the furthest one is whose keys any query may see, each of `n` with so many rows.
 
     What asks only how far a key is from its query says the same of all ranks with another's keys before their own, and
     the same of all others: it is asked once for each of the two.
     """
-    free = {name: (-math.inf, math.inf) for name in symbols(predicate)}
-    near = [c for c in conjuncts(predicate) if is_of_distance(c, ())]
+    free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
+    near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
 
     def may(condition: str, rank: int, step: int) -> bool:
-        keys = _held((rank - step) % n, rows)
-        return over(condition, {**free, "q": _held(rank, rows), "k": keys}) is not False
+        keys = _rank_rows((rank - step) % n, rows)
+        return evaluate_over(condition, {**free, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
     for step in reversed(range(n)):
         for one, ranks in ((n - 1, range(step, n)), (0, range(step))):
@@ -80,22 +80,22 @@ def furthest(predicate: str, n: int, rows: int) -> int:
     return 0
 
 
-def _held(rank: int, rows: int) -> tuple[int, int]:
+def _rank_rows(rank: int, rows: int) -> tuple[int, int]:
     return rank * rows, (rank + 1) * rows - 1
 
 
 def ring_grads(node: Node) -> str:
     """How the gradients of its keys and values were chosen to get home."""
-    choice = record(node).choice
+    choice = node_info(node).choice
     return choice.ring_grads or "travel" if choice is not None else "travel"
 
 
-def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
+def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
     """A ring of `n / ulysses` places, each with the rows of `ulysses` neighbours and a share of the heads."""
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
     kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
     grads = kv * shape.widening
-    hops = _hops(shape, size) if ulysses == 1 else size - 1
+    hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / chunks
     busiest = shape.imbalance(size, layout)
     step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
@@ -117,41 +117,41 @@ def candidate(shape: Shape, machine: Machine, layout: str, ulysses: int = 1) -> 
     travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
     parts = memory + 2 * size * grads  # every part, and all of them packed
-    if forward + backward + travel <= TIE * (forward + backward + scatter) or parts > machine.memory:
+    if forward + backward + travel <= TIE_RATIO * (forward + backward + scatter) or parts > machine.memory:
         rounds = (hops, 2 * hops + last)
         return Candidate("ring", ulysses, size, layout, forward, backward + travel, memory, rounds, "travel")
     return Candidate("ring", ulysses, size, layout, forward, backward + scatter, parts, (hops, hops + 1), "scatter")
 
 
-def _hops(shape: Shape, size: int) -> int:
+def _needed_hops(shape: AttentionShape, size: int) -> int:
     """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
     if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
         return size - 1
-    return hops_of_window(shape.window, -(-shape.q_len // size), size)
+    return window_hops(shape.window, -(-shape.q_len // size), size)
 
 
-def sends(heads: Heads, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
+def ring_send_bytes(heads: HeadBytes, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
     """What one rank sends in a ring of `size` places for so many bytes of keys and values."""
     home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
-    shifts = hops * bytes_of("shift", keys, size)
+    shifts = hops * collective_bytes("shift", keys, size)
     return shifts, shifts + home * heads.widening * keys
 
 
-def _sends(call: Call, n: int) -> tuple[Size, Size]:
-    heads = Heads(call)
-    moved = heads.moved(n, keys=True)
-    there, back = sends(heads, heads.keys, n, call["steps"] - 1)
+def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    heads = HeadBytes(call)
+    moved = heads.relayout_bytes(n, keys=True)
+    there, back = ring_send_bytes(heads, heads.keys, n, call["steps"] - 1)
     return moved + there, moved + back
 
 
-register(
+register_strategy(
     Strategy(
         name="ring",
         preference=2,
-        rewrite=Ring,
-        candidates=lambda shape, machine, layout: [candidate(shape, machine, layout)],
-        sends=_sends,
-        declare=lambda call, ranks: routes.declare(ranks.group, 1, call["steps"]),
+        rewrite=RingAttention,
+        candidates=lambda shape, machine, layout: [ring_candidate(shape, machine, layout)],
+        sends=_ring_sends,
+        declare=lambda call, ranks: routes.declare_attention_routes(ranks.group, 1, call["steps"]),
         always=True,
     )
 )

@@ -27,43 +27,43 @@ from torch.fx import Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.base.frames import LAYOUTS
-from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, Candidate, Shape, Strategy
+from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.node_info import record
-from sp_compile.passes.graph.sizes import Size, divides, same, sizes
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.sizes import Size, as_sizes, divides, is_same_size
 from sp_compile.passes.sharding.attention_axes import ATTENTION
 from sp_compile.passes.sharding.placement import Demand, Placement, Shard
 
-from .base import SEQUENCE_FROM_END, AttentionPass, register, sequence_shard
+from .base import SEQUENCE_FROM_END, AttentionPass, register_strategy, sequence_shard
 
 sp, aten = torch.ops.sp, torch.ops.aten
 HEADS_FROM_END = -3
 DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
 
 
-class Ulysses(AttentionPass):
+class UlyssesAttention(AttentionPass):
     """Claims the demands of attention where the ranks divide the query heads."""
 
-    merges = False
-    explains = True
+    merges_blocks = False
+    is_explained = True
 
-    def refuses(self, node: Node, demands: list[Demand]) -> str | None:
-        if node.target not in ATTENTION or not self.chosen(node):
+    def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        if node.target not in ATTENTION or not self.is_chosen(node):
             return ""
-        why = self._unfit(Call(node))
+        why = self._unsupported_reason(OpCall(node))
         if why is not None and self.job.attention == self.name:
             raise SpError("SP402", f"attention='ulysses' does not support {describe_node(node)}: {why}.")
         return why
 
-    def _unfit(self, call: Call) -> str | None:
+    def _unsupported_reason(self, call: OpCall) -> str | None:
         n = self.job.ranks.n
         for i, operand in enumerate(call.operands[:3]):
             shape = call.shape(i)
             if len(shape) < 3:
                 return f"operand {operand.name} of shape {list(shape)} has no head dim"
             heads = shape[HEADS_FROM_END]
-            if not divides(n, heads) and (i == 0 or not self._repeats(call)):
+            if not divides(n, heads) and (i == 0 or not self._needs_repeat(call)):
                 return f"{n} ranks do not divide the {heads} heads of {operand.name}, of shape {list(shape)}"
             have = self.plan.of(operand)
             if isinstance(have, Shard) and sequence_shard(self.plan, call, i) is None:
@@ -71,26 +71,26 @@ class Ulysses(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        placed = {o: self.plan.of(o) for o in Call(node).operands[:3]}
-        if self._repeats(Call(node)):
+        placed = {o: self.plan.of(o) for o in OpCall(node).operands[:3]}
+        if self._needs_repeat(OpCall(node)):
             placed.update(self._repeat(node, placed))
-        chunks = self._chunks(node)
+        chunks = self._chunk_count(node)
         if chunks == 1:
-            self.note(node, self._around(node, placed)[1])
+            self.note(node, self._exchange_around(node, placed)[1])
             return
-        done = [self._around(part, lies) for part, lies in self._parts(node, chunks, placed)]
+        done = [self._exchange_around(part, lies) for part, lies in self._attend_in_chunks(node, chunks, placed)]
         self.note(node, f"{done[0][1]}, for each of {chunks} groups of heads")
         with self.graph.inserting_before(node):
             whole = self.compute(aten.cat.default, ([back for back, _ in done], HEADS_FROM_END), node)
         self.replace(node, whole)
 
-    def _chunks(self, node: Node) -> int:
+    def _chunk_count(self, node: Node) -> int:
         """In how many groups of heads: as was asked for, or as was chosen; what differs from head to head stays one."""
-        asked, choice, call = self.job.ulysses_chunks, record(node).choice, Call(node)
+        asked, choice, call = self.job.ulysses_chunks, node_info(node).choice, OpCall(node)
         chunks = asked if isinstance(asked, int) else choice.chunks if choice is not None else 1
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
         mask = call.get("attn_mask")
-        of_heads = mask is not None and not same((1, *sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
+        of_heads = mask is not None and not is_same_size((1, *as_sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
         n, why = self.job.ranks.n, None
         if not all(divides(chunks * n, h) for h in heads):
             why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks are not so many groups"
@@ -98,35 +98,35 @@ class Ulysses(AttentionPass):
             why = "its heads have masks, scores, sinks or random draws of their own"
         if chunks == 1 or why is None:
             return int(chunks)
-        self.refused(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
+        self.note_refusal(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
         return 1
 
-    def _parts(
+    def _attend_in_chunks(
         self, node: Node, chunks: int, placed: dict[Node, Placement]
     ) -> list[tuple[Node, dict[Node, Placement]]]:
         """The same attention of each group of heads, one behind the other, and how its operands lie."""
-        call, parts = Call(node), []
+        call, parts = OpCall(node), []
         with self.graph.inserting_before(node):
-            split = {o: self._split(o, chunks, node) for o in call.operands[:3]}
+            split = {o: self._split_heads(o, chunks, node) for o in call.operands[:3]}
             for i in range(chunks):
                 operands = [split[o][i] for o in call.operands[:3]]
-                args, kwargs = call.rebuild([*operands, *call.operands[3:]])
+                args, kwargs = call.with_operands([*operands, *call.operands[3:]])
                 part = self.compute(node.target, args, node, kwargs)
                 part.meta = {**node.meta, "val": part.meta["val"]}
                 parts.append((part, {split[o][i]: have for o, have in placed.items() if o in split}))
         return parts
 
-    def _split(self, x: Node, chunks: int, node: Node) -> list[Node]:
+    def _split_heads(self, x: Node, chunks: int, node: Node) -> list[Node]:
         """Groups of heads. Not slices: their gradients would be padded and added one by one."""
         dim = x.meta["val"].ndim + HEADS_FROM_END
-        both = self.compute(aten.split.Tensor, (x, sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
+        both = self.compute(aten.split.Tensor, (x, as_sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
         return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
 
-    def _around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
+    def _exchange_around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
         """Exchange what an attention reads and gives. Returns the result behind that, and what was done."""
-        call = Call(node)
+        call = OpCall(node)
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
-        groups = _by_frame(moved)
+        groups = _group_by_frame(moved)
         heads = min((call.shape(i)[HEADS_FROM_END] for i in range(3)), key=lambda h: h if isinstance(h, int) else 0)
         whole = (HEADS_FROM_END, (1, heads, 0, heads))
         fresh: dict[Node, Node] = {}
@@ -135,15 +135,15 @@ class Ulysses(AttentionPass):
                 rows = (SEQUENCE_FROM_END, moved[group[0]].frame_arg())
                 fresh.update(zip(group, self._exchange(group, whole, rows, node)))
         operands = [fresh.get(o, o) for o in call.operands[:3]] + call.operands[3:]
-        node.args, node.kwargs = call.rebuild(operands)
+        node.args, node.kwargs = call.with_operands(operands)
         queries, back = moved.get(call.operands[0]), node
         if queries is not None:
-            with self.behind(node):
+            with self.insert_after(node):
                 (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
-            self.interpose(node, back)
+            self.insert_between(node, back)
         return back, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back"
 
-    def _repeats(self, call: Call) -> bool:
+    def _needs_repeat(self, call: OpCall) -> bool:
         """Must key heads be repeated, and is that what a share of the query heads needs?"""
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
         grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
@@ -151,15 +151,15 @@ class Ulysses(AttentionPass):
 
     def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
         """Repeat every key head in place, lcm(Hkv, n) heads in all; the new operands lie as the old ones."""
-        call = Call(node)
+        call = OpCall(node)
         with self.graph.inserting_before(node):
-            repeated = {o: self._repeated(o, node) for o in call.operands[1:3]}
+            repeated = {o: self._repeat_if_needed(o, node) for o in call.operands[1:3]}
         operands = [call.operands[0], *(repeated[o] for o in call.operands[1:3]), *call.operands[3:]]
-        node.args, node.kwargs = call.rebuild(operands, enable_gqa=True)
+        node.args, node.kwargs = call.with_operands(operands, enable_gqa=True)
         return {new: placed[old] for old, new in repeated.items()}
 
-    def _repeated(self, x: Node, node: Node) -> Node:
-        heads = sizes(x.meta["val"].shape)[HEADS_FROM_END]
+    def _repeat_if_needed(self, x: Node, node: Node) -> Node:
+        heads = as_sizes(x.meta["val"].shape)[HEADS_FROM_END]
         return self.repeat_each(x, HEADS_FROM_END, math.lcm(heads, self.job.ranks.n) // heads, node)
 
     def _exchange(self, operands: list[Node], scattered: DimFrame, gathered: DimFrame, node: Node) -> list[Node]:
@@ -170,18 +170,18 @@ class Ulysses(AttentionPass):
         return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(values)]
 
 
-def _by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
+def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
     """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
     groups: list[list[Node]] = []
     for operand, have in moved.items():
-        group = next((g for g in groups if have.matches(moved[g[0]])), [])
+        group = next((g for g in groups if have.has_same_positions(moved[g[0]])), [])
         if not group:
             groups.append(group)
         group.append(operand)
     return groups
 
 
-def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
     """Whole sequences are in their own order, whatever that of the shards. In groups of heads where that is faster."""
     n = shape.n
     if LAYOUTS[layout].chunks > 1:
@@ -191,13 +191,20 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     memory = exchanged_memory(shape, n) + inside if n > 1 else 0
     found = [
         Candidate(
-            "ulysses", n, 1, layout, *_seconds(shape, machine, 1), memory, (2, 2) if n > 1 else (0, 0), legal=legal
+            "ulysses",
+            n,
+            1,
+            layout,
+            *_ulysses_seconds(shape, machine, 1),
+            memory,
+            (2, 2) if n > 1 else (0, 0),
+            legal=legal,
         )
     ]
     heads = math.lcm(shape.kv_heads, n) // n
     for chunks in range(2, heads + 1 if n > 1 and legal is None else 0):
         if heads % chunks == 0 and shape.heads % (chunks * n) == 0:
-            forward, backward = _seconds(shape, machine, chunks)
+            forward, backward = _ulysses_seconds(shape, machine, chunks)
             found.append(replace(found[0], forward=forward, backward=backward, rounds=(2 * chunks,) * 2, chunks=chunks))
     yield found[0]
     best = min(found, key=lambda c: c.seconds)
@@ -205,7 +212,7 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
         yield best
 
 
-def _seconds(shape: Shape, machine: Machine, chunks: int) -> tuple[float, float]:
+def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
     """Forward and backward in so many groups of heads: of the exchanges all but one group's hide behind attention."""
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
@@ -216,7 +223,7 @@ def _seconds(shape: Shape, machine: Machine, chunks: int) -> tuple[float, float]
     return forward + shown, backward + shown
 
 
-def exchange_seconds(shape: Shape, machine: Machine, ranks: int, chunks: int = 1) -> float:
+def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks: int = 1) -> float:
     """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing.
 
     Of all groups of heads together, where there are several.
@@ -229,15 +236,23 @@ def exchange_seconds(shape: Shape, machine: Machine, ranks: int, chunks: int = 1
     return chunks * exchanges + machine.copy(2 * (there + back))
 
 
-def exchanged_bytes(shape: Shape, ranks: int) -> int:
+def exchanged_bytes(shape: AttentionShape, ranks: int) -> int:
     """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
     repeated = math.lcm(shape.kv_heads, ranks)
     return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
 
 
-def exchanged_memory(shape: Shape, ranks: int) -> int:
+def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
     """q, k, v and the result behind the exchange, and in the backward their gradients."""
     return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
 
 
-register(Strategy(name="ulysses", preference=0, rewrite=Ulysses, candidates=_candidates, options=("ulysses_chunks",)))
+register_strategy(
+    Strategy(
+        name="ulysses",
+        preference=0,
+        rewrite=UlyssesAttention,
+        candidates=_ulysses_candidates,
+        options=("ulysses_chunks",),
+    )
+)

@@ -16,7 +16,7 @@ NAME = "SP"
 
 
 @contextmanager
-def known_backend() -> Iterator[None]:
+def register_backend_name() -> Iterator[None]:
     """Let accelerate's list of backends have "sp" meanwhile, so that `TorchDynamoPlugin(backend="sp")` can be made.
 
     The list is an Enum, which has no public way to grow.
@@ -35,7 +35,7 @@ def known_backend() -> Iterator[None]:
         DynamoBackend._member_names_.remove(NAME)
 
 
-class CountsItems:
+class ItemCounter:
     """The part of a Trainer that counts the items of a step, by which its loss is divided."""
 
     args: Any

@@ -22,7 +22,7 @@ class HashedFields(dict[str, str]):
 
     @cached_property
     def digest(self) -> int:
-        return hashed(json.dumps([*self.items()]))
+        return hash_text(json.dumps([*self.items()]))
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Message:
     asks: does every rank want to know every other's `answer`?
     """
 
-    doing: str
+    verb: str
     subject: str = ""
     number: int = 0
     fields: Mapping[Any, str] = field(default_factory=dict)
-    standing: HashedFields = field(default_factory=HashedFields)
+    static_fields: HashedFields = field(default_factory=HashedFields)
     error: SpError | None = None
-    asks: bool = False
+    expects_answer: bool = False
     answer: Any = None
     model: int = 0
     raised: tuple[int, str] | None = None
@@ -49,31 +49,31 @@ class Message:
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""
         model = f" of model {self.model}" if self.model > 1 else ""
-        return f"{self.doing} {self.subject}{model}{number}".strip()
+        return f"{self.verb} {self.subject}{model}{number}".strip()
 
     @property
     def header(self) -> list[int]:
         """Equal on all ranks where nobody has to read the bodies."""
-        told = [self.doing, self.subject, self.model, self.number, self.standing.digest, *self.fields.items()]
-        compared = hashed(json.dumps(told, default=str))
-        return [compared, self.error is not None, self.asks]
+        told = [self.verb, self.subject, self.model, self.number, self.static_fields.digest, *self.fields.items()]
+        compared = hash_text(json.dumps(told, default=str))
+        return [compared, self.error is not None, self.expects_answer]
 
     @property
     def body(self) -> bytes:
         """All of it."""
-        whole = replace(self, fields={**self.standing, **self.fields}, standing=HashedFields())
-        return json.dumps([_packed(getattr(whole, f.name)) for f in fields(self)]).encode()
+        whole = replace(self, fields={**self.static_fields, **self.fields}, static_fields=HashedFields())
+        return json.dumps([_encode_value(getattr(whole, f.name)) for f in fields(self)]).encode()
 
     @classmethod
     def read(cls, body: bytes) -> Message:
         """The message of a body."""
-        return cls(*map(_unpacked, json.loads(body)))
+        return cls(*map(_decode_value, json.loads(body)))
 
 
-CALLS = "calls"
-COMPILES = "compiles"
-READS = "reads"  # a value that lies in shards
-LIKELY = (
+CALL_VERB = "calls"
+COMPILE_VERB = "compiles"
+READ_VERB = "reads"  # a value that lies in shards
+LIKELY_CAUSE = (
     "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
     "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
     "backend, a mode as FlopCounterMode is, after which torch compiles this code no more), has caught an exception of "
@@ -82,12 +82,12 @@ LIKELY = (
 )
 GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
 BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
-STOPS = Message("stops")
-MEASURES = Message("measures", "how fast the ranks are")
+STOP_VERB = Message("stops")
+MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopNotice:
     """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
     there was; what is said of one does not hold for groups that are made later.
 
@@ -97,18 +97,18 @@ class Stop:
     """
 
     rank: int
-    words: str
-    goes_on: bool
-    talks: dict[str, int]
+    text: str
+    continues: bool
+    exchanges: dict[str, int]
     subject: str = ""
     within: str = ""
     raised: bool = False
 
 
-NOBODY = Stop(-1, "", True, {})
+NO_RANK = StopNotice(-1, "", True, {})
 
 
-def hashed(text: str) -> int:
+def hash_text(text: str) -> int:
     """63 bits of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -118,7 +118,7 @@ def hashed(text: str) -> int:
 _sendable: dict[str, type] = {}
 
 
-def sendable(one: type) -> type:
+def register_sendable(one: type) -> type:
     """Let a dataclass be part of an answer; a decorator."""
     _sendable[one.__name__] = one
     return one
@@ -139,7 +139,7 @@ class FieldKind(StrEnum):
     """The checksum of a value of an earlier call."""
 
 
-@sendable
+@register_sendable
 @dataclass(frozen=True)
 class Field:
     """The name of a field that states something of one value."""
@@ -151,26 +151,29 @@ class Field:
         return f"{self.kind} {self.name}"
 
 
-def _packed(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     if is_dataclass(value) and type(value).__name__ in _sendable:
-        return {"of": type(value).__name__, "is": [(f.name, _packed(getattr(value, f.name))) for f in fields(value)]}
+        return {
+            "of": type(value).__name__,
+            "is": [(f.name, _encode_value(getattr(value, f.name))) for f in fields(value)],
+        }
     if isinstance(value, SpError):
         return {"of": "SpError", "is": [value.code, value.cause, value.fix]}
     if isinstance(value, Mapping):
-        return {"of": "dict", "is": [[_packed(k), _packed(v)] for k, v in value.items()]}
+        return {"of": "dict", "is": [[_encode_value(k), _encode_value(v)] for k, v in value.items()]}
     if isinstance(value, tuple):
-        return {"of": "tuple", "is": [_packed(one) for one in value]}
+        return {"of": "tuple", "is": [_encode_value(one) for one in value]}
     if isinstance(value, frozenset):
-        return {"of": "frozenset", "is": [_packed(one) for one in sorted(value)]}
-    return [_packed(one) for one in value] if isinstance(value, list) else value
+        return {"of": "frozenset", "is": [_encode_value(one) for one in sorted(value)]}
+    return [_encode_value(one) for one in value] if isinstance(value, list) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one) for one in value]
+        return [_decode_value(one) for one in value]
     if not isinstance(value, dict):
         return value
-    parts = [_unpacked(one) for one in value["is"]]
+    parts = [_decode_value(one) for one in value["is"]]
     makers: dict[str, Callable[[Any], Any]] = {
         "dict": dict,
         "tuple": tuple,

@@ -72,13 +72,13 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     from sp_compile.lowering.masks import balance_rows as deal
 
     made: list[Tensor] = []
-    new_order = deal.new_order
+    new_order = deal.order_tensors
 
     def seen(*args: Any) -> tuple[Tensor, Tensor]:
         made.append(new_order(*args)[0])
         return new_order(*args)
 
-    monkeypatch.setattr(deal, "new_order", seen)
+    monkeypatch.setattr(deal, "order_tensors", seen)
     return made
 
 
@@ -128,13 +128,13 @@ def test_all_lengths(n: int, attention: str, lengths: list[int], batch: int, win
 def test_one_wait_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order and the tables of all vectors, in both orders, from one copy of two vectors."""
     waits: list[int] = []
-    on_host = pieces._on_host
+    on_host = pieces._copy_to_host
 
     def counted(vectors: list[Tensor]) -> list[Tensor]:
         waits.append(len(vectors))
         return on_host(vectors)
 
-    monkeypatch.setattr(pieces, "_on_host", counted)
+    monkeypatch.setattr(pieces, "_copy_to_host", counted)
     check(*given(), sp=2, attention="ring", layout="balanced")
     assert waits == [2, 2], "once on each of two ranks"
 
@@ -195,7 +195,7 @@ def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> 
         kind = next(kinds)
         return next(c for c in legal if c.kind == kind)
 
-    monkeypatch.setattr(choose, "choose", in_turn)
+    monkeypatch.setattr(choose, "choose_attention", in_turn)
     report = check(*given(), sp=4, layout="balanced")
     assert {note.label for note in report.notes} >= {"ulysses", "ring", "balanced"}
 
@@ -247,7 +247,7 @@ class Hidden(Packed):
         return loss, logits.tanh()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize(
     ("model", "options"),
     [(Shifted, {}), (Hidden, {"outputs": "lazy", "cost": {**SLOW, "all_gather_latency": 10.0}}), (Mapped, {})],
@@ -379,7 +379,7 @@ class Window(nn.Module):
         return self.attend(x[:, self.rows], again).square().sum()
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:

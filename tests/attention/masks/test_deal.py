@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention.attending import packed, pieces_of
 
-from sp_compile.lowering.masks.balance_chunks import deal
-from sp_compile.lowering.masks.balance_rows import dealt, new_order, positions_in_order, reordered
-from sp_compile.lowering.masks.block_plan import plan
-from sp_compile.lowering.masks.blocks import pairs_before, pairs_of
+from sp_compile.lowering.masks.balance_chunks import assign_chunks
+from sp_compile.lowering.masks.balance_rows import balance_rows, order_tensors, ordered_positions_table, reorder_table
+from sp_compile.lowering.masks.block_plan import plan_blocks
+from sp_compile.lowering.masks.blocks import count_pairs, count_pairs_before
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.predicate import evaluate
-from sp_compile.lowering.masks.spans import Segment, rows_of
+from sp_compile.lowering.masks.predicate import evaluate_mask
+from sp_compile.lowering.masks.spans import Segment, span_rows
 
 DOCUMENTS = "Eq(row0, col0) & (k <= q)"
 
@@ -42,15 +42,18 @@ def test_an_order_of_all_positions(lengths: list[int], n: int, ends: tuple[int, 
     """Each once; the ends, and what is behind them on a padded rank, keep their places; runs are of one length."""
     length = sum(lengths)
     front, behind = (min(end, length) for end in ends)
-    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, behind)
-    order, inverse = new_order(found, torch.device("cpu"))
+    found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n, 1, front, behind)
+    order, inverse = order_tensors(found, torch.device("cpu"))
     assert torch.equal(order[inverse], torch.arange(length))
     assert torch.equal(inverse[order], torch.arange(length))
     assert torch.equal(order[:front], torch.arange(front))
     assert torch.equal(order[length - behind :], torch.arange(length - behind, length))
     assert all(rows.diff().gt(0).all() for rows in order.split(-(-length // n))), "a rank's rows are not in order"
     x = torch.randint(0, 3, (2, length), generator=torch.Generator().manual_seed(length))
-    for table, wanted in (positions_in_order(found), order[None]), (reordered(pieces_of(x), found), x[:, order]):
+    for table, wanted in (
+        (ordered_positions_table(found), order[None]),
+        (reorder_table(pieces_of(x), found), x[:, order]),
+    ):
         low, high, _ = Pieces.of(table).lines(np.arange(length))
         assert ((low <= wanted.numpy()) & (wanted.numpy() <= high)).all()
 
@@ -60,11 +63,11 @@ def test_tables_in_the_order_know_as_much() -> None:
     length, n = 1 << 13, 4
     documents = packed(lengths_of(1.0, 12, length))
     v = [pieces_of(x) for x in documents]
-    found = dealt(("Eq(row0, col0) & (col1 <= row1)",), (1,), (), (v[0], v[1]), length, n)
-    order, _ = new_order(found, torch.device("cpu"))
+    found = balance_rows(("Eq(row0, col0) & (col1 <= row1)",), (1,), (), (v[0], v[1]), length, n)
+    order, _ = order_tensors(found, torch.device("cpu"))
     assert len(found.firsts) > n
-    for table, values in [(positions_in_order(found), order[None])] + [
-        (reordered(p, found), x[:, order]) for p, x in zip(v, documents)
+    for table, values in [(ordered_positions_table(found), order[None])] + [
+        (reorder_table(p, found), x[:, order]) for p, x in zip(v, documents)
     ]:
         mine, theirs = Pieces.of(table), pieces_of(values)
         assert len(mine.starts) <= len(theirs.starts) + 2
@@ -80,8 +83,8 @@ def test_work_is_even(spread: float, count: int, n: int) -> None:
     """Of the pairs that the mask itself allows, counted rank by rank."""
     length = 1 << 17
     lengths = lengths_of(spread, count, length)
-    found = dealt((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
-    order, _ = new_order(found, torch.device("cpu"))
+    found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
+    order, _ = order_tensors(found, torch.device("cpu"))
     pairs = packed(lengths)[1][0] + 1  # a query sees the tokens of its document up to itself
     loads = pairs[order].view(n, -1).sum(1).double()
     assert loads.max() / loads.mean() <= 1.05
@@ -91,7 +94,7 @@ def test_work_is_even(spread: float, count: int, n: int) -> None:
 def test_no_more_chunks_than_needed() -> None:
     """Nothing to balance: none. Causal alone: the two of zigzag."""
     for predicate, chunks in ("", 1), ("k <= q", 2):
-        found = dealt((predicate,), (1,), (), (), 1 << 12, 8)
+        found = balance_rows((predicate,), (1,), (), (), 1 << 12, 8)
         assert len(found.firsts) <= 8 * chunks
         assert found.imbalance <= 1.001
 
@@ -99,7 +102,7 @@ def test_no_more_chunks_than_needed() -> None:
 def test_chunks_are_exchanged_where_dealing_them_by_work_leaves_too_much() -> None:
     """By work alone 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser cuts are no more even."""
     works = [8, 7, 6, 5, 4, 2, 2, 2]
-    found = deal(lambda rows: [sum(works[:row]) for row in rows], 8, 2, 4)
+    found = assign_chunks(lambda rows: [sum(works[:row]) for row in rows], 8, 2, 4)
     loads = [sum(works[first] for first in mine) for mine in found.firsts.reshape(2, 4)]
     assert loads == [18, 18]
     assert found.imbalance == 1.0
@@ -111,14 +114,14 @@ def test_one_chunk_fewer_would_leave_too_much(count: int, n: int) -> None:
     """On the rank that has the heaviest one."""
     length = 1 << 18
     v = vector(lengths_of(1.5, count, length))
-    found = dealt((DOCUMENTS,), (1,), (), (v,), length, n)
+    found = balance_rows((DOCUMENTS,), (1,), (), (v,), length, n)
     chunks = len(found.firsts) // n
     assert 1 < chunks < 16
     whole = (Segment(0, 0, length),)
-    made = plan(DOCUMENTS, whole, whole, (), (v,), (v,))
+    made = plan_blocks(DOCUMENTS, whole, whole, (), (v,), (v,))
     size, more = divmod(length // n, chunks - 1)
     edges = np.cumsum([0, *n * [*more * [size + 1], *(chunks - 1 - more) * [size]]])
-    works = np.diff(pairs_before(made, edges.tolist()))
+    works = np.diff(count_pairs_before(made, edges.tolist()))
     assert found.imbalance <= 1.05
     assert works.max() * n > 1.05 * works.sum()
 
@@ -126,8 +129,8 @@ def test_one_chunk_fewer_would_leave_too_much(count: int, n: int) -> None:
 def test_several_masks_count_by_their_weights() -> None:
     """Documents in most layers, all that is past in a few."""
     v = vector(lengths_of(1.0, 20, 1 << 12))
-    found = dealt((DOCUMENTS, "k <= q"), (5, 1), (), (v,), 1 << 12, 4)
-    order, _ = new_order(found, torch.device("cpu"))
+    found = balance_rows((DOCUMENTS, "k <= q"), (5, 1), (), (v,), 1 << 12, 4)
+    order, _ = order_tensors(found, torch.device("cpu"))
     index = torch.arange(1 << 12)
     loads = torch.zeros(4, dtype=torch.double)
     for rank, rows in enumerate(order.chunk(4)):
@@ -139,7 +142,7 @@ def test_several_masks_count_by_their_weights() -> None:
         }
         values = {name: torch.as_tensor(x) for name, x in values.items()}
         for predicate, weight in (DOCUMENTS, 5), ("k <= q", 1):
-            loads[rank] += weight * torch.as_tensor(evaluate(predicate, values)).sum()
+            loads[rank] += weight * torch.as_tensor(evaluate_mask(predicate, values)).sum()
     assert loads.max() / loads.mean() == pytest.approx(found.imbalance, rel=1e-3)  # of tiny documents it counts all
     assert found.imbalance <= 1.05
 
@@ -151,11 +154,11 @@ def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
     length, n = 1 << 15, 8
     v = [pieces_of(x) for x in packed(lengths_of(spread, 40, length) if spread else [length])]
     predicate = "Eq(row0, col0) & (col1 <= row1)"
-    found = dealt((predicate,), (1,), (), tuple(v), length, n, stride)
-    moved, places = tuple(Pieces.of(reordered(p, found)) for p in v), n // stride
-    held = [rows_of([places, 1, 1, 0, 0, length], length // places, place) for place in range(places)]
-    plans = [[plan(predicate, q, k, (), moved, moved) for k in held] for q in held]
-    loads = torch.tensor([sum(map(pairs_of, steps)) for steps in plans]).double()
+    found = balance_rows((predicate,), (1,), (), tuple(v), length, n, stride)
+    moved, places = tuple(Pieces.of(reorder_table(p, found)) for p in v), n // stride
+    held = [span_rows([places, 1, 1, 0, 0, length], length // places, place) for place in range(places)]
+    plans = [[plan_blocks(predicate, q, k, (), moved, moved) for k in held] for q in held]
+    loads = torch.tensor([sum(map(count_pairs, steps)) for steps in plans]).double()
     assert loads.max() / loads.mean() <= 1.05
     every = [one for steps in plans for one in steps]
     assert max(len(one.packed) + len(one.others) for one in every) <= 3
@@ -166,11 +169,11 @@ def test_a_dealt_document_is_few_calls(spread: float, stride: int) -> None:
 def test_pairs_before_a_row(predicate: str) -> None:
     lengths = [5, 1, 90, 2, 300, 7]
     v, length = vector(lengths), sum(lengths)
-    made = plan(predicate, (Segment(0, 0, length),), (Segment(0, 0, length),), (), (v,), (v,))
+    made = plan_blocks(predicate, (Segment(0, 0, length),), (Segment(0, 0, length),), (), (v,), (v,))
     index, number = torch.arange(length), packed(lengths)[0][0]
     values = {"q": index[:, None], "k": index, "row0": number[:, None], "col0": number}
-    of_rows = torch.as_tensor(evaluate(predicate, values)).sum(1)
-    found = pairs_before(made, list(range(length + 1)))
+    of_rows = torch.as_tensor(evaluate_mask(predicate, values)).sum(1)
+    found = count_pairs_before(made, list(range(length + 1)))
     if not made.others or all(b.kind.value != "masked" for b in made.others):
         assert found == [0, *of_rows.cumsum(0).tolist()]
-    assert found[-1] == pairs_of(made)
+    assert found[-1] == count_pairs(made)

@@ -17,7 +17,7 @@ from support.models import check
 from torch import Tensor, nn
 
 from sp_compile import verify
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.attention_axes import attention_nodes
 
 LENGTH, WIDTH, HEADS = 13, 16, 4
@@ -72,7 +72,7 @@ def run(case: str, strategy: str, ranks: int, length: int = LENGTH, **sizes: int
     assert not check(model, floats(2, length, WIDTH), sp=ranks, attention=strategy).fallbacks
 
 
-@pytest.mark.sampled(every=24)
+@pytest.mark.sampled(all_blocks=24)
 @pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
 @pytest.mark.parametrize("case", CASES)
 def test_one_device(case: str, strategy: str, ranks: int) -> None:
@@ -98,7 +98,7 @@ def test_one_tensor_of_all_three() -> None:
     assert not check(model, floats(2, LENGTH, WIDTH), sp=2, attention="ulysses").fallbacks
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
 @pytest.mark.parametrize("case", ["all", "causal", "window", "soft-cap"])
 @pytest.mark.parametrize("ends", ["the same", "others"])
@@ -119,7 +119,7 @@ def test_without_gradients_it_is_the_kernel_alone() -> None:
 
     graph, _ = canonical(lambda x: attend(*x), floats(3, 1, LENGTH, 4, 8))
     (node,) = attention_nodes(graph)
-    assert Call(node)["is_causal"]
+    assert OpCall(node)["is_causal"]
 
 
 def test_one_kernel_with_documents_and_without() -> None:
@@ -131,7 +131,7 @@ def test_one_kernel_with_documents_and_without() -> None:
     x = floats(3, LENGTH, 4, 8)
     graph, _ = canonical(attend, x, ENDS, ENDS)
     (node,) = attention_nodes(graph)
-    assert Call(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
+    assert OpCall(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
     (found,) = graph(x, ENDS)
     torch.testing.assert_close(found, attend(x, ENDS, ENDS), rtol=1e-9, atol=1e-9)
     graph, (note,) = canonical(attend, x, ENDS, None)
@@ -144,8 +144,8 @@ def test_slopes_of_documents() -> None:
 
     graph, _ = canonical(lambda x, ends: _with_slopes(x, ends, ends), floats(3, LENGTH, 4, 8), ENDS)
     (node,) = attention_nodes(graph)
-    assert Call(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
-    assert Call(node)["score"] == "s - head0*Abs(q - k)"
+    assert OpCall(node)["predicate"] == "Eq(row0, col0) & (k <= q)"
+    assert OpCall(node)["score"] == "s - head0*Abs(q - k)"
     graph, (note,) = canonical(_with_slopes, floats(3, LENGTH, 4, 8), ENDS, FEWER)
     assert not attention_nodes(graph)
     assert note.label == "not flash_functions"

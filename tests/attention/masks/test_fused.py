@@ -16,13 +16,21 @@ from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
 from sp_compile.lowering.attention.merge_blocks import merge
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.masks import score as scores
-from sp_compile.lowering.masks.block_plan import plan
+from sp_compile.lowering.masks.block_plan import plan_blocks
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.spans import rows_of, whole
+from sp_compile.lowering.masks.spans import full_span, span_rows
 from sp_compile.lowering.triton.flex import flex_calls as calls
-from sp_compile.lowering.triton.flex.flex_tables import EMPTY, FULL, PARTIAL, Tables, kinds_of_tiles, tables, tile_of
+from sp_compile.lowering.triton.flex.flex_tables import (
+    EMPTY_TILE,
+    FULL_TILE,
+    PARTIAL_TILE,
+    BlockTables,
+    build_tables,
+    tile_kinds,
+    tile_size,
+)
 
 sp = torch.ops.sp
 TEXTS = ["", "30.0*tanh(s/30.0)", "s + head0*(k - q)", "s - Abs(k - q)/8.0 + exp(-s**2)"]
@@ -34,7 +42,7 @@ def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
     return tuple(found[:2]), tuple(found[2:])
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(all_blocks=26)
 @pytest.mark.parametrize("tile", [4, 16])
 @pytest.mark.parametrize(
     ("n", "folds", "start", "length"), [(1, 1, 0, 61), (2, 1, 3, 61), (2, 2, 1, 90), (3, 2, 0, 96)]
@@ -48,8 +56,8 @@ def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int
         for shift in range(n):
             spans = [n, folds, 1, 0, start, length], [n, folds, 1, shift, start, length]
             rows, keys = row_indices(spans[0], rank), row_indices(spans[1], rank)
-            of = [rows_of(s, len(x), rank) for s, x in zip(spans, (rows, keys))]
-            states = kinds_of_tiles(plan(p.predicate, *of, tuple(SIZES), *in_numpy(p)), len(rows), len(keys), tile)
+            of = [span_rows(s, len(x), rank) for s, x in zip(spans, (rows, keys))]
+            states = tile_kinds(plan_blocks(p.predicate, *of, tuple(SIZES), *in_numpy(p)), len(rows), len(keys), tile)
             for i, j in torch.cartesian_prod(*map(torch.arange, states.shape)).tolist():
                 here = [x[at * tile : (at + 1) * tile] for x, at in ((rows, i), (keys, j))]
                 at = (
@@ -57,29 +65,29 @@ def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int
                     [r for r in here[1] if r is not None],
                 )
                 some, every = (x[at[0], at[1]] if len(at[1]) else x[:0, :0] for x in allowed)
-                if states[i, j] == EMPTY:
+                if states[i, j] == EMPTY_TILE:
                     assert not some.any()
-                elif states[i, j] == FULL:
+                elif states[i, j] == FULL_TILE:
                     assert every.all()
                     assert None not in here[0] + here[1]
 
 
 def test_few_tiles_are_asked() -> None:
     """Those on the diagonal."""
-    rows = rows_of(whole(4096), 4096, 0)
-    states = kinds_of_tiles(plan("k <= q", rows, rows), 4096, 4096, 128)
-    assert torch.equal(states == PARTIAL, torch.eye(32, dtype=torch.bool))
-    assert torch.equal(states == FULL, torch.ones(32, 32).tril(-1).bool())
+    rows = span_rows(full_span(4096), 4096, 0)
+    states = tile_kinds(plan_blocks("k <= q", rows, rows), 4096, 4096, 128)
+    assert torch.equal(states == PARTIAL_TILE, torch.eye(32, dtype=torch.bool))
+    assert torch.equal(states == FULL_TILE, torch.ones(32, 32).tril(-1).bool())
 
 
 def test_tables_are_small() -> None:
     """A rank's million of keys; tables are those of torch's BlockMask."""
-    assert tile_of(1 << 17, 1 << 20) == 512
-    q, k = rows_of(whole(1000), 1000, 0), rows_of(whole(700), 700, 0)
-    found = tables(plan("(k <= q) | (k < 300)", q, k), 1000, 700, False, torch.device("cpu"))
-    states = kinds_of_tiles(plan("(k <= q) | (k < 300)", q, k), 1000, 700, 128)
+    assert tile_size(1 << 17, 1 << 20) == 512
+    q, k = span_rows(full_span(1000), 1000, 0), span_rows(full_span(700), 700, 0)
+    found = build_tables(plan_blocks("(k <= q) | (k < 300)", q, k), 1000, 700, False, torch.device("cpu"))
+    states = tile_kinds(plan_blocks("(k <= q) | (k < 300)", q, k), 1000, 700, 128)
     assert [x.shape for x in found] == [(1, 1, 8), (1, 1, 8, 6)] * 2 + [(1, 1, 6), (1, 1, 6, 8)] * 2
-    for numbers, indices, wanted in zip(found[::2], found[1::2], [states == PARTIAL, states == FULL] * 2):
+    for numbers, indices, wanted in zip(found[::2], found[1::2], [states == PARTIAL_TILE, states == FULL_TILE] * 2):
         wanted = wanted if numbers.shape[2] == 8 else wanted.T
         for row, number, columns in zip(wanted, numbers[0, 0].tolist(), indices[0, 0]):
             assert columns[:number].tolist() == row.nonzero()[:, 0].tolist()
@@ -93,7 +101,7 @@ def by_hand(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
     values = places | {"head0": torch.tensor(SLOPES, dtype=torch.float64)[:, None, None]}
     keys, values_ = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scaled = q @ keys.mT * 0.3
-    scored = scores.evaluate(text, scaled, values) if text else scaled
+    scored = scores.evaluate_score(text, scaled, values) if text else scaled
     if bias is not None and bias.dtype != torch.bool:
         scored = scored + bias
     allowed = p.allowed() if bias is None or bias.dtype != torch.bool else p.allowed() & bias
@@ -112,7 +120,7 @@ def options(text: str) -> dict[str, object]:
     return {"score": text, "heads": [torch.tensor(SLOPES, dtype=torch.float64)] if "head" in text else []}
 
 
-@pytest.mark.sampled(every=82)
+@pytest.mark.sampled(all_blocks=82)
 @pytest.mark.parametrize(("n", "folds", "length"), [(1, 1, 29), (2, 1, 31), (2, 2, 31), (3, 1, 32), (4, 2, 45)])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", PREDICATES)
@@ -130,7 +138,7 @@ def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> 
         lse = shard(wanted[1][..., None], spans[0], rank)[..., 0]
         parts = []
         for span in spans:
-            args = p.arguments(spans[0], span, GROUP, **options(text))
+            args = p.arguments(spans[0], span, SIMULATED_GROUP, **options(text))
             keys, values = shard(p.k, span, rank), shard(p.v, span, rank)
             parts.append(bodies.attend(q, keys, values, *args))
             dq, dk, dv, _ = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
@@ -149,14 +157,14 @@ def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> 
     assert len(programs.made) == (0 if name == "nothing" else 2)  # forward and backward, of all ranks and steps
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(all_blocks=8)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 13, 30), (1, 1, 13, 30), (2, 1, 1, 30), (1, 4, 13, 1)])
 def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:
     p = Problem("causal", 13, 30, key_heads=2)
     data = randn(*shape, seed=5) if bias else randn(*shape, seed=5) > -0.5
     with fused_here() as programs, torch.no_grad():
-        args = p.arguments(whole(13), whole(30), mask=data, **options(TEXTS[1]))
+        args = p.arguments(full_span(13), full_span(30), mask=data, **options(TEXTS[1]))
         out, lse = bodies.attend(p.q, p.k, p.v, *args)
         *grads, _ = bodies.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *args, False)
     assert len(programs.made) == 2
@@ -169,7 +177,7 @@ def test_lengths_that_change_share_a_program() -> None:
     wanted = [by_hand(p, TEXTS[1])[:2] for p in problems]
     with fused_here() as programs, torch.no_grad():
         for p, here in zip(problems, wanted):
-            rows = whole(p.q.shape[2])
+            rows = full_span(p.q.shape[2])
             close(list(bodies.attend(p.q, p.k, p.v, *p.arguments(rows, rows, **options(TEXTS[1])))), here)
     assert len(programs.made) == 2
 
@@ -181,8 +189,8 @@ def test_what_cannot_be_compiled_is_dense() -> None:
         raise RuntimeError("no compiler")
 
     p = Problem("causal", 20, 20)
-    args = p.arguments(whole(20), whole(20), **options(TEXTS[1]))
-    with fused_here(), calls.COMPILER.to(broken), torch.no_grad(), mock.patch.object(calls, "_broken", False):
+    args = p.arguments(full_span(20), full_span(20), **options(TEXTS[1]))
+    with fused_here(), calls.COMPILER.force(broken), torch.no_grad(), mock.patch.object(calls, "_failed", False):
         with pytest.warns(UserWarning, match="computed densely from now on.*no compiler"):
             out, lse = bodies.attend(p.q, p.k, p.v, *args)
         again = bodies.attend(p.q, p.k, p.v, *args)
@@ -192,7 +200,7 @@ def test_what_cannot_be_compiled_is_dense() -> None:
 
 def test_dropout_is_dense() -> None:
     p = Problem("causal", 20, 20)
-    args = p.arguments(whole(20), whole(20), seed=torch.tensor(3), dropout_p=0.3)
+    args = p.arguments(full_span(20), full_span(20), seed=torch.tensor(3), dropout_p=0.3)
     with fused_here() as programs, torch.no_grad():
         bodies.attend(p.q, p.k, p.v, *args)
     assert not programs.made
@@ -203,4 +211,4 @@ def test_order_of_tables() -> None:
     from torch.nn.attention.flex_attention import BlockMask
 
     names = [name for name in BlockMask.__annotations__ if name.endswith(("num_blocks", "indices"))]
-    assert tuple(names) == Tables._fields
+    assert tuple(names) == BlockTables._fields

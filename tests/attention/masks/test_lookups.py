@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.masks import pieces
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 
 ops = torch.ops.sp
 LENGTHS = [5, 1, 9, 2, 3, 7]
@@ -22,13 +22,13 @@ LENGTHS = [5, 1, 9, 2, 3, 7]
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many vectors came to the host in each call so far."""
     found: list[int] = []
-    on_host = pieces._on_host
+    on_host = pieces._copy_to_host
 
     def counted(vectors: list[Tensor]) -> list[Tensor]:
         found.append(len(vectors))
         return on_host(vectors)
 
-    monkeypatch.setattr(pieces, "_on_host", counted)
+    monkeypatch.setattr(pieces, "_copy_to_host", counted)
     return found
 
 
@@ -59,7 +59,7 @@ def given(batch: int = 1) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     return Layers().double(), x, positions, padding
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [4, pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
@@ -96,14 +96,14 @@ def test_one_call_at_the_beginning() -> None:
     assert len(readers) == 3
     assert all(node < readers[0] for node in (call, *call.users))
     assert not any("linear" in str(node.target) and node < call for node in graph.nodes)
-    for reader in map(Call, readers):
+    for reader in map(OpCall, readers):
         vectors = [*reader["rows"], *reader["cols"]]
         taken = [call.args[0][table.args[1]] for table in reader["pieces"]]
         assert [v.target for v in taken] == [v.target for v in vectors]
         assert len({*vectors}) == len(vectors) >= len({*taken})
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_once_a_step_compiled(backend: str, dynamic: bool, waits: list[int]) -> None:
@@ -146,7 +146,7 @@ def test_once_a_call_by_hand(way: str, waits: list[int]) -> None:
     def on_rank(rank: int) -> None:
         x = q[:, :, rank * 6 : (rank + 1) * 6].clone().requires_grad_()
         more = {"ulysses": 2} if way == "hybrid" else {}
-        ranks = Ranks(4, GROUP)
+        ranks = Ranks(4, SIMULATED_GROUP)
         run(x, x, x, mesh=ranks, documents=documents, is_causal=True, check=False, **more).sum().backward()
 
     run_ranks(4, on_rank)

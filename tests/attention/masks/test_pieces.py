@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.attention.attending import packed, pieces_of
 from torch import Tensor
 
-from sp_compile.lowering.masks.pieces import CELL, FAR_VALUE, MOST_PIECES, table_size
+from sp_compile.lowering.masks.pieces import CELL, FAR_VALUE, MAX_PIECES, table_size
 
 
 def vectors() -> st.SearchStrategy[Tensor]:
@@ -50,7 +50,7 @@ def test_values_are_within_their_pieces(x: Tensor, data: st.DataObject) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(CELL // MOST_PIECES, 400), min_size=1, max_size=40))
+@given(st.lists(st.integers(CELL // MAX_PIECES, 400), min_size=1, max_size=40))
 def test_documents_and_positions_have_a_piece_each(lengths: list[int]) -> None:
     documents, positions = packed(lengths)
     assert len(pieces_of(documents).starts) <= len(lengths)
@@ -100,9 +100,9 @@ def test_tables_fit_whatever_a_vector_holds(kind: str) -> None:
         found = pieces_of(x)
         assert found.batch == x.shape[0]
         if length > CELL:
-            assert len(found.starts) <= length // CELL + MOST_PIECES
+            assert len(found.starts) <= length // CELL + MAX_PIECES
     if kind in ("bits", "alternating"):  # but for the last positions, which are no whole cell
-        assert len(found.starts) <= 1 + MOST_PIECES
+        assert len(found.starts) <= 1 + MAX_PIECES
 
 
 def test_equal_tables_are_equal_pieces() -> None:

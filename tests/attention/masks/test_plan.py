@@ -16,16 +16,16 @@ from support.attention.attending import PREDICATES, packed, pieces_of
 from support.cuda.attention import told
 from torch import Tensor
 
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
-from sp_compile.lowering.masks.block_plan import TILE, plan
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
+from sp_compile.lowering.masks.block_plan import TILE_ROWS, plan_blocks
 from sp_compile.lowering.masks.blocks import Block, Kind, PackedCall, Window
-from sp_compile.lowering.masks.cells import unbroken
-from sp_compile.lowering.masks.predicate import conjuncts, evaluate
-from sp_compile.lowering.masks.spans import Segment, intervals, stretches, valid_rows, whole
+from sp_compile.lowering.masks.cells import valid_segments
+from sp_compile.lowering.masks.predicate import evaluate_mask, split_conjuncts
+from sp_compile.lowering.masks.spans import Segment, full_span, index_intervals, local_valid_rows, shard_spans
 
 
 def rows_of(span: Sequence[int], local: int, rank: int) -> tuple[Segment, ...]:
-    return run_ranks(rank + 1, lambda r: valid_rows(span, local, GROUP))[rank]
+    return run_ranks(rank + 1, lambda r: local_valid_rows(span, local, SIMULATED_GROUP))[rank]
 
 
 def work(blocks: tuple[Block, ...]) -> float:
@@ -37,8 +37,10 @@ def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len
     """How many blocks hold each pair of indices; FULL and CAUSAL ones only the pairs that they let attend."""
     counts = torch.zeros(q_len, k_len, dtype=torch.int64)
     for block in blocks:
-        queries = [i for a, b in intervals(q_rows, block.q_off, block.q_off + block.q_len) for i in range(a, b + 1)]
-        keys = [i for a, b in intervals(k_rows, block.k_off, block.k_off + block.k_len) for i in range(a, b + 1)]
+        queries = [
+            i for a, b in index_intervals(q_rows, block.q_off, block.q_off + block.q_len) for i in range(a, b + 1)
+        ]
+        keys = [i for a, b in index_intervals(k_rows, block.k_off, block.k_off + block.k_len) for i in range(a, b + 1)]
         held = torch.ones(len(queries), len(keys), dtype=torch.int64)
         assert held.shape == (block.q_len, block.k_len)
         if block.kind is Kind.CAUSAL:
@@ -137,20 +139,20 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         rows = 2 * lengths[1]
         first = draw(st.integers(0, rows - 1))
         padded = [1, rows, first, draw(st.integers(1, rows - first)), draw(st.integers(1, 2))]
-        spans[1] = draw(st.sampled_from(stretches([1, rows, 0, rows, 2], ranks) + stretches(padded, ranks)))
+        spans[1] = draw(st.sampled_from(shard_spans([1, rows, 0, rows, 2], ranks) + shard_spans(padded, ranks)))
     q_rows, k_rows = (rows_of(span, local, rank) for span, local in zip(spans, lengths))
     q_len, k_len = spans[0][5], spans[1][5]
     rows, cols = draw(looked_up(q_len, k_len))
-    found = plan(predicate, q_rows, k_rows, (3, 2), *(tuple(pieces_of(x) for x in xs) for xs in (rows, cols)))
+    found = plan_blocks(predicate, q_rows, k_rows, (3, 2), *(tuple(pieces_of(x) for x in xs) for xs in (rows, cols)))
 
     known: dict[str, Any] = {"q": torch.arange(q_len)[:, None], "k": torch.arange(k_len), "n0": 3, "n1": 2}
     known |= {f"row{i}": x[:, :, None] for i, x in enumerate(rows)} | {
         f"col{i}": x[:, None] for i, x in enumerate(cols)
     }
-    allowed = torch.ones(1, q_len, k_len, dtype=torch.bool) & torch.as_tensor(evaluate(predicate, known))
+    allowed = torch.ones(1, q_len, k_len, dtype=torch.bool) & torch.as_tensor(evaluate_mask(predicate, known))
     here = torch.zeros(q_len, k_len, dtype=torch.bool)
-    for a, b in intervals(q_rows, 0, lengths[0]):
-        for c, d in intervals(k_rows, 0, lengths[1]):
+    for a, b in index_intervals(q_rows, 0, lengths[0]):
+        for c, d in index_intervals(k_rows, 0, lengths[1]):
             here[a : b + 1, c : d + 1] = True
     others = [block._replace(window=seen(block.window, block.k_len)) for block in found.others]
     for blocks in (found.blocks, [*apart(found.packed), *others]):
@@ -161,9 +163,9 @@ def test_blocks_cover_each_pair_once(data: st.DataObject) -> None:
         assert not (covered(sure, q_rows, k_rows, q_len, k_len).bool() & ~allowed.all(0)).any()
     for block in found.blocks:
         assert block.kind is not Kind.BAND
-        assert set(block.conditions) <= set(conjuncts(predicate))
+        assert set(block.conditions) <= set(split_conjuncts(predicate))
         assert (block.kind is Kind.FULL) == (not block.conditions)
-    for low, high in unbroken(k_rows):
+    for low, high in valid_segments(k_rows):
         of_keys = [block for block in found.blocks if low <= block.k_off < high]
         heights = {block.q_off: block.q_len for block in of_keys}
         assert [q for q, _ in groupby(of_keys, key=lambda block: block.q_off)] == list(heights)
@@ -181,9 +183,9 @@ def test_padding_between_keys_is_no_call_more(n: int, missing: int) -> None:
             for behind in (0, missing):
                 frame = [1, size, 0, size - behind, 2]
                 queries = rows_of([n, 2, 1, 0, *frame[2:4]], 64, rank)
-                keys = [rows_of(span, 32 * n, 0) for span in stretches(frame, n)]
-                assert len(unbroken(keys[1])) == (2 if behind else 1)
-                plans = [plan(text, queries, rows) for rows in keys]
+                keys = [rows_of(span, 32 * n, 0) for span in shard_spans(frame, n)]
+                assert len(valid_segments(keys[1])) == (2 if behind else 1)
+                plans = [plan_blocks(text, queries, rows) for rows in keys]
                 calls = [len(one.packed) + len(one.others) for one in plans]
                 assert all(block.kind is not Kind.MASKED for one in plans for block in one.others)
                 assert max(calls) <= 3
@@ -202,7 +204,7 @@ def test_zigzag_is_balanced(n: int) -> None:
         plans = []
         for rank in range(n):
             spans = [[n, 2, 1, s, 0, length] for s in (0, shift)]
-            plans.append(plan("k <= q", *(rows_of(span, 64, rank) for span in spans)).blocks)
+            plans.append(plan_blocks("k <= q", *(rows_of(span, 64, rank) for span in spans)).blocks)
         assert len({work(blocks) for blocks in plans}) == 1
         kind = Kind.FULL if shift else Kind.CAUSAL
         assert all([block.kind for block in blocks] == [kind] for blocks in plans)
@@ -214,7 +216,8 @@ def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
     for rank in range(n):
         queries = rows_of([n, 2, 1, 0, 0, 64 * n], 64, rank)
         plans = [
-            plan("k <= q", queries, rows_of(span, 32 * n, 0)).blocks for span in stretches([1, 64 * n, 0, 64 * n, 2], n)
+            plan_blocks("k <= q", queries, rows_of(span, 32 * n, 0)).blocks
+            for span in shard_spans([1, 64 * n, 0, 64 * n, 2], n)
         ]
         assert all(block.kind is not Kind.MASKED for blocks in plans for block in blocks)
         assert [len(blocks) <= most for blocks, most in zip(plans, (3, 2))] == [True, True]
@@ -223,30 +226,30 @@ def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
 
 def test_causal_is_never_masked() -> None:
     """Any alignment of two cuts: rectangles and triangles."""
-    for q_span in ([4, 2, 1, 0, 0, 500], [4, 1, 1, 0, 3, 480], whole(512)):
-        for k_span in ([4, 2, 1, 1, 5, 490], [3, 1, 1, 1, 0, 512], whole(512)):
+    for q_span in ([4, 2, 1, 0, 0, 500], [4, 1, 1, 0, 3, 480], full_span(512)):
+        for k_span in ([4, 2, 1, 1, 5, 490], [3, 1, 1, 1, 0, 512], full_span(512)):
             for rank in range(3):
                 locals_ = [512 if span[0] == 1 else 2 * -(-512 // (2 * span[0])) for span in (q_span, k_span)]
                 rows = [rows_of(span, local, rank) for span, local in zip((q_span, k_span), locals_)]
                 for predicate in ("k <= q", "k < q + 7", "k <= q - 3"):
-                    assert all(block.kind is not Kind.MASKED for block in plan(predicate, *rows).blocks)
+                    assert all(block.kind is not Kind.MASKED for block in plan_blocks(predicate, *rows).blocks)
 
 
 def test_blocks_of_a_window_and_of_documents() -> None:
     """The work is near what is attended, and a document is one causal block."""
     rows = (Segment(0, 0, 4096),)
-    window = plan("(k <= q) & (q - k < 256)", rows, rows).blocks
+    window = plan_blocks("(k <= q) & (q - k < 256)", rows, rows).blocks
     assert work(window) <= 1.6 * 4096 * 256
     documents = torch.bucketize(torch.arange(4096), torch.tensor([700, 1300, 2900]))[None]
     bounds = (pieces_of(documents),)
-    blocks = plan("(k <= q) & Eq(row0, col0)", rows, rows, (), bounds, bounds).blocks
+    blocks = plan_blocks("(k <= q) & Eq(row0, col0)", rows, rows, (), bounds, bounds).blocks
     assert [block.kind for block in blocks] == [Kind.CAUSAL] * 4
-    noise = plan("Ne(col0, 0)", rows, rows, (), (), (pieces_of(torch.arange(4096)[None] % 2),)).blocks
+    noise = plan_blocks("Ne(col0, 0)", rows, rows, (), (), (pieces_of(torch.arange(4096)[None] % 2),)).blocks
     assert len(noise) == 1
 
 
 @pytest.mark.parametrize("text", ["Eq(row0, col0) & (col1 <= row1)", "Eq(row0, col0) & (k <= q)", "Eq(row0, col0)"])
-@pytest.mark.parametrize("span", [whole(8192), [4, 1, 1, 0, 0, 8192], [4, 2, 1, 0, 0, 8192]], ids=str)
+@pytest.mark.parametrize("span", [full_span(8192), [4, 1, 1, 0, 0, 8192], [4, 2, 1, 0, 0, 8192]], ids=str)
 @pytest.mark.parametrize(
     "lengths",
     [[300, 1000, 129, 4000, 700, 256, 1200, 607], [300, 1, 999, 1, 1, 1, 200, 4000, 1, 1, 600, 250, 1200, 637]],
@@ -261,9 +264,9 @@ def test_packed_documents_are_never_masked(text: str, span: list[int], lengths: 
         for shift in range(span[0]):
             keys = [*span[:3], shift, *span[4:]]
             for k_rows in (rows_of(keys, 8192 // span[0], rank), (Segment(0, 0, 8192),)):
-                found = plan(text, q_rows, k_rows, (), vectors, vectors)
+                found = plan_blocks(text, q_rows, k_rows, (), vectors, vectors)
                 masked = [block.q_len for block in found.blocks if block.kind is Kind.MASKED]
-                assert max(masked, default=0) <= (TILE if 1 in lengths else 0)
+                assert max(masked, default=0) <= (TILE_ROWS if 1 in lengths else 0)
                 assert Kind.MASKED not in {block.kind for block in found.others}
                 assert len(found.packed) + len(found.others) <= 3
                 for block in found.others:  # no kernel is built for a shape that the next documents do not have
@@ -277,12 +280,12 @@ def test_padding_is_left_out(text: str) -> None:
     rows, places = (Segment(0, 0, 4096),), torch.arange(4096)[None]
     for padding in (places < 3000, places >= 1000):
         vectors = pieces_of(padding), pieces_of(places)
-        blocks = plan(text, rows, rows, (), vectors, vectors).blocks
+        blocks = plan_blocks(text, rows, rows, (), vectors, vectors).blocks
         assert Kind.MASKED not in {block.kind for block in blocks}
         assert work(blocks) <= 4096 * 3096
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("text", ["(k <= q) & (q - k < 700)", "(k - q < 50) & (q - k < 2000)", "q - k < 100"])
 @pytest.mark.parametrize("folds", [1, 2])
 def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:
@@ -292,7 +295,7 @@ def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:
         for shift in range(4):
             keys = rows_of([4, folds, 1, shift, 3, 8100], 2048, rank)
             for k_rows in (keys, (Segment(0, 0, 8100),)):
-                found = plan(text, q_rows, k_rows)
+                found = plan_blocks(text, q_rows, k_rows)
                 assert Kind.MASKED not in {block.kind for block in found.others}
                 assert len(found.others) <= (3 if "k <= q" in text else 4)
 
@@ -302,7 +305,7 @@ def test_documents_with_a_window_are_one_call() -> None:
     vectors = tuple(pieces_of(x) for x in packed([300, 1000, 129, 4000, 700, 256, 1200, 607]))
     rows = (Segment(0, 0, 8192),)
     text = "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < 500)"
-    found = plan(text, rows, rows, (), vectors, vectors)
+    found = plan_blocks(text, rows, rows, (), vectors, vectors)
     assert ([call.window for call in found.packed], found.others) == ([Window(499, 0)], ())
 
 
@@ -310,7 +313,9 @@ def test_a_window_that_leaves_its_first_keys_is_no_triangle_of_the_last() -> Non
     """Positions of the one document of 45 queries, of which 42 see all 3 keys, one the last two and one the last."""
     rows = pieces_of(torch.cat([torch.tensor([0]), torch.arange(44)])[None]), pieces_of((torch.arange(45) > 0)[None])
     cols = pieces_of(torch.tensor([[2, 3, 4]])), pieces_of(torch.ones(1, 3, dtype=torch.bool))
-    found = plan("Eq(row1, col1) & (row0 - col0 < 40)", (Segment(0, 0, 45),), (Segment(0, 0, 3),), (), rows, cols)
+    found = plan_blocks(
+        "Eq(row1, col1) & (row0 - col0 < 40)", (Segment(0, 0, 45),), (Segment(0, 0, 3),), (), rows, cols
+    )
     assert Kind.CAUSAL not in {block.kind for block in found.blocks}
     assert work(found.blocks) >= 42 * 3 + 3
 
@@ -338,9 +343,9 @@ def test_a_plan_takes_time_by_documents() -> None:
     for length, documents in ((1 << 14, 16), (1 << 14, 64), (1 << 18, 64)):
         vectors = tuple(pieces_of(x) for x in packed([length // documents] * documents))
         rows = (Segment(0, 0, length),)
-        plan.cache_clear()
+        plan_blocks.cache_clear()
         arguments = "Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors
-        steps[length, documents] = calls_of(partial(plan, *arguments))
+        steps[length, documents] = calls_of(partial(plan_blocks, *arguments))
     assert abs(steps[1 << 14, 64] - steps[1 << 18, 64]) <= 20
     assert steps[1 << 14, 64] - steps[1 << 14, 16] <= 48 * 40
 
@@ -372,8 +377,8 @@ def test_a_million_tokens_are_planned_in_milliseconds() -> None:
     text = "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < n0)"
 
     def planned() -> int:
-        plan.cache_clear()
-        return len(plan(text, rows, rows, (1024,), found, found).blocks)
+        plan_blocks.cache_clear()
+        return len(plan_blocks(text, rows, rows, (1024,), found, found).blocks)
 
     blocks = planned()
     assert blocks > 5 * documents
@@ -384,11 +389,11 @@ def test_a_million_tokens_are_planned_in_milliseconds() -> None:
 def test_a_plan_is_made_once() -> None:
     """For all who have equal vectors, whosoever tables they are."""
     rows = (Segment(0, 0, 512),)
-    plan.cache_clear()
+    plan_blocks.cache_clear()
     for _ in range(3):
         vectors = tuple(pieces_of(x) for x in packed([100, 300, 112]))
-        plan("Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors)
-    assert plan.cache_info().misses == 1
+        plan_blocks("Eq(row0, col0) & (col1 <= row1)", rows, rows, (), vectors, vectors)
+    assert plan_blocks.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("text", ["col0 <= row0", "Ne(row0, col0)", "Eq(row0, col0)"])
@@ -397,6 +402,6 @@ def test_vectors_of_many_stretches_keep_their_pairs(text: str) -> None:
     place = torch.arange(2048)
     values = (pieces_of((place // 64 if text == "col0 <= row0" else place // 40 % 2)[None]),)
     rows = rows_of([1, 1, 1, 0, 0, 2048], 2048, 0)
-    found = plan(text, rows, rows, (), values, values)
+    found = plan_blocks(text, rows, rows, (), values, values)
     assert found.blocks
     assert found.packed or found.others

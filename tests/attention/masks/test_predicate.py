@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.lowering.masks.predicate import (
     Linear,
+    as_linear,
     check_known,
-    conjuncts,
-    evaluate,
-    linear,
-    over,
-    parse,
-    symbols,
-    within_documents,
+    evaluate_mask,
+    evaluate_over,
+    is_within_documents,
+    parse_predicate,
+    predicate_symbols,
+    split_conjuncts,
 )
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 
 PREDICATES = [
     "",
@@ -48,7 +48,7 @@ PREDICATES = [
 
 def truth(text: str, pair: dict[str, int]) -> bool:
     """The predicate of one pair, by sympy."""
-    return bool(parse(text).subs({sympy.Symbol(name, integer=True): value for name, value in pair.items()}))
+    return bool(parse_predicate(text).subs({sympy.Symbol(name, integer=True): value for name, value in pair.items()}))
 
 
 def pairs(box: dict[str, tuple[int, int]]) -> list[dict[str, int]]:
@@ -65,9 +65,9 @@ def bounds(least: int, most: int, width: int) -> Any:
 @given(st.sampled_from(PREDICATES), st.data())
 def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
     limits = {"q": (0, 12, 4), "k": (0, 12, 4), "row0": (0, 3, 1), "col0": (-1, 2, 1), "n0": (0, 5, 0)}
-    box = {name: data.draw(bounds(*limits[name])) for name in sorted(symbols(text))}
+    box = {name: data.draw(bounds(*limits[name])) for name in sorted(predicate_symbols(text))}
     found = {truth(text, pair) for pair in pairs(box)}
-    verdict = over(text, box)
+    verdict = evaluate_over(text, box)
     assert verdict is None or found == {verdict}
 
 
@@ -75,12 +75,12 @@ def test_verdicts_hold_for_every_pair(text: str, data: st.DataObject) -> None:
 def test_verdicts_are_exact(text: str) -> None:
     """None only where some pairs may attend and some not."""
     stretches = [(a, b) for a in range(0, 7) for b in range(a, 7)]
-    names = sorted(symbols(text))
+    names = sorted(predicate_symbols(text))
     fixed = {"n0": [(3, 3)]}
     for box in itertools.product(*(fixed.get(name, stretches) for name in names)):
         named = dict(zip(names, box))
         found = {truth(text, pair) for pair in pairs(named)}
-        assert over(text, named) == (found.pop() if len(found) == 1 else None)
+        assert evaluate_over(text, named) == (found.pop() if len(found) == 1 else None)
 
 
 @pytest.mark.parametrize("text", PREDICATES)
@@ -89,19 +89,21 @@ def test_masks(text: str) -> None:
     q, k = torch.arange(9), torch.arange(11)
     row, col = q % 3, k % 4
     values = {"q": q[:, None], "k": k[None], "row0": row[:, None], "col0": col[None], "n0": 3}
-    mask = torch.as_tensor(evaluate(text, values)).expand(9, 11)
+    mask = torch.as_tensor(evaluate_mask(text, values)).expand(9, 11)
     for i, j in itertools.product(range(9), range(11)):
         pair = {"q": i, "k": j, "row0": int(row[i]), "col0": int(col[j]), "n0": 3}
         assert bool(mask[i, j]) == truth(text, pair)
 
 
 def test_text_is_canonical() -> None:
-    assert str(parse("(q >= k) & (q - k < 4)")) == str(parse(str(parse("(q >= k) & (q - k < 4)"))))
-    assert conjuncts("Eq(row0, col0) & (k <= q)") == ("Eq(col0, row0)", "k <= q") or conjuncts(
+    assert str(parse_predicate("(q >= k) & (q - k < 4)")) == str(
+        parse_predicate(str(parse_predicate("(q >= k) & (q - k < 4)")))
+    )
+    assert split_conjuncts("Eq(row0, col0) & (k <= q)") == ("Eq(col0, row0)", "k <= q") or split_conjuncts(
         "Eq(row0, col0) & (k <= q)"
     ) == ("Eq(row0, col0)", "k <= q")
-    assert conjuncts("") == ()
-    assert symbols("Eq(row10, col2) & (k < n1)") == {"row10", "col2", "k", "n1"}
+    assert split_conjuncts("") == ()
+    assert predicate_symbols("Eq(row10, col2) & (k < n1)") == {"row10", "col2", "k", "n1"}
 
 
 @pytest.mark.parametrize(
@@ -117,28 +119,28 @@ def test_text_is_canonical() -> None:
     ],
 )
 def test_documents(text: str, documents: bool) -> None:
-    assert within_documents(text) == documents
+    assert is_within_documents(text) == documents
 
 
 def test_linear() -> None:
     causal = Linear("<=", (("q", -1),), (("k", 1),), 0)
-    assert all(linear(text, ()) == causal for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0", "k/2 <= q/2"))
-    assert linear("k <= q + n0 - 2", (5,)) == causal._replace(constant=-3)
-    assert linear("k < q/2", ()) == Linear("<=", (("q", -1),), (("k", 2),), 1)
-    assert linear("Eq(row0, 2*col0 + 1)", ()) == Linear("==", (("row0", 1),), (("col0", -2),), -1)
-    assert linear("Ne(col0, 0)", ()) == Linear("!=", (), (("col0", 1),), 0)
+    assert all(as_linear(text, ()) == causal for text in ("k <= q", "q >= k", "k < q + 1", "k - q <= 0", "k/2 <= q/2"))
+    assert as_linear("k <= q + n0 - 2", (5,)) == causal._replace(constant=-3)
+    assert as_linear("k < q/2", ()) == Linear("<=", (("q", -1),), (("k", 2),), 1)
+    assert as_linear("Eq(row0, 2*col0 + 1)", ()) == Linear("==", (("row0", 1),), (("col0", -2),), -1)
+    assert as_linear("Ne(col0, 0)", ()) == Linear("!=", (), (("col0", 1),), 0)
 
 
 @pytest.mark.parametrize("text", ["", "(k <= q) & (k < 4)", "k*q < 4", "Mod(q, 4) < k", f"k < {2**60}", "k < 20*q"])
 def test_what_is_not_linear(text: str) -> None:
     """Or too large to be added up in int64."""
-    assert linear(text, ()) is None
+    assert as_linear(text, ()) is None
 
 
 @pytest.mark.parametrize("text", ["k <= p", "k +", "k", "q + k", "f(q) < k", "k <= position", "'x'", "lambda: k"])
 def test_errors(text: str) -> None:
     with pytest.raises(SpError, match="mask predicate"):
-        over(text, {"q": (0, 1), "k": (0, 1)})
+        evaluate_over(text, {"q": (0, 1), "k": (0, 1)})
 
 
 def test_missing_values_are_named() -> None:
@@ -188,14 +190,14 @@ BAD = [
 
 @pytest.mark.parametrize("text", GOOD)
 def test_is_read_as_it_is_written(text: str) -> None:
-    assert parse(str(parse(text))) == parse(text)
+    assert parse_predicate(str(parse_predicate(text))) == parse_predicate(text)
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:30])
 def test_all_else_is_refused_and_not_executed(text: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     with pytest.raises(SpError, match="SP441"):
-        parse(text.replace("{}", str(made)))
+        parse_predicate(text.replace("{}", str(made)))
     assert not made.exists()
 
 
@@ -215,8 +217,8 @@ def test_random_texts_are_conditions_or_refused() -> None:
     for _ in range(300):
         try:
             text = f"{random_text(rng)} <= {random_text(rng)}"
-            found += isinstance(parse(text), sympy.logic.boolalg.Boolean)
-            over(text, dict.fromkeys(symbols(text), (0, 3)))
+            found += isinstance(parse_predicate(text), sympy.logic.boolalg.Boolean)
+            evaluate_over(text, dict.fromkeys(predicate_symbols(text), (0, 3)))
         except SpError:
             continue
     assert 20 < found < 280
@@ -226,9 +228,9 @@ class Attends(torch.nn.Module):
     """(batch, heads, 8, dim) three times -> the same; with texts of both languages."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        span = whole(8)
+        span = full_span(8)
         texts = "k <= q", None, 0.0, 0.5, "s + k"
-        return torch.ops.sp.attend(q, k, v, None, [], [], [], [], *texts, [], [], span, span, 1, GROUP)[0]
+        return torch.ops.sp.attend(q, k, v, None, [], [], [], [], *texts, [], [], span, span, 1, SIMULATED_GROUP)[0]
 
 
 @pytest.mark.parametrize("text", ["k <= q", "s + k"])

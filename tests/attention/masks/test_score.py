@@ -16,12 +16,12 @@ def test_derivative(text: str) -> None:
     generator = torch.Generator().manual_seed(0)
     s = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_()
     values = {"q": torch.arange(4)[:, None], "k": torch.arange(5), "head0": torch.rand(3, 1, 1, generator=generator)}
-    score.check(text)
-    assert score.symbols_in(text) <= {"q", "k", "head0"}
-    out = score.evaluate(text, s, values)
+    score.check_score(text)
+    assert score.score_symbols(text) <= {"q", "k", "head0"}
+    out = score.evaluate_score(text, s, values)
     assert out.dtype == torch.float64
     (wanted,) = torch.autograd.grad(out.sum(), s)
-    torch.testing.assert_close(score.slope(text, s, values).expand_as(s), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(score.score_slope(text, s, values).expand_as(s), wanted, rtol=1e-12, atol=1e-12)
 
 
 NO_TEXTS = ["s +", "s + x", "s.real", "print(s)", "s if q else k", "True", "s < 1", "floor(s)", "sin(s)"]
@@ -38,12 +38,12 @@ LARGE = [
 @pytest.mark.parametrize("text", [*NO_TEXTS, *LARGE], ids=lambda text: text[:30])
 def test_no_text(text: str) -> None:
     with pytest.raises(SpError, match="SP444"):
-        score.check(text)
+        score.check_score(text)
 
 
 def test_no_derivative() -> None:
     with pytest.raises(SpError, match="SP445"):
-        score.check("s + sign(s)")
+        score.check_score("s + sign(s)")
 
 
 PROGRAM = (
@@ -60,26 +60,26 @@ def test_gradients_of_a_program() -> None:
     number = torch.tensor(0.7, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (s, table, number)]
     values = {"q": torch.arange(4)[:, None], "k": torch.arange(5), "head0": torch.arange(3)[:, None, None]}
-    assert score.symbols_in(PROGRAM) == {"q", "k", "head0", "table0", "table1"}
+    assert score.score_symbols(PROGRAM) == {"q", "k", "head0", "table0", "table1"}
     given = {**values, "table0": table, "table1": number}
-    out = score.evaluate(PROGRAM, s, given)
+    out = score.evaluate_score(PROGRAM, s, given)
     distance = values["q"] - values["k"]
     every = s * number + 2 * table[:, distance.clamp(0, 3)]
     torch.testing.assert_close(out, every.masked_fill(distance >= 2, -torch.inf))
     grad = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(out, leaves, grad)
     totals = {"table0": torch.ones(3, 4, dtype=torch.float64), "table1": torch.ones((), dtype=torch.float64)}
-    found = score.pulled_back(PROGRAM, s, given, grad, totals)
+    found = score.score_vjp(PROGRAM, s, given, grad, totals)
     for a, b in zip((found, *(total - 1 for total in totals.values())), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_a_program_with_other_names() -> None:
     names = {"q": "row1", "k": "col1"}
-    renamed = score.renamed(PROGRAM, names)
-    assert score.symbols_in(renamed) == {"row1", "col1", "head0", "table0", "table1"}
-    assert score.renamed(renamed, {new: old for old, new in names.items()}) == PROGRAM
-    assert score.renamed("head0*(k - q) + s", names) == "head0*(col1 - row1) + s"
+    renamed = score.rename_score(PROGRAM, names)
+    assert score.score_symbols(renamed) == {"row1", "col1", "head0", "table0", "table1"}
+    assert score.rename_score(renamed, {new: old for old, new in names.items()}) == PROGRAM
+    assert score.rename_score("head0*(k - q) + s", names) == "head0*(col1 - row1) + s"
 
 
 NO_PROGRAMS = {
@@ -101,4 +101,4 @@ NO_PROGRAMS = {
 @pytest.mark.parametrize("text", NO_PROGRAMS.values(), ids=NO_PROGRAMS)
 def test_no_program(text: str) -> None:
     with pytest.raises(SpError, match="SP444"):
-        score.check(text)
+        score.check_score(text)

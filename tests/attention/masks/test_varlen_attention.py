@@ -15,7 +15,7 @@ from support.models import check
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.sharding.attention_axes import attention_nodes
 
 LENGTH, WIDTH = 13, 16
@@ -104,7 +104,7 @@ def run(window: str, strategy: str, ranks: int, **options: Any) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_equals_each_document_alone(strategy: str) -> None:
     run("causal", strategy, 4)
@@ -146,7 +146,7 @@ def test_its_predicate(window: str, ends: str) -> None:
     x = torch.randn(3, LENGTH, 4, 8)
     graph, _ = canonical(lambda x, a, b: varlen_attn(*x, a, b, LENGTH, LENGTH, window_size=size), x, q_ends, k_ends)
     (node,) = attention_nodes(graph)
-    assert Call(node)["predicate"] == "Eq(row0, col0)" + wanted.format(q="q" if ends == "the same" else "row1")
+    assert OpCall(node)["predicate"] == "Eq(row0, col0)" + wanted.format(q="q" if ends == "the same" else "row1")
 
 
 class TestVarlenGraph(expecttest.TestCase):

@@ -12,9 +12,9 @@ from support.models import BATCH, check, floats
 from support.spellings.loops import WIDTH, Loop, moving_average, rolled
 from torch import Tensor
 
-from sp_compile.passes.canonical.loops.lists import WrittenLists
-from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.normalize_ops import Explicit
+from sp_compile.passes.canonical.loops.lists import StackWrittenRows
+from sp_compile.passes.canonical.loops.reroll import RerollLoops
+from sp_compile.passes.canonical.normalize_ops import NormalizeOps
 
 # Loops that stay.
 
@@ -82,15 +82,15 @@ STAY: dict[str, Loop] = {
 }
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays(name: str) -> None:
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)
     gm = captured(STAY[name], *args)
-    Explicit()(gm)
+    NormalizeOps()(gm)
     before = show(gm)
-    WrittenLists()(gm)
-    Reroll()(gm)
+    StackWrittenRows()(gm)
+    RerollLoops()(gm)
     assert show(gm) == before
     check(STAY[name], *(x.requires_grad_() for x in args), sp=2, seq_dims={"x": 1})
 
@@ -115,9 +115,9 @@ def test_time_is_linear_in_the_nodes() -> None:
         looked = []
         for steps in (20, 80):
             gm = captured(fn, floats(BATCH, steps, WIDTH))
-            Explicit()(gm)
+            NormalizeOps()(gm)
             before = 4 * len(gm.graph.nodes)
-            reroll = Reroll()
+            reroll = RerollLoops()
             reroll(gm)
             looked.append(before - reroll.budget)
         assert looked[1] <= 4.5 * looked[0]

@@ -12,13 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.collective_time import Line, bytes_of, fitted
-from sp_compile.passes.cost.known_groups import Groups, declared
+from sp_compile.passes.cost.collective_time import LatencyBandwidth, collective_bytes, fit_line
+from sp_compile.passes.cost.known_groups import KnownGroups, declared_groups
 from sp_compile.passes.cost.machine import Machine
 
 # Groups.
 
-OVERLAPPING = Groups(
+OVERLAPPING = KnownGroups(
     {"p": ((0, 1), (2, 3)), "q": ((1, 2), (3, 0)), "r": ((0, 2), (1, 3)), "all": ((0, 1, 2, 3),), "some": ((0, 2),)},
     dict.fromkeys(range(4), 0),
 )
@@ -44,9 +44,9 @@ def test_undeclared() -> None:
         MergeReductions(GRID)(gm)
     (note,) = notes_of(MergeReductions(GRID, "always", strict=False), gm)
     assert note.label == "not merge_reductions"
-    (note,) = notes_of(MergeReductions(declared(), strict=False), gm)
+    (note,) = notes_of(MergeReductions(declared_groups(), strict=False), gm)
     assert note.label == "not merge_reductions"
-    only_axes = Groups({k: GRID.members[k] for k in "ab"}, GRID.nodes)
+    only_axes = KnownGroups({k: GRID.members[k] for k in "ab"}, GRID.nodes)
     check_unchanged(two("sum", "sum"), X, only_axes)
 
 
@@ -97,7 +97,11 @@ def test_kinds_do_not_mix() -> None:
 
 # Policies.
 
-SLOW_UNION = {"a": Line(1e-3, 1e9), "b": Line(1e-3, 4e9 / 3), "a+b": Line(3e-3, 5 / 3 * 1.9e9)}
+SLOW_UNION = {
+    "a": LatencyBandwidth(1e-3, 1e9),
+    "b": LatencyBandwidth(1e-3, 4e9 / 3),
+    "a+b": LatencyBandwidth(3e-3, 5 / 3 * 1.9e9),
+}
 
 
 def sized(rows: int) -> Callable[[Tensor], Tensor]:
@@ -109,7 +113,7 @@ def test_auto_follows_the_sizes() -> None:
 
     Of M bytes one of 2, 3 and 6 ranks sends M, 4 / 3 M and 5 / 3 M.
     """
-    groups = Groups(GRID.members, GRID.nodes, SLOW_UNION)
+    groups = KnownGroups(GRID.members, GRID.nodes, SLOW_UNION)
     x = torch.ones(1, 1, dtype=torch.float64)
     for rows, expected in ((1, 2), (40, 2), (80, 1), (120, 1)):
         gm = traced(sized(rows), x)
@@ -123,15 +127,19 @@ def test_auto_follows_the_sizes() -> None:
 
 
 def test_ties_take_fewer_collectives() -> None:
-    near = {"a": Line(1e-3, math.inf), "b": Line(1e-3, math.inf), "a+b": Line(2.09e-3, math.inf)}
+    near = {
+        "a": LatencyBandwidth(1e-3, math.inf),
+        "b": LatencyBandwidth(1e-3, math.inf),
+        "a+b": LatencyBandwidth(2.09e-3, math.inf),
+    }
     gm = traced(sized(1), torch.ones(1, 1))
-    MergeReductions(Groups(GRID.members, GRID.nodes, near), strict=False)(gm)
+    MergeReductions(KnownGroups(GRID.members, GRID.nodes, near), strict=False)(gm)
     assert len(collectives(gm)) == 1
 
 
 def test_machines() -> None:
     """Two machines of four: a crosses them, b and c do not."""
-    groups = Groups.of((2, 2, 2), ("a", "b", "c"), ranks_per_node=4)
+    groups = KnownGroups.of((2, 2, 2), ("a", "b", "c"), ranks_per_node=4)
 
     def fn(x: Tensor) -> Tensor:
         return ar(ar(ar(x, "sum", "b"), "sum", "a"), "sum", "c")
@@ -161,19 +169,19 @@ def test_dynamic_sizes() -> None:
         return ar(ar(x, "sum", "a").view(-1), "sum", "b")
 
     gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(1 << 10, 80, dtype=torch.float64))
-    MergeReductions(Groups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
+    MergeReductions(KnownGroups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
     assert collectives(gm) == ["all_reduce a+b"]
     gm = make_fx(fn, tracing_mode="symbolic")(torch.ones(8, 8, dtype=torch.float64))
-    MergeReductions(Groups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
+    MergeReductions(KnownGroups(GRID.members, GRID.nodes, SLOW_UNION), strict=False)(gm)
     assert len(collectives(gm)) == 2
 
 
 def test_fitted_lines() -> None:
     sizes = (1 << 10, 1 << 16, 1 << 20)
-    exact = fitted(sizes, [2e-4 + size / 5e8 for size in sizes])
+    exact = fit_line(sizes, [2e-4 + size / 5e8 for size in sizes])
     assert (exact.latency, exact.bandwidth) == pytest.approx((2e-4, 5e8))
-    assert fitted(sizes, [3e-3, 2e-3, 1e-3]) == Line(2e-3, math.inf)  # noise
-    from_zero = fitted(sizes, [size / 1e9 - 1e-7 for size in sizes])
+    assert fit_line(sizes, [3e-3, 2e-3, 1e-3]) == LatencyBandwidth(2e-3, math.inf)  # noise
+    from_zero = fit_line(sizes, [size / 1e9 - 1e-7 for size in sizes])
     assert from_zero.latency == 0
     assert from_zero.bandwidth > 1e9
 
@@ -188,7 +196,7 @@ def test_rings() -> None:
         "inter_node_bandwidth": 1e8,
     }
     machine = Machine.of("cpu", cost)
-    sent = bytes_of("all_reduce", 1e6, 4)
+    sent = collective_bytes("all_reduce", 1e6, 4)
     assert machine.line("all_reduce", 4, inside=True).seconds(sent) == pytest.approx(1e-3 + 6e-4 + 1.5e-3)
     assert machine.line("all_reduce", 4, inside=False).seconds(sent) == pytest.approx(1e-3 + 12e-4 + 15e-3)
-    assert machine.line("all_reduce", 1, inside=True).seconds(bytes_of("all_reduce", 1e6, 1)) == 1e-3
+    assert machine.line("all_reduce", 1, inside=True).seconds(collective_bytes("all_reduce", 1e6, 1)) == 1e-3

@@ -13,7 +13,7 @@ from support.parallel.merging import OPS, ag, ar, collectives, merged, operands,
 from torch import Tensor
 
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.known_groups import Groups
+from sp_compile.passes.cost.known_groups import KnownGroups
 
 AXES = {(2, 2): "ab", (2, 3): "ab", (3, 2): "ab", (2, 2, 2): "abc", (2, 1, 3): "abc"}
 STEPS: list[Callable[[Tensor], Tensor]] = [
@@ -29,14 +29,14 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Groups, list]:
+def programs(draw: st.DrawFn) -> tuple[KnownGroups, list]:
     """A mesh, with groups of which some overlap; and reductions over it with what lies between them."""
     shape = draw(st.sampled_from(sorted(AXES)))
-    groups = Groups.of(shape, AXES[shape])
+    groups = KnownGroups.of(shape, AXES[shape])
     ranks = draw(st.permutations(range(math.prod(shape))))
     size = draw(st.sampled_from([s for s in (2, 3) if len(ranks) % s == 0]))
     odd = tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size))
-    groups = Groups({**groups.members, "odd": odd}, groups.nodes)
+    groups = KnownGroups({**groups.members, "odd": odd}, groups.nodes)
     ops = draw(st.sampled_from([OPS, ("sum", "avg"), ("max",), ("product",), ("sum",)]))
     names = [*AXES[shape] * 2, "odd"]
     link = st.tuples(st.sampled_from(ops), st.sampled_from(names), st.sampled_from(STEPS))
@@ -45,7 +45,7 @@ def programs(draw: st.DrawFn) -> tuple[Groups, list]:
 
 @settings(max_examples=80)
 @given(programs(), st.sampled_from([torch.float64, torch.float32, torch.int64]))
-def test_any_chain(program: tuple[Groups, list], dtype: torch.dtype) -> None:
+def test_any_chain(program: tuple[KnownGroups, list], dtype: torch.dtype) -> None:
     groups, links = program
 
     def fn(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def scatter(x: Tensor, op: str, n: int, name: str, dim: int) -> Tensor:
     st.sampled_from(["sum", "avg", "max", "sum, avg"]),
 )
 def test_any_order_of_chunks(shape: tuple[int, ...], axes: list, gathers: bool, ops: str) -> None:
-    groups = Groups.of(shape, AXES[shape])
+    groups = KnownGroups.of(shape, AXES[shape])
     names = [AXES[shape][axis % len(shape)] for axis, _ in axes]
 
     def fn(x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def test_any_order_of_chunks(shape: tuple[int, ...], axes: list, gathers: bool, 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("op", ["sum", "avg", "min"])
 def test_along_a_dim(dim: int, op: str) -> None:
-    groups = Groups.of((2, 3), ("a", "b"))
+    groups = KnownGroups.of((2, 3), ("a", "b"))
 
     def fn(x: Tensor) -> Tensor:
         h = scatter(scatter(x, op, 2, "a", dim) * 2, op, 3, "b", dim)
@@ -113,7 +113,7 @@ def test_along_a_dim(dim: int, op: str) -> None:
 
 def test_other_moves_are_left_alone() -> None:
     """Chunks in another order or of another number, a chunk that is used elsewhere, two dims."""
-    groups = Groups.of((2, 2), ("a", "b"))
+    groups = KnownGroups.of((2, 2), ("a", "b"))
 
     def moved(move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: gather(move(ag(x, 2, "b")), 2, "a", 1)

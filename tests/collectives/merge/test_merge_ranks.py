@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import sp_compile
 from sp_compile.lowering.torch_compat import process_groups
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.known_groups import Groups
+from sp_compile.passes.cost.known_groups import KnownGroups
 
 c10d = torch.ops._c10d_functional
 
@@ -37,7 +37,7 @@ def names(mesh: DeviceMesh) -> list[str]:
     return [group.group_name for group in mesh.get_all_groups()]
 
 
-def checked(fn: Callable[[Tensor], Tensor], x: Tensor, groups: Groups, policy: str = "always") -> int:
+def checked(fn: Callable[[Tensor], Tensor], x: Tensor, groups: KnownGroups, policy: str = "always") -> int:
     """How many collectives are left; the values are compared with those of the unmerged program."""
     gm = make_fx(fn, tracing_mode="fake")(x)
     expected = gm(x)
@@ -144,7 +144,7 @@ def two_partials(op: str) -> tuple[list[int], list[int]]:
     return redistributed(unflattened(), [Partial(op)] * 2, [Replicate()] * 2)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 def test_dtensor_partials(ranks: Ranks, op: str) -> None:
     for before, after in ranks.run(4, two_partials, op):
@@ -187,7 +187,7 @@ def sharded(dim: int, gathers: bool) -> tuple[list[int], list[int]]:
     return redistributed(unflattened(), here, there)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensor_shards(ranks: Ranks, dim: int, gathers: bool) -> None:

@@ -25,7 +25,7 @@ from support.parallel.merging import (
 from torch import Tensor
 
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.known_groups import Groups
+from sp_compile.passes.cost.known_groups import KnownGroups
 
 
 class Golden(expecttest.TestCase):
@@ -181,12 +181,12 @@ def test_long_chains() -> None:
 
     assert collectives(merged(fn, X, CUBE)[0]) == ["all_reduce a+b+c"]
     # Only neighbours: two communicators, and one for all three is missing.
-    without = Groups({k: v for k, v in CUBE.members.items() if k != "a+b+c"}, CUBE.nodes)
+    without = KnownGroups({k: v for k, v in CUBE.members.items() if k != "a+b+c"}, CUBE.nodes)
     slow = {"all_reduce_latency": 1, "step_latency": 0, "all_reduce_bandwidth": 1}
     gm, _ = merged(fn, X, without, cost=slow)
     assert len(collectives(gm)) == 2
     # The first and the last are merged around one that stays.
-    around = Groups({k: CUBE.members[k] for k in ("a", "b", "c", "b+c")}, CUBE.nodes)
+    around = KnownGroups({k: CUBE.members[k] for k in ("a", "b", "c", "b+c")}, CUBE.nodes)
     gm, _ = merged(fn, X, around)
     assert collectives(gm) == ["all_reduce a", "all_reduce b+c"]
 

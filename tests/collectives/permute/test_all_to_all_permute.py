@@ -14,7 +14,7 @@ import sp_compile
 from sp_compile import SpError, all_to_all_permute
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
-from sp_compile.lowering.comm.simulate import GROUP, SimulationError, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, SimulationError, run_ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int64, torch.complex64]
 ODD_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
@@ -36,7 +36,7 @@ def expected(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor:
 
 
 def exchanged(xs: list[Tensor], scatter: int, gather: int, **options: Any) -> list[Tensor]:
-    ranks = Ranks(len(xs), GROUP)
+    ranks = Ranks(len(xs), SIMULATED_GROUP)
     return run_ranks(len(xs), lambda r: all_to_all_permute(xs[r], scatter, gather, ranks, **options))
 
 
@@ -86,7 +86,7 @@ def test_gradients_and_their_gradients(scatter: int, gather: int) -> None:
 
     def live(rank: int) -> tuple[Tensor, ...]:
         x = xs[rank].clone().requires_grad_()
-        y = all_to_all_permute(x, scatter, gather, Ranks(n, GROUP))
+        y = all_to_all_permute(x, scatter, gather, Ranks(n, SIMULATED_GROUP))
         (first,) = torch.autograd.grad((y.square() * weights[rank]).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x)
         return y.detach(), first.detach(), second
@@ -103,7 +103,7 @@ def test_the_adjoint_identity_in_bfloat16() -> None:
 
     def live(rank: int) -> Tensor:
         x = xs[rank].clone().requires_grad_()
-        all_to_all_permute(x, 1, 0, Ranks(3, GROUP)).backward(ys[rank])
+        all_to_all_permute(x, 1, 0, Ranks(3, SIMULATED_GROUP)).backward(ys[rank])
         return x.grad
 
     for rank, grad in enumerate(run_ranks(3, live)):
@@ -113,7 +113,7 @@ def test_the_adjoint_identity_in_bfloat16() -> None:
 @pytest.mark.parametrize(("scatter", "gather"), [(2, 1), (0, 1)])
 def test_there_and_back(scatter: int, gather: int) -> None:
     xs = shards(4, [8, 2, 4])
-    ranks = Ranks(4, GROUP)
+    ranks = Ranks(4, SIMULATED_GROUP)
 
     def live(rank: int) -> Tensor:
         return all_to_all_permute(all_to_all_permute(xs[rank], scatter, gather, ranks), gather, scatter, ranks)
@@ -139,7 +139,7 @@ def test_torch_func(scatter: int, gather: int) -> None:
 
     def live(rank: int) -> list[Any]:
         def swap(x: Tensor, scatter: int = scatter, gather: int = gather) -> Tensor:
-            return all_to_all_permute(x, scatter, gather, Ranks(n, GROUP))
+            return all_to_all_permute(x, scatter, gather, Ranks(n, SIMULATED_GROUP))
 
         grad = torch.func.grad(lambda x: swap(x).pow(3).sum())(xs[rank])
         second = torch.func.grad(lambda x: torch.func.grad(lambda x: swap(x).pow(3).sum())(x).sum())(xs[rank])
@@ -157,7 +157,7 @@ def test_the_result_may_be_changed_in_place() -> None:
 
     def live(rank: int) -> Tensor:
         x = xs[rank].clone().requires_grad_()
-        y = all_to_all_permute(x * 1, 1, 0, Ranks(2, GROUP))
+        y = all_to_all_permute(x * 1, 1, 0, Ranks(2, SIMULATED_GROUP))
         y.mul_(y.detach().clone())
         y.sum().backward()
         return x.grad
@@ -167,25 +167,25 @@ def test_the_result_may_be_changed_in_place() -> None:
 
 def test_meta() -> None:
     x = torch.empty(2, 4, 6, device="meta")
-    y = run_ranks(2, lambda r: all_to_all_permute(x, 2, 0, Ranks(2, GROUP)))[1]
+    y = run_ranks(2, lambda r: all_to_all_permute(x, 2, 0, Ranks(2, SIMULATED_GROUP)))[1]
     assert (y.shape, y.device.type) == ((4, 4, 3), "meta")
     with pytest.raises(SpError, match=r"differ.*\n.*on meta.*\n.*on cpu"):
-        run_ranks(2, lambda r: all_to_all_permute((x, torch.zeros(2, 4, 6))[r], 2, 0, Ranks(2, GROUP)))
+        run_ranks(2, lambda r: all_to_all_permute((x, torch.zeros(2, 4, 6))[r], 2, 0, Ranks(2, SIMULATED_GROUP)))
 
 
 def test_one_collective_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real = sp_compile.lowering.comm.simulate._World.exchange
+    real = sp_compile.lowering.comm.simulate._SimulatedWorld.exchange
 
     def counted(world: Any, rank: int, name: str, *args: Any) -> Tensor:
         calls.append(name)
         return real(world, rank, name, *args)
 
-    monkeypatch.setattr(sp_compile.lowering.comm.simulate._World, "exchange", counted)
+    monkeypatch.setattr(sp_compile.lowering.comm.simulate._SimulatedWorld, "exchange", counted)
 
     def live(rank: int) -> None:
         x = torch.randn(2, 4, 6, requires_grad=True)
-        all_to_all_permute(x, 2, 1, Ranks(2, GROUP), check=False).sum().backward()
+        all_to_all_permute(x, 2, 1, Ranks(2, SIMULATED_GROUP), check=False).sum().backward()
 
     run_ranks(2, live)
     assert calls == ["all_to_all"] * 4  # two ranks, there and back
@@ -195,7 +195,7 @@ def test_one_collective_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_out(n: int) -> None:
     xs = shards(n, [2, 4, 3])
     wanted = [expected(xs, rank, 1, 2) for rank in range(n)]
-    ranks = Ranks(n, GROUP)
+    ranks = Ranks(n, SIMULATED_GROUP)
     for transposed in (False, True):
         outs = [torch.empty_like(y.mT).mT if transposed else torch.empty_like(y) for y in wanted]
         found = run_ranks(n, lambda r, outs=outs: all_to_all_permute(xs[r], 1, 2, ranks, outs[r]))
@@ -241,7 +241,7 @@ def test_what_does_not_fit(told: str) -> None:
     x, scatter, gather, *out = WRONG[told]
 
     def live(rank: int) -> None:
-        all_to_all_permute(x, scatter, gather, Ranks(2, GROUP), *out)
+        all_to_all_permute(x, scatter, gather, Ranks(2, SIMULATED_GROUP), *out)
 
     with pytest.raises(SpError) as error:
         run_ranks(2, live)
@@ -254,17 +254,17 @@ def test_ranks_that_differ_raise() -> None:
     with pytest.raises(SpError, match=r"SP508.*\n.*\[2, 4\].*\n.*\[2, 6\]"):
         exchanged(xs, 1, 0)
     with pytest.raises(SpError, match="scatter_dim=1, gather_dim=0"):
-        run_ranks(2, lambda r: all_to_all_permute(torch.zeros(2, 2), r, 1 - r, Ranks(2, GROUP)))
+        run_ranks(2, lambda r: all_to_all_permute(torch.zeros(2, 2), r, 1 - r, Ranks(2, SIMULATED_GROUP)))
     with pytest.raises(SimulationError):  # what check=False is for those who know
         exchanged(xs, 1, 0, check=False)
 
 
 def test_the_operator_refuses_too() -> None:
     with pytest.raises(ValueError, match="both 1"):
-        torch.ops.sp.all_to_all_permute(torch.zeros(2, 2), 1, -1, 2, GROUP)
+        torch.ops.sp.all_to_all_permute(torch.zeros(2, 2), 1, -1, 2, SIMULATED_GROUP)
     with pytest.raises(ValueError, match="2 ranks do not divide dim 1"):
-        torch.ops.sp.all_to_all_permute(torch.zeros(2, 3), 1, 0, 2, GROUP)
-    with pytest.raises(ValueError, match=r"SP902: .*'fast'"), lowering.using("fast"):
+        torch.ops.sp.all_to_all_permute(torch.zeros(2, 3), 1, 0, 2, SIMULATED_GROUP)
+    with pytest.raises(ValueError, match=r"SP902: .*'fast'"), lowering.using_permute("fast"):
         pass
 
 
@@ -279,7 +279,7 @@ def test_without_a_process_group_it_is_x() -> None:
 def test_export() -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.sp.all_to_all_permute(x.sin(), 2, 1, 2, GROUP)
+            return torch.ops.sp.all_to_all_permute(x.sin(), 2, 1, 2, SIMULATED_GROUP)
 
     x = torch.randn(2, 3, 4)
     program = torch.export.export(Model(), (x,), dynamic_shapes={"x": {1: torch.export.Dim("s", min=2)}})

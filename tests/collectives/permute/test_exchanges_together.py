@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sp_compile
 from sp_compile.lowering.comm.simulate import run_ranks
-from sp_compile.passes.collectives.permute.fuse_permute import JoinPermutes, PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes, FusePermutes
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def attention(x: Tensor, w: Tensor, group: Any) -> Tensor:
 def test_q_k_and_v_go_together(group: Any) -> None:
     x, w = torch.randn(2, 3, 40), torch.randn(40, 80)
     gm = traced(lambda x, w: attention(x, w, group), x, w)
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"] * 4 + ["packed"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"] * 4 + ["packed"]
     assert_expected_inline(
         show(gm),
         """\
@@ -66,13 +66,13 @@ flatten: [2, 3, 40] = aten.flatten.using_ints(all_to_all_permute_default_3, 2)
 return (flatten,)""",
     )
     apart = traced(lambda x, w: attention(x, w, group), x, w)
-    JoinPermutes()(apart)
+    FusePermutes()(apart)
     xs = [torch.randn(2, 3, 40) for _ in range(N)]
     together, each = (run_ranks(N, lambda r, g=g: g(xs[r], w)[0]) for g in (gm, apart))
     assert all(torch.equal(y, z) for y, z in zip(together, each))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize(("kv", "backward"), [(40, 2), (20, 3)], ids=["MHA", "GQA"])
 def test_collectives_of_an_attention(group: Any, kv: int, backward: int) -> None:
     """Gradients of fewer heads have fewer rows to gather, and take a message of their own."""
@@ -88,7 +88,7 @@ def test_exchanges_that_wait_for_each_other_stay_apart(group: Any) -> None:
         return first + second
 
     gm = traced(layers, torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
@@ -101,7 +101,7 @@ def test_a_collective_between_keeps_its_place(group: Any) -> None:
         return mixed, deepspeed_heads(y, N, group)
 
     gm = traced(step, torch.randn(2, 3, 8, 5), torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
@@ -112,5 +112,5 @@ def test_a_program_of_the_function(group: Any) -> None:
         return sp_compile.all_to_all_permute(x, 2, 1) * sp_compile.all_to_all_permute(y, 2, 1)
 
     gm = traced(step, torch.randn(2, 3, 8), torch.randn(2, 3, 8))
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["packed"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["packed"]
     assert count(gm, "sp.all_to_all.default") == 1

@@ -26,8 +26,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from sp_compile.lowering.comm.simulate import run_ranks
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
-from sp_compile.passes.graph.call import packet_of
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
+from sp_compile.passes.graph.call import node_packet
 
 aten = torch.ops.aten
 
@@ -51,24 +51,24 @@ def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after:
         assert torch.equal(y, after(true.reshape(spelling.result or true.shape)))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(group: Any, name: str) -> None:
     spelling = SPELLINGS[name]
     gm = traced(lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
-    rewrite = PermuteAllToAll()
+    rewrite = FuseAllToAllPermutes()
     assert rewrite(gm).modified
     calls = [n for n in gm.graph.nodes if n.op == "call_function"]
     assert str(calls[0].target) == "sp.all_to_all_permute.default"
     assert calls[0].args[1:4] == (spelling.scatter, spelling.gather, N)
     # Results keep their strides, and a shape that is not that of x.
-    assert {packet_of(n) for n in calls[1:]} <= {aten.clone, aten.permute, aten.reshape}
+    assert {node_packet(n) for n in calls[1:]} <= {aten.clone, aten.permute, aten.reshape}
     assert [n.label for n in rewrite.notes] == ["permute_all_to_all"]
     check_values(spelling, gm)
     assert not rewrite(gm).modified
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("name", ["DeepSpeed, heads", "4D, rows", "blog, heads", "matrix, rows"])
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Forward and backward, each with one collective and fewer copies; of a matrix's rows there was only one."""
@@ -99,7 +99,7 @@ def test_sizes_may_be_symbolic(group: Any) -> None:
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(x, 1)
     gm = traced(lambda x: deepspeed_heads(x, N, group), x)
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     assert count(gm, "sp.all_to_all_permute") == 1
 
 
@@ -108,7 +108,7 @@ def test_near_miss(group: Any, name: str) -> None:
     fn, shape = NEAR_MISSES[name]
     gm = traced(lambda x: fn(x, N, group), torch.randn(shape))
     before = show(gm)
-    rewrite = PermuteAllToAll()
+    rewrite = FuseAllToAllPermutes()
     assert not rewrite(gm).modified
     assert show(gm) == before
     assert [n.label for n in rewrite.notes] == ["not permute_all_to_all"]
@@ -118,13 +118,13 @@ def test_another_group_between(group: Any) -> None:
     other = dist.new_group(range(N))
     gm = traced(lambda x: two_groups(x, N, group, other), torch.randn(2, 3, 8, 5))
     before = show(gm)
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["not permute_all_to_all"] * 2
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["not permute_all_to_all"] * 2
     assert show(gm) == before
 
 
 def test_there_and_back_is_nothing(group: Any) -> None:
     gm = traced(lambda x: four_d_rows(four_d_heads(x.sin(), N, group), N, group).cos(), torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert_expected_inline(
         show(gm),
         """\
@@ -137,7 +137,7 @@ return (cos,)""",
 
 def test_there_and_back_is_a_copy_of_an_input(group: Any) -> None:
     gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 8, 5))
-    notes = notes_of(PermuteAllToAll(), gm)
+    notes = notes_of(FuseAllToAllPermutes(), gm)
     assert [n.label for n in notes] == ["permute_all_to_all", "permute_all_to_all", "cancelled"]
     x = torch.randn(2, 3, 8, 5)
     assert torch.equal(gm(x)[0], x)
@@ -147,20 +147,20 @@ def test_there_and_back_is_a_copy_of_an_input(group: Any) -> None:
 def test_twice_the_same_way_stays(group: Any) -> None:
     """Heads to rows, and then other heads to rows again."""
     gm = traced(lambda x: four_d_heads(four_d_heads(x, N, group), N, group), torch.randn(2, 3, 16, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
 def test_back_over_another_group_stays(group: Any) -> None:
     other = dist.new_group(range(N))
     gm = traced(lambda x: four_d_rows(four_d_heads(x, N, group), N, other), torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert count(gm, "sp.all_to_all_permute") == 2
 
 
 def test_views_that_follow_become_reshapes(group: Any) -> None:
     gm = traced(lambda x: deepspeed_heads(x, N, group).view(2, 12, 10).sin(), torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, (y,) in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
         assert torch.equal(y, torch.cat([x.chunk(N, 2)[rank] for x in xs], 1).flatten(2).sin())
@@ -173,5 +173,5 @@ def test_dtensors_own_exchange(group: Any) -> None:
         return torch.ops._dtensor.shard_dim_alltoall(x.sin(), 1, 2, group.group_name).cos()
 
     gm = traced(step, torch.randn(2, 3, 8, 5))
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     check_values(Spelling(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)

@@ -14,7 +14,7 @@ from support.spellings.tracing_exchanges import N, exported, one_of
 from torch import Tensor
 
 from sp_compile.lowering.comm.simulate import run_ranks
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 
 def heads(x: Tensor, group: Any, b: Between) -> Tensor:
@@ -33,14 +33,14 @@ def pieces(x: Tensor, group: Any, b: Between) -> Tensor:
 ENDS = ("to", "wider")  # which the index algebra has no table of; a detach behind one of exports stops no gradient
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("spelling", [heads, pieces])
 def test_found_whatever_is_between(spelling: Callable[..., Tensor], between: str) -> None:
     xs = [torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(N)]
     with one_of(N) as group:
         gm = exported(lambda x: spelling(x, group, BETWEEN[between]), xs[0])
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == [
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == [
         "not permute_all_to_all" if between in ENDS else "permute_all_to_all"
     ]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))) if between not in ENDS else ():

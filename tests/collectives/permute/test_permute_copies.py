@@ -22,7 +22,7 @@ from sp_compile import all_to_all_permute
 from sp_compile.lowering.torch_compat import has_cpp_compiler
 from sp_compile.passes.capture.capture import capture
 from sp_compile.passes.collectives.permute.combine_permutes import PackExchanges
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler")
 N, ROWS, HEADS, WIDTH = 2, 32, 8, 16
@@ -115,8 +115,8 @@ def test_flat_heads_are_copied_once(group: Any) -> None:
     assert f"wait_tensor.default({last})" in forward
 
 
-class Unpacked(PermuteAllToAll):
-    steps = tuple(step for step in PermuteAllToAll.steps if step is not PackExchanges)
+class Unpacked(FuseAllToAllPermutes):
+    steps = tuple(step for step in FuseAllToAllPermutes.steps if step is not PackExchanges)
 
 
 def _with_the_pass(gm: GraphModule, examples: list[Tensor]) -> Any:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from sp_compile import SpError, all_to_all_permute, declare_symmetric_memory
 from sp_compile.passes.capture.capture import capture
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 TIMEOUT = 60.0
 CASES = [((2, 3, 8, 5), 2, 1), ((2, 8, 3, 5), 1, 2), ((8, 3), 0, 1), ((3, 8), 1, 0), ((1, 8, 3), 1, 2)]
@@ -95,12 +95,12 @@ def test_inductor(ranks: Ranks) -> None:
 
 def _before_autograd(gm: GraphModule, examples: list[Tensor]) -> Any:
     graph = capture(gm, examples)
-    assert "permute_all_to_all" in [n.label for n in notes_of(PermuteAllToAll(), graph)]
+    assert "permute_all_to_all" in [n.label for n in notes_of(FuseAllToAllPermutes(), graph)]
     return graph.forward
 
 
 def _joint(joint: GraphModule, examples: Any, **options: Any) -> Any:
-    assert "permute_all_to_all" in [n.label for n in notes_of(PermuteAllToAll(decomposed=True), joint)]
+    assert "permute_all_to_all" in [n.label for n in notes_of(FuseAllToAllPermutes(decomposed=True), joint)]
     return min_cut_rematerialization_partition(joint, examples, **options)
 
 

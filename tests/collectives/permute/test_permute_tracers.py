@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile import SpError, capture_export
 from sp_compile.lowering.comm.simulate import run_ranks
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 ALL = {**SPELLINGS, **MORE}
 Fn = Callable[[Tensor], Any]
@@ -50,24 +50,24 @@ def check(spelling: Spelling, gm: GraphModule) -> None:
         assert torch.equal(y, true.reshape(spelling.result or true.shape))
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
 @pytest.mark.parametrize("name", ALL)
 def test_spelling(group: Any, name: str, tracer: str) -> None:
     spelling = ALL[name]
     gm = TRACERS[tracer](lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     assert count(gm, "sp.all_to_all_permute") == 1
     assert count(gm, "all_to_all_single") + count(gm, "alltoall") == 0
     check(spelling, gm)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("tracer", ["capture", "strict export"])
 @pytest.mark.parametrize("name", MORE)
 def test_more_spellings(group: Any, name: str, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: MORE[name].fn(x, N, group), torch.randn(MORE[name].shape))
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     check(MORE[name], gm)
 
 
@@ -80,7 +80,7 @@ def test_rows_of_any_number_from_export(group: Any) -> None:
 
     rows = {0: torch.export.Dim("rows", min=2)}
     gm = capture_export(torch.export.export(Model(), (torch.randn(3, 8),), dynamic_shapes=(rows,)))
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     check(Spelling(matrix_columns, (5, 8), 1, 0), gm)
 
 
@@ -89,7 +89,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     found: list[GraphModule] = []
 
     def partition(graph: GraphModule, examples: Any, **options: Any) -> Any:
-        PermuteAllToAll()(graph)
+        FuseAllToAllPermutes()(graph)
         found.append(graph)
         return min_cut_rematerialization_partition(graph, examples, **options)
 
@@ -99,7 +99,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     return found[0]
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize("name", ALL)
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Backward too, where cats and slices have become sums of padded pieces."""
@@ -122,7 +122,7 @@ def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
 def test_near_miss(group: Any, name: str, tracer: str) -> None:
     fn, shape = NEAR_MISSES[name]
     gm = TRACERS[tracer](lambda x: fn(x, N, group), torch.randn(shape))
-    assert not PermuteAllToAll()(gm).modified
+    assert not FuseAllToAllPermutes()(gm).modified
     assert count(gm, "all_to_all_single") == 1
 
 
@@ -179,7 +179,7 @@ def expected(fn: Any, xs: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fn", [written_between, written_after, written_before_the_second])
 def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> None:
     gm = TRACERS[tracer](lambda x: fn(x, group), torch.randn(2, 3, 8, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     xs = [torch.randn(2, 3, 8, 5) for _ in range(N)]
     for rank, found in enumerate(run_ranks(N, lambda r: gm(xs[r].clone()))):
         assert all(map(torch.equal, found, expected(fn, xs, rank)))
@@ -195,7 +195,7 @@ def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
         return y
 
     gm = TRACERS[tracer](fn, torch.randn(2, 3, 8, 5))
-    assert notes_of(PermuteAllToAll(), gm)[-1].label == "cancelled"
+    assert notes_of(FuseAllToAllPermutes(), gm)[-1].label == "cancelled"
     x = torch.randn(2, 3, 8, 5)
     given = x.clone()
     y = gm(given)
@@ -211,7 +211,7 @@ def test_several_exchanges(group: Any, decomposed: bool) -> None:
         return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
 
     gm = TRACERS["make_fx"](fn, torch.randn(2, 3, 8, 5))
-    assert notes_of(PermuteAllToAll(decomposed), gm)[-1].label == "packed"
+    assert notes_of(FuseAllToAllPermutes(decomposed), gm)[-1].label == "packed"
     if decomposed:
         assert count(gm, "all_to_all_single") == 1
         return
@@ -244,7 +244,7 @@ def test_what_is_not_captured_is_refused(group: Any) -> None:
         (make_fx(collective, tracing_mode="fake")(x), "SP206.*alltoall_base_.default works in place.*strict=True"),
     ):
         with pytest.raises(SpError, match=why):
-            PermuteAllToAll()(graph)
+            FuseAllToAllPermutes()(graph)
     with pytest.raises(SpError, match="SP204"):
         capture_export(dynamo)
     with pytest.raises(SpError, match="SP205"):
@@ -264,7 +264,7 @@ def test_heads_are_flattened_before_they_return(group: Any) -> None:
 
     x, w = torch.randn(2, 8, 3, 5), torch.randn(60, 7)
     gm = traced(step, x, w)
-    assert [n.label for n in notes_of(PermuteAllToAll(), gm)] == ["permute_all_to_all"]
+    assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
     (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
     assert (node.meta["val"].shape, node.args[1:3]) == ((2, 2, 60), (1, 2))
     assert next(iter(node.users)).target is torch.ops.aten.matmul.default
@@ -281,7 +281,7 @@ def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
         "returned": lambda x: back(x, group).flatten(2),  # in the layout that it had
     }
     gm = traced(fns[kind], torch.randn(1 if kind == "one sequence" else 2, 8, 3, 5))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     (node,) = [n for n in gm.graph.nodes if "all_to_all_permute" in str(n.target)]
     assert node.meta["val"].ndim == 4
 

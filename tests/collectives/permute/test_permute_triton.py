@@ -9,21 +9,21 @@ from scan.kernels.test_scan_triton import python
 
 from sp_compile.lowering.collectives import all_to_all_permute
 from sp_compile.lowering.collectives import all_to_all_permute as lowering
-from sp_compile.lowering.triton import usable
-from sp_compile.lowering.triton.move_kernel import TILE, tiling
+from sp_compile.lowering.triton import can_use_triton
+from sp_compile.lowering.triton.move_kernel import MOVE_TILE, choose_tiling
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 @needs_triton
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")
 
 
 def cut(shape: tuple[int, ...], read: tuple[int, ...], itemsize: int = 2) -> Any:
-    return tiling(shape, read, torch.empty(shape, device="meta").stride(), itemsize)
+    return choose_tiling(shape, read, torch.empty(shape, device="meta").stride(), itemsize)
 
 
 def test_tiles() -> None:
@@ -42,7 +42,7 @@ def test_tiles() -> None:
     assert cut((4, 8), (8, 1)).programs == 1
     for plan in (pack, narrow, transpose, heads, odd):
         rows, columns, run = plan.tile
-        assert rows * columns * run * plan.word <= TILE
+        assert rows * columns * run * plan.word <= MOVE_TILE
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8])
@@ -67,8 +67,8 @@ def test_exchanges_of_heads_move_4_kib_a_program(head_dim: int, batch: int, head
 
 
 def test_whatever_divides_no_address_is_moved_in_smaller_words() -> None:
-    assert tiling((4, 64), (64, 1), (64, 1), 2, aligned=4).unit == 4
-    assert tiling((4, 64), (65, 1), (64, 1), 2).unit == 2
+    assert choose_tiling((4, 64), (64, 1), (64, 1), 2, aligned=4).unit == 4
+    assert choose_tiling((4, 64), (65, 1), (64, 1), 2).unit == 2
 
 
 def test_too_many_dims() -> None:
@@ -80,16 +80,16 @@ def test_too_many_dims() -> None:
 def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but packing fits, whatever is declared."""
     x = torch.zeros(2, 4)
-    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), lambda: None)
+    buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: None)
     monkeypatch.setitem(all_to_all_permute.BUFFERS, "declared", buffer)
-    assert lowering.choose(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
-    assert not usable(x)
+    assert lowering.choose_permute(lowering.PermuteProblem(x, 1, 0, 2, "declared")) == "packed"
+    assert not can_use_triton(x)
 
 
 def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has all_to_all_nd and there is symmetric memory, a matrix is exchanged by it."""
     barriers: list[int] = []
-    buffer = all_to_all_permute.Buffer(torch.zeros(64, dtype=torch.uint8), lambda: barriers.append(1))
+    buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: barriers.append(1))
     given: list[object] = []
 
     def nd(x: torch.Tensor, out: torch.Tensor, scatter: int, gather: int, *, group: str) -> None:

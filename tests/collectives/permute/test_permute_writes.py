@@ -13,7 +13,7 @@ from support.spellings.tracing_exchanges import TRACERS, N, by_make_fx, count, o
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 aten = torch.ops.aten
 Fn = Callable[..., Any]
@@ -28,7 +28,7 @@ def group() -> Iterator[Any]:
 def assert_left_alone(gm: GraphModule) -> None:
     code = gm.code
     keys = [set(n.meta) for n in gm.graph.nodes]
-    assert not PermuteAllToAll()(gm).modified
+    assert not FuseAllToAllPermutes()(gm).modified
     gm.recompile()
     assert gm.code == code
     assert [set(n.meta) for n in gm.graph.nodes] == keys
@@ -91,7 +91,7 @@ def only_copy(x: Tensor, group: Any) -> Tensor:
 @pytest.mark.parametrize("fn", [only_copy, kept_and_cleared])
 def test_the_only_copy_may_be_written(group: Any, fn: Fn) -> None:
     gm = by_make_fx(lambda x: fn(x, group), torch.randn(2, 3, 8, 5))
-    assert PermuteAllToAll()(gm).modified
+    assert FuseAllToAllPermutes()(gm).modified
     assert count(gm, "sp.all_to_all_permute") == 1
 
 
@@ -155,7 +155,7 @@ SUMS = [filled_by_index, filled_in_place, filled_before_scatter, column, vector,
 def test_sums_that_are_none_of_padded_pieces(group: Any, fn: Fn) -> None:
     gm = by_make_fx(lambda x: exchange_of(fn(x), group), torch.randn(8, 3))
     adds = count(gm, "aten.add.Tensor")
-    assert PermuteAllToAll()(gm).modified
+    assert FuseAllToAllPermutes()(gm).modified
     assert count(gm, "aten.add.Tensor") == adds
     assert count(gm, "sp.all_to_all_permute") == 1
 
@@ -173,6 +173,6 @@ def test_padded_pieces(group: Any, named: bool) -> None:
     if named:
         names = ("grad_output", "input_sizes", "dim", "start", "end", "step")
         node.args, node.kwargs = (), dict(zip(names, node.args, strict=True))
-    PermuteAllToAll()(gm)
+    FuseAllToAllPermutes()(gm)
     assert count(gm, "aten.add.Tensor") == 0
     assert count(gm, "sp.all_to_all_permute") == 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.monoids import accumulate_dtype
-from sp_compile.lowering.scan.scan_table import using
+from sp_compile.lowering.scan.scan_table import using_lowering
 
 sp = torch.ops.sp
 ROWS = [row for row in table.LOWERINGS if row != "triton" and (row != "native" or has_native())]
@@ -47,7 +47,7 @@ def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]
 
 @rows
 @cases
-@pytest.mark.sampled(every=62)
+@pytest.mark.sampled(all_blocks=62)
 def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
     """Every way, at lengths around a power of two; integers exactly, others as exactly as torch."""
     ran = 0
@@ -62,7 +62,7 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
 
 
 @rows
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dt
         assert results is None or as_exact_as(results[0], TORCH[op](x, dim), exact(x, dim, op))
 
 
-@pytest.mark.sampled(every=38)
+@pytest.mark.sampled(all_blocks=38)
 @rows
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,20 +99,20 @@ def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
     torchs = torch.cummax if op == "max" else torch.cummin
     for length in (0, 1, 2, 7, 40):
         x = sample((2, length, 3), torch.int32)
-        with using(row):
+        with using_lowering(row):
             values, indices = sp.local_extremes(x, None, 1, op, True)
         expected = torchs(x.flip(1), 1)
         assert torch.equal(values, expected.values.flip(1))
         assert torch.equal(indices, length - 1 - expected.indices.flip(1))
         for reverse in (False, True):
             starts = starts_like(x)
-            with using(row):
+            with using_lowering(row):
                 values, indices = sp.local_extremes(x, starts, 1, op, reverse)
             assert torch.equal(values, by_hand(x, 1, op, False, reverse, starts))
             assert torch.equal(x.gather(1, indices), values)
 
 
-@pytest.mark.sampled(every=26)
+@pytest.mark.sampled(all_blocks=26)
 @rows_of_all
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("lagged", [False, True])
@@ -123,7 +123,7 @@ def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> No
         a = sample(b.shape, dtype, seed=seed + 50).sigmoid()
         zeros = torch.zeros([size for d, size in enumerate(a.shape) if d != dim % a.ndim], dtype=torch.float64)
         initial = sample(zeros.shape, wide, seed=seed + 100) if seed % 2 else None
-        with using(row):
+        with using_lowering(row):
             h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
             factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
         started = zeros if initial is None else initial.double()
@@ -153,12 +153,12 @@ def recurrence_by_hand(
 @pytest.mark.parametrize("row", [row for row in ROWS if row != "aten"])
 def test_a_product_that_overflows_takes_nothing_of_the_initial_state(row: str) -> None:
     a, b = torch.full((1, 600, 2), 4.0), torch.zeros(1, 600, 2)
-    with using(row):
+    with using_lowering(row):
         h = sp.local_linear_scan(a, b, torch.zeros(1, 2), 1, False, False, torch.float32, torch.float32)
     assert torch.equal(h, b)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(all_blocks=3)
 @rows
 @pytest.mark.parametrize("op", OPS)
 def test_infinities_and_nan(row: str, op: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.scans.local_scans import has_native
 
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.scan.scan_table import ScanProblem
 
 needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
@@ -46,7 +46,7 @@ def nothing_compiled() -> Iterator[None]:
     native._compile.cache_clear()
 
 
-PROBLEM = Problem("scan", "cpu", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum")
+PROBLEM = ScanProblem("scan", "cpu", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum")
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -55,7 +55,7 @@ def test_without_a_compiler_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not has_native()
-        assert not native.fits(PROBLEM)
+        assert not native.fits_native(PROBLEM)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -66,22 +66,22 @@ def test_a_compiler_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(native, "compile_cpp", fail)
     monkeypatch.setattr(native, "has_cpp_compiler", lambda: True)
     with pytest.warns(UserWarning, match="C\\+\\+ compile error"):
-        assert not native.fits(PROBLEM)
+        assert not native.fits_native(PROBLEM)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native.fits(PROBLEM)
+        assert not native.fits_native(PROBLEM)
 
 
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem("scan", "cuda", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum"),
-        Problem("scan", "cpu", 1, 8, 8, torch.complex64, torch.complex64, torch.complex64, op="sum"),
-        Problem("scan", "cpu", 1, 8, 8, torch.uint16, torch.int64, torch.int64, op="sum"),
-        Problem("scan", "cpu", 1, 8, 8, torch.bfloat16, torch.bfloat16, torch.bfloat16, op="sum"),
-        Problem("scan", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int32, op="sum"),
-        Problem("linear", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int64),
+        ScanProblem("scan", "cuda", 1, 8, 8, torch.float32, torch.float32, torch.float64, op="sum"),
+        ScanProblem("scan", "cpu", 1, 8, 8, torch.complex64, torch.complex64, torch.complex64, op="sum"),
+        ScanProblem("scan", "cpu", 1, 8, 8, torch.uint16, torch.int64, torch.int64, op="sum"),
+        ScanProblem("scan", "cpu", 1, 8, 8, torch.bfloat16, torch.bfloat16, torch.bfloat16, op="sum"),
+        ScanProblem("scan", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int32, op="sum"),
+        ScanProblem("linear", "cpu", 1, 8, 8, torch.int64, torch.int64, torch.int64),
     ],
 )
-def test_does_not_fit(problem: Problem) -> None:
-    assert not native.fits(problem)
+def test_does_not_fit(problem: ScanProblem) -> None:
+    assert not native.fits_native(problem)

@@ -11,20 +11,20 @@ from support.scans.local_scans import has_native
 import sp_compile
 from sp_compile import SpError
 from sp_compile.lowering.scan.kernels import native
-from sp_compile.lowering.scan.scan_table import LOWERINGS, Problem, choose, using
+from sp_compile.lowering.scan.scan_table import LOWERINGS, ScanProblem, choose_lowering, using_lowering
 
 sp = torch.ops.sp
 
 
-def problem(**changes: Any) -> Problem:
-    base = Problem("scan", "cpu", 4, 100, 1, torch.float32, torch.float32, torch.float64, "sum", total=False)
+def problem(**changes: Any) -> ScanProblem:
+    base = ScanProblem("scan", "cpu", 4, 100, 1, torch.float32, torch.float32, torch.float64, "sum", total=False)
     return base._replace(**changes)
 
 
 def test_torch_runs_what_is_small_along_the_last_dim() -> None:
-    assert choose(problem()) == "aten"
-    assert choose(problem(exclusive=True, reverse=True)) == "aten"
-    assert choose(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
+    assert choose_lowering(problem()) == "aten"
+    assert choose_lowering(problem(exclusive=True, reverse=True)) == "aten"
+    assert choose_lowering(problem(dtype=torch.int32, result=torch.int64, accumulate=torch.int64, total=True)) == "aten"
 
 
 @pytest.mark.parametrize(
@@ -40,41 +40,41 @@ def test_torch_runs_what_is_small_along_the_last_dim() -> None:
 )
 def test_torch_does_not_run_the_rest(changes: dict[str, Any]) -> None:
     """Other dims, other kinds, and what it would round: a total to the result, half precision in less than double."""
-    with using("aten"), pytest.raises(SpError, match="SP903"):
-        choose(problem(**changes))
+    with using_lowering("aten"), pytest.raises(SpError, match="SP903"):
+        choose_lowering(problem(**changes))
 
 
 def test_what_is_large_is_compiled() -> None:
     large = problem(length=1 << 20)
-    assert choose(large) == ("native" if has_native() else "aten")
-    assert choose(large._replace(inner=64)) == ("native" if has_native() else "blocked")
+    assert choose_lowering(large) == ("native" if has_native() else "aten")
+    assert choose_lowering(large._replace(inner=64)) == ("native" if has_native() else "blocked")
 
 
 def test_torch_runs_many_short_lines() -> None:
     short = problem(outer=1 << 16, length=63)
     compiled = "native" if has_native() else "aten"
-    assert choose(short) == "aten"
-    assert choose(short._replace(length=64)) == compiled
-    assert choose(short._replace(op="logsumexp")) == compiled
+    assert choose_lowering(short) == "aten"
+    assert choose_lowering(short._replace(length=64)) == compiled
+    assert choose_lowering(short._replace(op="logsumexp")) == compiled
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "fits", lambda problem: False)
-    assert choose(problem(length=1 << 20)) == "aten"
+    monkeypatch.setattr(native, "fits_native", lambda problem: False)
+    assert choose_lowering(problem(length=1 << 20)) == "aten"
     for changes in ({"inner": 64}, {"segmented": True}, {"kind": "linear"}, {"total": True}):
-        assert choose(problem(**changes)) == "blocked"
+        assert choose_lowering(problem(**changes)) == "blocked"
 
 
 def test_a_row_can_be_forced() -> None:
-    with using("blocked"):
-        assert choose(problem()) == "blocked"
-    assert choose(problem()) == "aten"
+    with using_lowering("blocked"):
+        assert choose_lowering(problem()) == "blocked"
+    assert choose_lowering(problem()) == "aten"
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
-    with using("aten"), pytest.raises(SpError, match=r"SP903: .*'aten'"):
+    with using_lowering("aten"), pytest.raises(SpError, match=r"SP903: .*'aten'"):
         sp.local_linear_total(*torch.rand(2, 3), 0, False, False, torch.float64)
-    with pytest.raises(SpError, match=r"SP902: .*'fast'"), using("fast"):
+    with pytest.raises(SpError, match=r"SP902: .*'fast'"), using_lowering("fast"):
         pass
 
 
@@ -102,19 +102,19 @@ def test_every_way_gives_what_blocks_give(way: str, length: int, toy: None) -> N
         rows = {"outer": 2, "length": length, "inner": 3, "segmented": kind in ("scan", "extremes")}
         if not LOWERINGS[way].fits(problem(kind=kind, total=True, op="max" if kind == "extremes" else "sum", **rows)):
             continue
-        with using("blocked"):
+        with using_lowering("blocked"):
             expected = op(*operands)
-        with using(way):
+        with using_lowering(way):
             torch.testing.assert_close(op(*operands), expected)
 
 
 def test_a_way_from_outside_takes_its_turn() -> None:
     x = torch.randn(2, 9, dtype=torch.float64)
     with toy_way.registered(rank=-1):
-        assert choose(problem()) == "toy"
-        assert choose(problem(length=1 << 20)) == "toy"
+        assert choose_lowering(problem()) == "toy"
+        assert choose_lowering(problem(length=1 << 20)) == "toy"
         torch.testing.assert_close(sp_compile.inclusive_scan(x, 1), x.cumsum(1))
     with toy_way.registered(), pytest.raises(SpError, match=r"SP901: .*'toy'"):
         toy_way.registered()
     assert "toy" not in LOWERINGS
-    assert choose(problem()) == "aten"
+    assert choose_lowering(problem()) == "aten"

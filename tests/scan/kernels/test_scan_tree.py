@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_compile.lowering.scan.kernels import blocked, tree
-from sp_compile.lowering.scan.monoids import MONOIDS, compose, segmented, selecting
+from sp_compile.lowering.scan.monoids import MONOIDS, compose_affine, segment_combine, select_combine
 from sp_compile.lowering.torch_compat import make_fx, pytree
 
 ALGORITHMS = {
-    "tree": tree.inclusive,
-    "blocked": lambda combine, states, dim: blocked.inclusive(combine, states, dim)[0],
+    "tree": tree.tree_inclusive,
+    "blocked": lambda combine, states, dim: blocked.blocked_inclusive(combine, states, dim)[0],
 }
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 1000, 1024, 1025)
 algorithms = pytest.mark.parametrize("name", ALGORITHMS)
@@ -36,7 +36,7 @@ def test_combines_in_order(name: str, n: int) -> None:
     for state in states[1:]:
         expected.append(matrix_product(expected[-1], state))
     torch.testing.assert_close(ALGORITHMS[name](matrix_product, states, 0), torch.stack(expected))
-    torch.testing.assert_close(blocked.combination(matrix_product, states, 0), expected[-1][None])
+    torch.testing.assert_close(blocked.combine_all(matrix_product, states, 0), expected[-1][None])
 
 
 @algorithms
@@ -48,7 +48,7 @@ def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> Non
     a, b = torch.rand(2, *shape, dtype=torch.float64)
 
     def combine(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
-        a, b = compose((left["a"], left["b"]), (right["a"], right["b"]))
+        a, b = compose_affine((left["a"], left["b"]), (right["a"], right["b"]))
         return {"a": a, "b": b}
 
     out = ALGORITHMS[name](combine, {"a": a, "b": b}, dim)
@@ -59,17 +59,17 @@ def test_takes_trees_of_states_along_any_dim(name: str, n: int, dim: int) -> Non
 @algorithms
 def test_of_no_states(name: str) -> None:
     assert ALGORITHMS[name](torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
-    assert blocked.combination(torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
+    assert blocked.combine_all(torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @algorithms
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_differentiable_twice(name: str, n: int) -> None:
     a, b = (x.requires_grad_() for x in torch.rand(2, 2, n, dtype=torch.float64))
 
     def h(a: Tensor, b: Tensor) -> Tensor:
-        return ALGORITHMS[name](compose, (a, b), 1)[1]
+        return ALGORITHMS[name](compose_affine, (a, b), 1)[1]
 
     assert torch.autograd.gradcheck(h, (a, b))
     assert torch.autograd.gradgradcheck(h, (a, b))
@@ -79,9 +79,9 @@ def test_differentiable_twice(name: str, n: int) -> None:
 STATES = {
     "sum": (torch.add, 1),
     "logsumexp": (MONOIDS["logsumexp"].combine, 1),
-    "extremes": (selecting("max"), 2),
-    "recurrence": (compose, 2),
-    "segmented": (segmented(torch.add), 2),
+    "extremes": (select_combine("max"), 2),
+    "recurrence": (compose_affine, 2),
+    "segmented": (segment_combine(torch.add), 2),
 }
 
 
@@ -111,7 +111,7 @@ class Elements(TorchDispatchMode):
         return out
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(all_blocks=6)
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize(("name", "moves"), [("tree", 6), ("blocked", 2.5)])
 def test_work_is_linear(name: str, moves: float, kind: str) -> None:
@@ -134,7 +134,7 @@ def test_the_tree_combines_fewer_than_two_n(n: int) -> None:
         combined.append(len(left))
         return left + right
 
-    torch.testing.assert_close(tree.inclusive(combine, torch.ones(n), 0), torch.arange(1.0, n + 1))
+    torch.testing.assert_close(tree.tree_inclusive(combine, torch.ones(n), 0), torch.arange(1.0, n + 1))
     assert sum(combined) < 2 * n
     assert len(combined) <= 2 * math.ceil(math.log2(n))
 
@@ -150,7 +150,7 @@ def depth(name: str, n: int) -> int:
     return max(longest.values())
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize(("name", "each", "once"), [("tree", 10, 5), ("blocked", 12, 50)])
 def test_depth_is_logarithmic(name: str, each: float, once: int) -> None:
     for n in (4, 33, 1000, 33_000):
@@ -167,7 +167,7 @@ def test_the_backward_of_the_tree_keeps_linear_memory() -> None:
 
         a, b = (x.requires_grad_() for x in torch.rand(2, n, dtype=torch.float64))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            tree.inclusive(compose, (a, b), 0)
+            tree.tree_inclusive(compose_affine, (a, b), 0)
         return sum(sizes.values())
 
     assert kept(1 << 14) <= 10 * 8 * (1 << 14)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.scan.scan_table import ScanProblem
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -57,9 +57,9 @@ def test_without_triton() -> None:
 def test_fits() -> None:
     """Any tensor on a GPU of a dtype that the kernels have."""
     f32 = torch.float32
-    assert row.fits(Problem("scan", "cuda", 1, 9, 1, f32, f32, f32))
-    assert not row.fits(Problem("scan", "cuda", 1, 9, 1, torch.complex64, f32, f32))
-    assert not row.fits(Problem("scan", "mps", 1, 9, 1, f32, f32, f32))
+    assert row.fits_triton(ScanProblem("scan", "cuda", 1, 9, 1, f32, f32, f32))
+    assert not row.fits_triton(ScanProblem("scan", "cuda", 1, 9, 1, torch.complex64, f32, f32))
+    assert not row.fits_triton(ScanProblem("scan", "mps", 1, 9, 1, f32, f32, f32))
 
 
 COMPILE = """

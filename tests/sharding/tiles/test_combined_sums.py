@@ -11,9 +11,9 @@ from support.golden import captured, notes_of, show
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile.passes.context import settings
-from sp_compile.passes.strategies.combine_partials import CombineSums
-from sp_compile.passes.strategies.reduce_demands import Means, Reduce
+from sp_compile.passes.context import make_settings
+from sp_compile.passes.strategies.combine_partials import MarkPartialSums
+from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials
 
 EXACT = 1e-9
 
@@ -88,7 +88,7 @@ ONE = (three, summed, learned, in_front)
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(all_blocks=4)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_one_device(loss: Loss, n: int) -> None:
@@ -141,9 +141,9 @@ class Goldens(TestCase):
             return F.cross_entropy(h.mT, y) + 0.1 * h.logsumexp(-1).square().mean()
 
         gm = captured(program, torch.randn(2, 1, 8, 4), torch.randint(4, (2, 8)))
-        Means(settings(2))(gm)
-        notes = notes_of(CombineSums(settings(2)), gm)
-        Reduce(settings(2))(gm)
+        DecomposeMeans(make_settings(2))(gm)
+        notes = notes_of(MarkPartialSums(make_settings(2)), gm)
+        ReducePartials(make_settings(2))(gm)
         self.assertExpectedInline(
             show(gm),
             """\

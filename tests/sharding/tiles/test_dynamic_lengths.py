@@ -118,7 +118,7 @@ def test_a_tile_that_no_guard_lets_through_runs_as_it_was_traced() -> None:
     ]
     plain = part.graph(*given)
     not_run = mock.patch.object(part, "run", side_effect=AssertionError)
-    refused = mock.patch("sp_compile.lowering.tiles.tile_program.guards_hold", return_value=False)
+    refused = mock.patch("sp_compile.lowering.tiles.tile_program.check_guards", return_value=False)
     with mock.patch.object(part, "fits", {}), not_run, refused:
         torch.testing.assert_close(part(given), plain)
 
@@ -157,7 +157,7 @@ MAKES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]
 }
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(all_blocks=18)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dims", [(0,), (0, 1)], ids=["batch", "batch and length"])
 @pytest.mark.parametrize("name", MAKES)

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 
 import sp_compile
 from sp_compile.lowering.collectives.sharded import Sharded
-from sp_compile.passes.context import NoteKind, settings
-from sp_compile.passes.strategies.hoist import Hoist
+from sp_compile.passes.context import NoteKind, make_settings
+from sp_compile.passes.strategies.hoist import HoistSlices
 from sp_compile.passes.tiles.run_in_tiles import programs_of
 
 EXACT = 1e-9
@@ -123,7 +123,7 @@ def most_logits(gm: GraphModule) -> int:
     return max(logits_of(iter(one.graph.nodes)) for one in (gm, *parts))
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(all_blocks=10)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("seq", [16, 19, 23])
@@ -134,7 +134,7 @@ def test_one_device(loss: Loss, seq: int, n: int, layout: str) -> None:
     assert sp_compile.verify(Model(loss).double(), *batch(seq), sp=n, tiles=3, layout=layout).worst < EXACT
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(all_blocks=5)
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss, n: int) -> None:
@@ -235,7 +235,7 @@ class Goldens(TestCase):
             return torch.tanh(F.linear(h, y) / 3)[:, 6:].logsumexp(-1).sum()
 
         gm = captured(program, torch.randn(2, 1, 8, 4), torch.randn(32, 4))
-        notes = notes_of(Hoist(settings(2)), gm)
+        notes = notes_of(HoistSlices(make_settings(2)), gm)
         self.assertExpectedInline(
             show(gm),
             """\

@@ -14,7 +14,7 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.lowering.collectives.deferred import LateRows
+from sp_compile.lowering.collectives.deferred import DeferredRows
 from sp_compile.lowering.collectives.sharded import Sharded
 
 SEQ, TILES = 13, 3
@@ -47,8 +47,8 @@ def on_a_rank(tied: bool) -> bool:
     model = Both(tied).double()
     alone, made = copy.deepcopy(model), []
     run = torch.compile(model, backend="sp", options={**OPTIONS, "mesh": mesh() if dist.is_initialized() else None})
-    plain = LateRows.make
-    with mock.patch.object(LateRows, "make", lambda self: made.append(self) or plain(self)):
+    plain = DeferredRows.compute
+    with mock.patch.object(DeferredRows, "compute", lambda self: made.append(self) or plain(self)):
         for way in ("unread", "read", "cast"):
             model.zero_grad(), alone.zero_grad()
             loss, logits = run(*batch(SEQ))

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from sp_compile import SpError
 from sp_compile.data import Replica, SequenceLoader, SequenceSampler
-from sp_compile.data.batch_codec import packed, unpacked
+from sp_compile.data.batch_codec import decode_batch, encode_batch
 
 DATASET = TensorDataset(torch.arange(23))
 
@@ -185,8 +185,8 @@ def test_a_batch_as_text_and_tensors() -> None:
         "text": ["a", "b\n"],
         "nested": ({1: 2.5, "x": None}, [True, np.arange(3, dtype=np.int16)]),
     }
-    text, tensors = packed(batch)
-    found, empty = unpacked(text)
+    text, tensors = encode_batch(batch)
+    found, empty = decode_batch(text)
     for mine, sent in zip(empty, tensors, strict=True):
         mine.copy_(sent)
     assert torch.equal(found["bf16"], batch["bf16"])
@@ -202,7 +202,7 @@ def test_a_batch_as_text_and_tensors() -> None:
 @pytest.mark.parametrize("what", [object(), {1, 2}, np.array(["a"]), {"a": [b"bytes"]}])
 def test_what_cannot_be_handed_on_is_named(what: Any) -> None:
     with pytest.raises(SpError, match=r"SP805: batch.* got \w+"):
-        packed(what)
+        encode_batch(what)
 
 
 def test_goes_on_with_another_batch_size() -> None:

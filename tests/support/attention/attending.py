@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.masks.pieces import Pieces
-from sp_compile.lowering.masks.predicate import evaluate
+from sp_compile.lowering.masks.predicate import evaluate_mask
 
 PREDICATES = {
     "none": "",
@@ -65,7 +65,7 @@ class Problem:
         values |= {f"col{i}": x[:, None, None, :].long() for i, x in enumerate(self.cols)}
         values |= {f"n{i}": size for i, size in enumerate(SIZES)}
         mask = torch.ones(2, 1, q_len, k_len, dtype=torch.bool)
-        return mask & torch.as_tensor(evaluate(self.predicate, values))
+        return mask & torch.as_tensor(evaluate_mask(self.predicate, values))
 
     def arguments(self, q_span: Sequence[int], k_span: Sequence[int], group: str = "", **other: Any) -> list[Any]:
         """The operators' arguments from ``mask`` to ``group``."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import sp_compile
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 BATCH, DIM = 2, 8
 OPS = {
@@ -152,7 +152,7 @@ def whole(case: Case, found: list[list[Tensor]]) -> list[Tensor]:
 
 def simulated(op: str, case: Case, n: int, transposed: bool = False) -> list[Tensor]:
     """`whole` of n simulated ranks."""
-    mesh = Ranks(n, GROUP)
+    mesh = Ranks(n, SIMULATED_GROUP)
     return whole(case, run_ranks(n, lambda rank: attend(op, case, mesh, rank, n, transposed)))
 
 

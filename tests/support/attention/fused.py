@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.attention import kernels
-from sp_compile.lowering.attention.kernels import KERNELS
+from sp_compile.lowering.attention.kernels import BLOCK_KERNELS
 from sp_compile.lowering.triton.flex import flex_calls as calls
 
-FLEX = next(kernel for kernel in KERNELS if kernel.fused)
-ANYWHERE = replace(FLEX, device=None, dtypes=None, rows=0, capability=(0, 0), switch=calls.works)
+FLEX = next(kernel for kernel in BLOCK_KERNELS if kernel.fused)
+ANYWHERE = replace(FLEX, device=None, dtypes=None, rows=0, capability=(0, 0), switch=calls.is_flex_available)
 
 
 class Programs:
@@ -54,6 +54,6 @@ def learned_inputs(graph: torch.fx.GraphModule) -> set[int]:
 @contextlib.contextmanager
 def fused_here() -> Iterator[Programs]:
     """Inside, every attention without dropout is the fused kernel's, whatever its blocks are."""
-    programs, dense = Programs(), KERNELS[-1]
-    with mock.patch.object(kernels, "KERNELS", (ANYWHERE, dense)), calls.COMPILER.to(programs):
+    programs, dense = Programs(), BLOCK_KERNELS[-1]
+    with mock.patch.object(kernels, "BLOCK_KERNELS", (ANYWHERE, dense)), calls.COMPILER.force(programs):
         yield programs

@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.attention.attention_ops import ARGUMENTS
+from sp_compile.lowering.attention.attention_ops import ATTENTION_ARGUMENTS
 from sp_compile.lowering.base.frames import nearest_rows, own_positions
 from sp_compile.lowering.base.library import composite
-from sp_compile.passes.graph.call import Call
+from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.strategies.attention import (
+    AttentionShape,
     Candidate,
-    Heads,
+    HeadBytes,
     Machine,
-    Shape,
     ShardedAttention,
     Strategy,
-    register,
+    register_strategy,
 )
 
 sp = torch.ops.sp
 SEQUENCE = 2
 
 
-@composite(f"toy_attention({ARGUMENTS}) -> Tensor", padded="finite")
+@composite(f"toy_attention({ATTENTION_ARGUMENTS}) -> Tensor", padded="finite")
 def toy_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Shard(2), Shard(2), Shard(2) -> Shard(2). Order inside does not matter, so there is nothing to balance."""
     *scores, q_frame, k_frame, n, group, _balance = rest
@@ -53,7 +53,7 @@ class Toy(ShardedAttention):
         return "everything is gathered"
 
 
-def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candidate]:
+def _candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
     sent = shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes
     compute = shape.n * machine.attention(shape.flops, shape.kv_len) + machine.call
     exchange = machine.seconds("all_gather", sent, shape.n)
@@ -61,12 +61,12 @@ def _candidates(shape: Shape, machine: Machine, layout: str) -> Iterator[Candida
     yield Candidate("toy", 1, shape.n, layout, forward, backward, shape.n * sent, (1, 1))
 
 
-def _sends(call: Call, n: int) -> tuple[Size, Size]:
-    heads = Heads(call)
+def _sends(call: OpCall, n: int) -> tuple[Size, Size]:
+    heads = HeadBytes(call)
     half = heads.queries // 2  # the result is not sent
     return (n - 1) * (half + heads.keys), (n - 1) * (half + heads.keys)
 
 
 def registered() -> ExitStack:
     """Until the block is left."""
-    return register(Strategy(name="toy", preference=4, rewrite=Toy, candidates=_candidates, sends=_sends))
+    return register_strategy(Strategy(name="toy", preference=4, rewrite=Toy, candidates=_candidates, sends=_sends))

@@ -23,7 +23,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def check(source: Tensor, target: Tensor | None = None) -> None:
     target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-    assert move.copy(target, source)
+    assert move.copy_strided(target, source)
     assert torch.equal(target, source)
 
 
@@ -40,7 +40,7 @@ def check_copies() -> None:
         check(x.mT, torch.empty(8, 12, 6, dtype=dtype)[1:7, 1:11, 1:5])
     check(x.conj().movedim(2, 0))
     check(x.conj().imag)
-    assert not move.copy(torch.empty_like(x).conj(), x)
+    assert not move.copy_strided(torch.empty_like(x).conj(), x)
 
 
 def check_narrow_runs() -> None:
@@ -63,4 +63,4 @@ def check_many_dims() -> None:
     x = draw((2, 3, 2, 3, 2, 3), torch.float32)
     check(x.permute(5, 3, 1, 4, 2, 0))
     many = draw((2,) * 10, torch.float32)
-    assert not move.copy(torch.empty_like(many), many.permute(9, 7, 5, 3, 1, 8, 6, 4, 2, 0))
+    assert not move.copy_strided(torch.empty_like(many), many.permute(9, 7, 5, 3, 1, 8, 6, 4, 2, 0))

@@ -11,7 +11,7 @@ from support.cuda.borrowed import Watch, borrow, give_back
 from torch import Tensor
 
 from sp_compile.lowering.attention import attend as bodies
-from sp_compile.lowering.masks.spans import whole
+from sp_compile.lowering.masks.spans import full_span
 
 sp = torch.ops.sp
 Found = tuple[list[Tensor], list[Tensor], list[str]]
@@ -54,12 +54,12 @@ def one_device(
     """glue: see `Watch`."""
     p = Problem(name, q_len, k_len, key_heads=key_heads, width=widths[0], v_width=widths[1])
     rounded(p, dtype)
-    args = arguments(p, whole(q_len), whole(k_len))
+    args = arguments(p, full_span(q_len), full_span(k_len))
     with Watch(glue) as watch, torch.no_grad():
         q, k, v, grad = on_gpu([p.q, p.k, p.v, p.grad])
         out, lse = bodies.attend(q, k, v, *args)
         *grads, _ = bodies.attend_backward(grad, q, k, v, out, lse, *args, False)
-    return [give_back(x) for x in (out, lse, *grads)], by_hand(p), watch.seen.kernels
+    return [give_back(x) for x in (out, lse, *grads)], by_hand(p), watch.last_fields.kernels
 
 
 def check(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> None:

@@ -72,12 +72,12 @@ def main() -> None:
                 of = LLAMA_8B.of(layers)
                 step, likely = gpu.run(compiled_step, of, RANKS, **options), predicted(of, RANKS, **options)
                 live.append(step.values)
-                numbers = *beside(step.peak, likely.values), *beside(step.values, likely.but_gradients)
+                numbers = *beside(step.peak, likely.values), *beside(step.values, likely.peak_without_gradients)
                 add(share, str(layers), *numbers, gb(step.kept), gb(step.host))
             if share == "never" and len(live) > 1:
                 each = (live[-1] - live[-2]) / (args.layers[-1] - args.layers[-2])
                 whole = live[-1] + (DEPTH - args.layers[-1]) * each + state
-                numbers = beside(whole, predicted(LLAMA_8B, RANKS, **ways).but_gradients + state)
+                numbers = beside(whole, predicted(LLAMA_8B, RANKS, **ways).peak_without_gradients + state)
                 add(share, f"{DEPTH} and {gb(state)} of state", "", "", "", *numbers, "", "")
                 console.print(f"{gb(whole)} of {gb(ROOM)} GB")
         gpu.close()

@@ -38,7 +38,7 @@ class Llama:
     def state(self, ranks: int) -> int:
         """Bytes of a rank's shares of parameters, gradients and AdamW's state, and of what FSDP has whole."""
         weights = ModelBytes.of(self.model("meta"))
-        return sum(weights.sharded(ranks))
+        return sum(weights.sharded_bytes(ranks))
 
     def model(self, device: str = "cuda") -> nn.Module:
         before = torch.get_default_dtype()

@@ -24,13 +24,13 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
     seen: list[Seen] = []
 
     def run(body: Body, args: LocalArgs, *given: Any) -> tuple[Tensor, ...]:
-        held = args.holding([borrow(x) for x in args.tensors()])
-        held = replace(held, pieces=args.pieces_made())  # of the host
+        held = args.with_tensors([borrow(x) for x in args.tensors()])
+        held = replace(held, pieces=args.make_pieces())  # of the host
         operands = [borrow(x) for x in given if isinstance(x, Tensor)]
         rest = [x for x in given if not isinstance(x, Tensor)]
         with Watch() as watch:
-            out = body(*operands, *held.flat(), *rest)
-        seen.append(watch.seen)
+            out = body(*operands, *held.to_flat(), *rest)
+        seen.append(watch.last_fields)
         return tuple(map(give_back, out))
 
     def attend(self: LocalArgs, q: Tensor, k: Tensor, v: Tensor, k_span: Any, after: Any = None) -> Any:

@@ -28,9 +28,9 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.attention import attend
 from sp_compile.lowering.attention import merge_blocks as merge
 from sp_compile.lowering.tiles import tile_ops as tiles
-from sp_compile.passes.joint.save_attention import ask_policies
+from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
 from sp_compile.passes.tiles.run_in_tiles import programs_of
-from sp_compile.runtime.session import Session
+from sp_compile.runtime.session import CompileSession
 
 aten, sp = torch.ops.aten, torch.ops.sp
 
@@ -171,8 +171,8 @@ def step(
             options["mesh"] = init_device_mesh("cpu", (n // ulysses, ulysses), mesh_dim_names=("ring", "ulysses"))
         found = _compiled(make, inputs, options)
         with (
-            mock.patch.object(merge, "usable", lambda x: x.is_cuda),
-            mock.patch("sp_compile.lowering.triton.merge_kernel.launch", _merged),
+            mock.patch.object(merge, "can_use_triton", lambda x: x.is_cuda),
+            mock.patch("sp_compile.lowering.triton.merge_kernel.launch_merge", _merged),
         ):
             return _run(found)
 
@@ -183,11 +183,11 @@ def _compiled(
     found = _Compiled()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        session = Session(gm, example_inputs, options, measures=False)
+        session = CompileSession(gm, example_inputs, options, measures=False)
         lowered = lower(gm, example_inputs, options, session)
         lowered.return_edges()
         found.mode = detect_fake_mode(lowered.inputs)
-        with compiling(found.mode) as modules, ask_policies(lowered.graph):
+        with compiling(found.mode) as modules, apply_checkpoint_policies(lowered.graph):
 
             def inner(graph: torch.fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
                 names = [getattr(x, "name", "") for x in graph.graph.output_node().args[0]]
@@ -198,7 +198,7 @@ def _compiled(
                 return out
 
             def part(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-                torch_compat.nested(torch_compat.compiler("inductor", {}))(graph, given)
+                torch_compat.nested_compiler(torch_compat.get_compiler("inductor", {}))(graph, given)
                 call = on_fake_tensors(modules[-1])
                 return lambda *xs: call(list(xs))
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import sp_compile
 from sp_compile.lowering import torch_compat
 from sp_compile.passes.joint.joint import JointPasses
-from sp_compile.passes.joint.partitioned import Halves
+from sp_compile.passes.joint.partitioned import PartitionedPasses
 
 
 @dataclass
@@ -126,7 +126,9 @@ def _graphs(gm: torch.fx.GraphModule, args: list[Any], mode: FakeTensorMode) -> 
             found.append(_Graph(modules[-1], inputs))
             return out
 
-        torch_compat.joint_compiler("inductor", JointPasses(), None, None, Halves())(gm, args, inner_compile=inner)
+        torch_compat.joint_compiler("inductor", JointPasses(), None, None, PartitionedPasses())(
+            gm, args, inner_compile=inner
+        )
     return found
 
 

@@ -12,16 +12,16 @@ from torch.fx import GraphModule
 from tree.test_layers import LAYERS, ROOT
 
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.simulate import GROUP
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyse, settings
+from sp_compile.passes.context import analyze, make_settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
-from sp_compile.passes.strategies.reduce_demands import Reduce
-from sp_compile.passes.strategies.scan_demands import Scan
+from sp_compile.passes.strategies.reduce_demands import ReducePartials
+from sp_compile.passes.strategies.scan_demands import ShardScans
 
 PAGE = ROOT / "ARCHITECTURE.md"
-TWO = Ranks(2, GROUP)
+TWO = Ranks(2, SIMULATED_GROUP)
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -36,9 +36,9 @@ def example() -> str:
     first = show(gm)
     Canonicalize()(gm)
     canonical, placed = show(gm), _placed(gm)
-    for rewrite in (Scan(TWO), Reduce(TWO)):
+    for rewrite in (ShardScans(TWO), ReducePartials(TWO)):
         rewrite(gm)
-    rewritten, plan = show(gm), analyse(gm, settings(TWO))[1]
+    rewritten, plan = show(gm), analyze(gm, make_settings(TWO))[1]
     local = Localize(TWO)(gm).graph_module
     validate(local, plan, TWO.n)
     made = {
@@ -58,7 +58,7 @@ def _changed(before: str, after: str) -> str:
 
 
 def _placed(gm: GraphModule) -> str:
-    plan = analyse(gm, settings(TWO))[1]
+    plan = analyze(gm, make_settings(TWO))[1]
     values = [node for node in gm.graph.nodes if node.op != "output"]
     runs = itertools.groupby(values, lambda node: str(plan.of(node)))
     lines = [f"{placement:>5}  {', '.join(node.name for node in nodes)}" for placement, nodes in runs]

@@ -10,11 +10,11 @@ from support.docs.pages import DOCS
 from support.golden import captured, show
 
 from sp_compile.passes.canonical.canonicalize import Canonicalize
-from sp_compile.passes.context import analyse, settings
+from sp_compile.passes.context import analyze, make_settings
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.validate_shapes import validate
-from sp_compile.passes.strategies.attention.ulysses_strategy import Ulysses
-from sp_compile.passes.strategies.reduce_demands import Reduce
+from sp_compile.passes.strategies.attention.ulysses_strategy import UlyssesAttention
+from sp_compile.passes.strategies.reduce_demands import ReducePartials
 
 PAGE = DOCS / "how.md"
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -34,10 +34,10 @@ def graphs() -> dict[str, str]:
     Canonicalize()(gm)
     canonical = show(gm)
     texts |= {"canonical": _changed(texts["capture"], canonical), "propagate": _placed(gm)}
-    for rewrite in (Ulysses(TWO), Reduce(TWO)):
+    for rewrite in (UlyssesAttention(TWO), ReducePartials(TWO)):
         rewrite(gm)
     texts["strategies"] = _changed(canonical, show(gm))
-    plan = analyse(gm, settings(TWO))[1]
+    plan = analyze(gm, make_settings(TWO))[1]
     local = Localize(TWO)(gm).graph_module
     validate(local, plan, TWO.n)
     return {**texts, "localize": show(local)}

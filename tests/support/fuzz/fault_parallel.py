@@ -80,14 +80,14 @@ def while_compiling(act: Act) -> Callable[[Loop], None]:
     """Once, in front of the first question that ranks ask each other."""
 
     def begin(loop: Loop) -> None:
-        asked = session.digests_of
+        asked = session.input_digests
 
         def odd(*given: Any) -> Any:
-            session.digests_of = asked
+            session.input_digests = asked
             act()
             return asked(*given)
 
-        session.digests_of = odd
+        session.input_digests = odd
         rests(loop, 1, TIMEOUT / 2)
 
     return begin

@@ -187,7 +187,7 @@ def under_ddp(loop: Loop) -> None:
 
 
 def broken_constants(loop: Loop) -> None:
-    path = measure._path(dist.group.WORLD, torch.device("cpu"))
+    path = measure._cache_path(dist.group.WORLD, torch.device("cpu"))
     Path(path).write_text("[" * 100_000)
 
 

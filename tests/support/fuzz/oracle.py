@@ -32,18 +32,18 @@ from torch.utils import _pytree as pytree
 from sp_compile import SpError
 from sp_compile.backend import RankProgram, lower_or_keep
 from sp_compile.lowering.base.ranks import Ranks
-from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.torch_compat import keep_source
 from sp_compile.passes.capture import graph_inputs as inputs_of_backend
 from sp_compile.passes.capture.capture import capture
-from sp_compile.passes.capture.view_writes import VIEWS
-from sp_compile.passes.graph.edit import copied
-from sp_compile.passes.graph.rank_rng import draws
+from sp_compile.passes.capture.view_writes import VIEW_OPS
+from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.graph.rank_rng import has_random_ops
 from sp_compile.passes.report import Report
-from sp_compile.runtime.fingerprint import fingerprint
-from sp_compile.runtime.session import Session
-from sp_compile.runtime.sharded_values import make_views
+from sp_compile.runtime.fingerprint import graph_digest
+from sp_compile.runtime.session import CompileSession
+from sp_compile.runtime.sharded_values import rebuild_views
 
 TOLERANCES = {torch.float32: 1e-3, torch.complex64: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 TOLERANCE = 1e-9  # of float64
@@ -109,7 +109,7 @@ class _Apart(Exception):
 
 
 def outcome(case: Case) -> Result:
-    """What comes of the case, the worst over its numbers of ranks: see `Outcome`."""
+    """What comes of the case, the worst over its numbers of ranks: see `RunResult`."""
     try:
         expected = run_model(case.model, case.inputs)
     except Exception as error:
@@ -206,7 +206,7 @@ class _SimulatedRanks:
         gm, leaves = GraphModule({}, graph), _leaves(self.case.inputs)
         with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))), self.once():
             captured = inputs_of_backend.capture(gm, leaves)
-            if draws(captured):
+            if has_random_ops(captured):
                 raise ValueError("sets a seed, perhaps, at which Dynamo would break the graph")
             self.graph = _key(captured, leaves)
             if self.graph in _SEEN:
@@ -230,11 +230,11 @@ class _SimulatedRanks:
                 programs[n] = self.lowered(gm, example_inputs, n)
 
         def call(*args: Any) -> Any:
-            if isinstance(current(), FunctionalCommunicator):
+            if isinstance(current_communicator(), FunctionalCommunicator):
                 return gm.forward(*args)
             program = programs[self.n]
             values = [_no_view_of_a_function(y) for y in program.graph.forward(*args)]
-            return make_views(values, args, program.edges)
+            return rebuild_views(values, args, program.boundary)
 
         return call
 
@@ -242,8 +242,8 @@ class _SimulatedRanks:
         """For each of n ranks."""
         options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
         try:
-            session = Session(gm, example_inputs, options, measures=False)
-            session.ranks = Ranks(n, GROUP)
+            session = CompileSession(gm, example_inputs, options, measures=False)
+            session.ranks = Ranks(n, SIMULATED_GROUP)
             lowered, _ = lower_or_keep(gm, example_inputs, {"outputs": "gather", **options}, session, lambda _: None)
         except SpError as error:
             self.refused = error
@@ -261,7 +261,7 @@ class _SimulatedRanks:
             given = self.captured[gm]
             if any(isinstance(child, GraphModule) for child in given.children()):
                 return capture(gm, example_inputs)
-            made = copied(given)
+            made = copy_graph(given)
             made.meta.update(given.meta)  # what capture has found of the program
             for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
                 keep_source(new, old)
@@ -281,7 +281,7 @@ def _known() -> tuple[int, int]:
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
     """Of graphs that are equal, constants included."""
     constants = {name: (x.tolist() if x.layout == torch.strided else str(x)) for name, x in graph.named_buffers()}
-    text = f"{fingerprint(graph)} {graph.meta[VIEWS]} {[x.requires_grad for x in inputs]} {constants}"
+    text = f"{graph_digest(graph)} {graph.meta[VIEW_OPS]} {[x.requires_grad for x in inputs]} {constants}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

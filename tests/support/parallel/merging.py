@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sp_compile.passes.collectives.merge.find_chains import COLLECTIVES
 from sp_compile.passes.collectives.merge.merge_reductions import MergeReductions
-from sp_compile.passes.cost.known_groups import Groups
+from sp_compile.passes.cost.known_groups import KnownGroups
 
 c10d = torch.ops._c10d_functional
-GRID = Groups.of((2, 3), ("a", "b"))
-CUBE = Groups.of((2, 2, 2), ("a", "b", "c"))
+GRID = KnownGroups.of((2, 3), ("a", "b"))
+CUBE = KnownGroups.of((2, 2, 2), ("a", "b", "c"))
 OPS = ("sum", "avg", "max", "min", "product")
 
 
@@ -55,7 +55,7 @@ def operands(x: Tensor, world: int) -> list[list[Tensor]]:
     return [[torch.randn(x.shape, generator=gen, dtype=torch.float64).to(x.dtype)] for _ in range(world)]
 
 
-def merged(fn: Callable, x: Tensor, groups: Groups = GRID, policy: str = "always", **options) -> tuple:
+def merged(fn: Callable, x: Tensor, groups: KnownGroups = GRID, policy: str = "always", **options) -> tuple:
     """The graph after the pass, and its notes; its values are compared with those before."""
     gm = traced(fn, x)
     inputs = operands(x, len(groups.nodes))
@@ -72,7 +72,7 @@ def merged(fn: Callable, x: Tensor, groups: Groups = GRID, policy: str = "always
     return gm, rewrite.notes
 
 
-def check_unchanged(fn: Callable, x: Tensor, groups: Groups = GRID, policy: str = "always") -> None:
+def check_unchanged(fn: Callable, x: Tensor, groups: KnownGroups = GRID, policy: str = "always") -> None:
     """Check that the pass leaves the only chain of a graph as it is, and reports that."""
     text = show(traced(fn, x))
     gm, notes = merged(fn, x, groups, policy)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, map_arg
 
-from sp_compile.passes.cost.known_groups import Groups, Partition
+from sp_compile.passes.cost.known_groups import KnownGroups, Partition
 
 c10d = torch.ops._c10d_functional
 
 
-def run(gm: GraphModule, groups: Groups, inputs: Sequence[Sequence[Tensor]]) -> list:
+def run(gm: GraphModule, groups: KnownGroups, inputs: Sequence[Sequence[Tensor]]) -> list:
     """The results of the ranks; `inputs`: of each rank, its arguments. All groups have to hold all the ranks."""
     world = range(len(inputs))
     values: dict = {}

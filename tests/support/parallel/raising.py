@@ -268,7 +268,7 @@ def main() -> None:
         others = [x for rank, x in enumerate(told) if rank != one.odd]
         where = told[one.odd].line.partition(": ")[0] or "of no line, or of a kernel"
         slowest = max([x.seconds for x in others if x.kind], default=0.0)
-        after = "works" if not any(x.then for x in told) else "says that it is ended"
+        after = "works" if not any(x.map_rows for x in told) else "says that it is ended"
         verdict = "; ".join(problems(one, told)) or (
             "yes" if any(x.kind for x in others) else "yes: after the last exchange"
         )

@@ -13,8 +13,8 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.fx import GraphModule
 
 from sp_compile.lowering.comm.simulate import run_ranks
-from sp_compile.passes.graph.edit import Editor
-from sp_compile.passes.tensor_parallel.varying import reductions, wait_of
+from sp_compile.passes.graph.edit import GraphEditor
+from sp_compile.passes.tensor_parallel.varying import find_reductions, wait_of
 
 GROUP = "tp"
 WIDTH, HIDDEN, HEADS = 12, 24, 12
@@ -111,9 +111,9 @@ def joint_graph(f: Callable[..., Any], *args: Any) -> GraphModule:
 
 def spelt(gm: GraphModule, n: int, group: str = GROUP) -> GraphModule:
     """The same graph with all_reduces that simulated ranks understand."""
-    editor = Editor().edit(gm.graph)
-    for node in reductions(gm, group):
-        editor.respell(wait_of(node), torch.ops.sp.all_reduce.default, (node.args[0], n, group), node)
+    editor = GraphEditor().edit(gm.graph)
+    for node in find_reductions(gm, group):
+        editor.replace_call(wait_of(node), torch.ops.sp.all_reduce.default, (node.args[0], n, group), node)
     gm.recompile()
     return gm
 

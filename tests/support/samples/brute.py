@@ -19,11 +19,11 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 import sp_compile.passes.sharding.rules  # noqa: F401
-from sp_compile.passes.graph.call import Call
-from sp_compile.passes.graph.sizes import product
-from sp_compile.passes.sharding.factors import Dims, Factors, flat, parts
+from sp_compile.passes.graph.call import OpCall
+from sp_compile.passes.graph.sizes import size_product
+from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, flatten_dims
 from sp_compile.passes.sharding.placement import Frame, Shard
-from sp_compile.passes.sharding.rule import lookup
+from sp_compile.passes.sharding.rule import lookup_rule
 
 RANKS = (2, 3, 5)
 SUM = 2  # at::Reduction
@@ -54,13 +54,13 @@ def node_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Node,
     lifted = pytree.tree_map(lift, (tuple(args), kwargs))
     node = graph.call_function(op, *lifted)
     node.meta["val"] = op(*args, **kwargs)
-    return node, [o.meta["val"] for o in Call(node).operands]
+    return node, [o.meta["val"] for o in OpCall(node).operands]
 
 
 def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Outcome]:
     """Every factor of the op's rule at this call, for every number of ranks that divides it."""
     node, operands = node_of(op, args, kwargs)
-    call, rule = lookup(node)
+    call, rule = lookup_rule(node)
     whole = [r.clone() for r in call.results()]
     check_ranks_of(call, rule)
     if rule is None:
@@ -70,7 +70,7 @@ def outcomes(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[O
         yield from _movement(call, rule, operands, whole)
 
 
-def check_ranks_of(call: Call, rule: Factors | None) -> None:
+def check_ranks_of(call: OpCall, rule: BoundRule | None) -> None:
     """A rule names as many dims as there are, and its groups are as long as they are."""
     if rule is None:
         return
@@ -79,16 +79,18 @@ def check_ranks_of(call: Call, rule: Factors | None) -> None:
     assert len(rule.results) == len(call.results()), rule
     assert not rule.spans or len(rule.spans) == len(call.results()), rule
     for dims, shape in zip((*rule.operands, *rule.results), shapes, strict=True):
-        assert len({*flat(dims)}) == len(flat(dims)), rule
+        assert len({*flatten_dims(dims)}) == len(flatten_dims(dims)), rule
         for dim, size in zip(dims, shape, strict=True):
-            assert len(parts(dim)) < 2 or product(rule.extents[f] for f in parts(dim)) == size, rule
+            assert len(dim_factors(dim)) < 2 or size_product(rule.extents[f] for f in dim_factors(dim)) == size, rule
 
 
-def _factors(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], loose: bool) -> Iterator[Outcome]:
+def _factors(
+    call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor], loose: bool
+) -> Iterator[Outcome]:
     extents: dict[str, set[int]] = {}
     for dims, value in [*zip(rule.operands, operands, strict=True), *zip(rule.results, whole, strict=True)]:
         for dim, size in zip(dims, value.shape, strict=True):
-            for factor in parts(dim):
+            for factor in dim_factors(dim):
                 extents.setdefault(factor, set()).add(rule.extents[factor] if dim != factor else size)
     for (factor, sizes), n in itertools.product(extents.items(), RANKS):
         if rule.kind(factor) != "window" and all(size and size % n == 0 for size in sizes):
@@ -96,7 +98,7 @@ def _factors(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tens
 
 
 def _try(
-    call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str, n: int, loose: bool
+    call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor], factor: str, n: int, loose: bool
 ) -> str | None:
     """Run the ranks one by one; the first way in which what they make differs from the whole."""
     kind = rule.kind(factor)
@@ -114,13 +116,13 @@ def _try(
         return f"a rank fails: {str(error).splitlines()[0]}"
     if kind == "sum" and not rule.extents:
         return _padded(call, rule, operands, whole, factor)
-    in_all = all(factor in flat(dims) for dims in rule.results)
+    in_all = all(factor in flatten_dims(dims) for dims in rule.results)
     if kind == "pass" and in_all and not (rule.extents or rule.reshapes or rule.spans or loose):
         return _repeated(call, rule, operands, whole, factor)
     return None
 
 
-def counted(call: Call) -> Tensor:
+def counted(call: OpCall) -> Tensor:
     """What a class-index loss with reduction "mean" divides by: the targets not ignored, or their class weights."""
     target = call["target"].meta["val"]
     target = target[target != call["ignore_index"]]
@@ -128,7 +130,7 @@ def counted(call: Call) -> Tensor:
     return torch.tensor(target.numel()) if weight is None else weight.meta["val"][target].sum()
 
 
-def _repeated(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
+def _repeated(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
     """Padded rows that repeat a row of every operand come to the same row of every result.
 
     Grouped heads, of which operands have different numbers, are sharded where nothing is padded.
@@ -145,13 +147,13 @@ def _repeated(call: Call, rule: Factors, operands: list[Tensor], whole: list[Ten
 
     expected = [padded(x, dims) for x, dims in zip(whole, rule.results, strict=True)]
     changed = {rule.sizes: list(expected[0].shape)} if rule.sizes else {}
-    args, kwargs = call.rebuild([padded(x, d) for x, d in zip(operands, rule.operands, strict=True)], **changed)
+    args, kwargs = call.with_operands([padded(x, d) for x, d in zip(operands, rule.operands, strict=True)], **changed)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
     errors = (_compare(m, e, False) for m, e in zip(made, expected, strict=True))
     return next((f"with repeated rows: {e}" for e in errors if e is not None), None)
 
 
-def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
+def _padded(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor], factor: str) -> str | None:
     """A sum does not change by infinite rows, once zero, or the fill of its `pad`, is selected in their place.
 
     With a `pad` all other operands hold copies of the last row there, as they do in a program.
@@ -165,7 +167,7 @@ def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tenso
         row = torch.tensor([longer[at].shape[dim] - 1])
         poison = float("inf") if longer[at].is_floating_point() or longer[at].is_complex() else 99
         longer[at] = longer[at].index_fill(dim, row, poison).index_fill(dim, row, fill)
-    args, kwargs = call.rebuild(longer)
+    args, kwargs = call.with_operands(longer)
     made = [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
     errors = [
         _compare(m.narrow(dims.index(factor), 0, w.shape[dims.index(factor)]) if factor in dims else m, w, False)
@@ -175,8 +177,8 @@ def _padded(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tenso
 
 
 def _one_rank(
-    call: Call,
-    rule: Factors,
+    call: OpCall,
+    rule: BoundRule,
     operands: list[Tensor],
     whole: list[Tensor],
     factor: str,
@@ -190,28 +192,28 @@ def _one_rank(
         return [local[0].reshape(shape)]
     if rule.sizes:
         changed = {**changed, rule.sizes: list(shape)}
-    args, kwargs = call.rebuild(local, **changed)
+    args, kwargs = call.with_operands(local, **changed)
     return [r for r in pytree.tree_leaves(call.node.target(*args, **kwargs)) if isinstance(r, Tensor)]
 
 
-def _part(x: Tensor, rule: Factors, dims: Dims, factor: str, n: int, rank: int) -> Tensor:
+def _part(x: Tensor, rule: BoundRule, dims: Dims, factor: str, n: int, rank: int) -> Tensor:
     """A rank's part of a value of these dims if the factor is sharded."""
-    if factor not in flat(dims):
+    if factor not in flatten_dims(dims):
         return x
     at, sizes = _around(rule, dims, factor)
     return x.unflatten(at, sizes).chunk(n, at + 1)[rank].flatten(at, at + 2).contiguous()
 
 
-def _around(rule: Factors, dims: Dims, factor: str) -> tuple[int, tuple[int, int, int]]:
+def _around(rule: BoundRule, dims: Dims, factor: str) -> tuple[int, tuple[int, int, int]]:
     """The dim that holds the factor, and its sizes before, in and behind the factor."""
-    at = next(d for d, dim in enumerate(dims) if factor in parts(dim))
-    group = parts(dims[at])
+    at = next(d for d, dim in enumerate(dims) if factor in dim_factors(dim))
+    group = dim_factors(dims[at])
     before, behind = group[: group.index(factor)], group[group.index(factor) + 1 :]
-    return at, (product(rule.extents[f] for f in before), -1, product(rule.extents[f] for f in behind))
+    return at, (size_product(rule.extents[f] for f in before), -1, size_product(rule.extents[f] for f in behind))
 
 
-def _combine(made: list[Tensor], rule: Factors, dims: Dims, factor: str, kind: str) -> Tensor | None:
-    if factor in flat(dims):
+def _combine(made: list[Tensor], rule: BoundRule, dims: Dims, factor: str, kind: str) -> Tensor | None:
+    if factor in flatten_dims(dims):
         at, sizes = _around(rule, dims, factor)
         return torch.cat([x.unflatten(at, sizes) for x in made], at + 1).flatten(at, at + 2)
     if kind in ("sum", "total"):
@@ -253,7 +255,7 @@ def place(x: Tensor, shard: Shard, n: int, rank: int) -> Tensor:
     return split.chunk(n, shard.dim + 1)[rank].flatten(shard.dim, shard.dim + 2)
 
 
-def _movement(call: Call, rule: Factors, operands: list[Tensor], whole: list[Tensor]) -> Iterator[Outcome]:
+def _movement(call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor]) -> Iterator[Outcome]:
     """Every way to see a dim as outer * sequence * inner that the rule says where to find again."""
     shape = operands[0].shape
     for dim, n in itertools.product(range(len(shape)), RANKS):
@@ -265,15 +267,17 @@ def _movement(call: Call, rule: Factors, operands: list[Tensor], whole: list[Ten
                 yield Outcome(f"{dim}:{outer}*{length}*{inner}", "pass", n, error)
 
 
-def move(rule: Factors, shard: Shard) -> tuple[Shard, ...] | None:
+def move(rule: BoundRule, shard: Shard) -> tuple[Shard, ...] | None:
     """Where the rule says that a shard of the first operand lies in each result; None if nowhere."""
-    factor, own = rule.inside(rule.operands[0], shard)
+    factor, own = rule.local_part(rule.operands[0], shard)
     if rule.kind(factor) == "window":
-        return rule.cut(shard)
+        return rule.window_shard(shard)
     if not factor or rule.kind(factor) != "pass":
         return None
     places = [_around(rule, dims, factor)[0] for dims in rule.results]
-    return tuple(rule.outside(dims[at], factor, own.on(at)) for dims, at in zip(rule.results, places, strict=True))
+    return tuple(
+        rule.dim_shard(dims[at], factor, own.on_dim(at)) for dims, at in zip(rule.results, places, strict=True)
+    )
 
 
 def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
@@ -284,7 +288,13 @@ def factorisations(size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _moved(
-    call: Call, rule: Factors, shard: Shard, moved: Sequence[Shard], operands: list[Tensor], whole: list[Tensor], n: int
+    call: OpCall,
+    rule: BoundRule,
+    shard: Shard,
+    moved: Sequence[Shard],
+    operands: list[Tensor],
+    whole: list[Tensor],
+    n: int,
 ) -> str | None:
     if shard.dim == rule.window:
         frames = [(m.frame.start, m.frame.length) for m in moved]
@@ -297,7 +307,7 @@ def _moved(
         if rule.reshapes:
             made = [local.reshape(expected[0].shape)]
         else:
-            args, kwargs = call.rebuild([local, *operands[1:]])
+            args, kwargs = call.with_operands([local, *operands[1:]])
             made = list(call.node.target(*args, **kwargs)) if len(whole) > 1 else [call.node.target(*args, **kwargs)]
             made = [r for r in pytree.tree_leaves(made) if isinstance(r, Tensor)]
         if not all(torch.equal(m, e) for m, e in zip(made, expected, strict=True)):

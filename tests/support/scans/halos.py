@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 RANKS = (1, 2, 3, 4, 7)
@@ -26,8 +26,8 @@ def on_ranks(
 
     def live(rank: int) -> tuple[Tensor, Tensor | None]:
         whole = x.clone().requires_grad_(x.is_floating_point())
-        shard = sp.shard(whole, dim, frames[0], n, GROUP)
-        y = sp.unshard(op(shard, *args, *frames, n, GROUP), dim, frames[-1], n, GROUP)
+        shard = sp.shard(whole, dim, frames[0], n, SIMULATED_GROUP)
+        y = sp.unshard(op(shard, *args, *frames, n, SIMULATED_GROUP), dim, frames[-1], n, SIMULATED_GROUP)
         if y.requires_grad:
             y.backward(cotangent)
         return y.detach(), whole.grad

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sp_compile.lowering.scan.kernels import native
 from sp_compile.lowering.scan.monoids import MONOIDS, accumulate_dtype, result_dtype
-from sp_compile.lowering.scan.scan_table import Problem
+from sp_compile.lowering.scan.scan_table import ScanProblem
 
 sp = torch.ops.sp
 
@@ -14,7 +14,7 @@ sp = torch.ops.sp
 def has_native() -> bool:
     """Is there a compiler, and does it compile one of the kernels?"""
     double = torch.float64
-    return native.fits(Problem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
+    return native.fits_native(ScanProblem("scan", "cpu", 0, 0, 0, double, double, double, "sum"))
 
 
 def scan(

@@ -11,7 +11,7 @@ import torch
 from support.attention.attending import randn
 from torch import Tensor
 
-from sp_compile.lowering.comm.simulate import GROUP, run_ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 
 sp = torch.ops.sp
 OPS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
@@ -136,13 +136,13 @@ def joined(case: Case, shards: list[Tensor], dim: int = DIM) -> Tensor:
     return torch.cat(shards, dim).index_select(dim, at[case.start : case.start + case.window])
 
 
-def scan(case: Case, x: Tensor, ids: Tensor | None, n: int, group: str = GROUP) -> Tensor:
+def scan(case: Case, x: Tensor, ids: Tensor | None, n: int, group: str = SIMULATED_GROUP) -> Tensor:
     """The operator on one rank's rows."""
     options = (case.op, case.exclusive, case.reverse, None, None, case.frame(), case.exchange, n, group)
     return sp.scan(x, ids, DIM, *options)
 
 
-def on_rank(case: Case, rank: int, n: int, group: str = GROUP, fill: float | None = None) -> list[Tensor]:
+def on_rank(case: Case, rank: int, n: int, group: str = SIMULATED_GROUP, fill: float | None = None) -> list[Tensor]:
     """One rank's rows of the result and of the gradient of x."""
     x = cut(case, case.operand(), rank, n, fill=fill).requires_grad_()
     ids = case.ids()
@@ -185,7 +185,7 @@ class Recurrence(Case):
         a[0, ::6] = 0
         return [x.to(self.dtype) for x in (a, b, *([first] if self.initial else []))]
 
-    def on_rank(self, rank: int, n: int, group: str = GROUP, fill: float | None = None) -> list[Tensor]:
+    def on_rank(self, rank: int, n: int, group: str = SIMULATED_GROUP, fill: float | None = None) -> list[Tensor]:
         """One rank's h, and gradients of a and b, and of initial, the same on all ranks."""
         a, b, *first = self.operands()
         leaves = [cut(self, a, rank, n, fill=fill), cut(self, b, rank, n, fill=fill), *first]
@@ -206,6 +206,6 @@ class Recurrence(Case):
         return [h.detach(), *torch.autograd.grad(h, leaves, self.cotangent())]
 
 
-def recur(case: Case, a: Tensor, b: Tensor, first: Tensor | None, n: int, group: str = GROUP) -> Tensor:
+def recur(case: Case, a: Tensor, b: Tensor, first: Tensor | None, n: int, group: str = SIMULATED_GROUP) -> Tensor:
     """The operator on one rank's rows."""
     return sp.linear_scan(a, b, first, DIM, case.reverse, None, case.frame(), case.exchange, n, group)

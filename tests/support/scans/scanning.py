@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sp_compile import SpError
-from sp_compile.lowering.scan.scan_table import using
+from sp_compile.lowering.scan.scan_table import using_lowering
 
 OPS = ("sum", "prod", "max", "min", "logsumexp")
 COMBINE = {
@@ -112,7 +112,7 @@ def as_exact_as(ours: Tensor, torchs: Tensor, exact: Tensor) -> bool:
 
 def run(row: str, op: Callable[..., Any], *operands: Any) -> Any:
     """The operator's results by this row of the lowering table; None if the row does not fit."""
-    with using(row):
+    with using_lowering(row):
         try:
             return op(*operands)
         except SpError:

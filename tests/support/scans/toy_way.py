@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from sp_compile.lowering.scan.kernels.generic import Kernels, Map, length, rows
+from sp_compile.lowering.scan.kernels.generic import GenericKernels, Map, num_rows, slice_rows
 from sp_compile.lowering.scan.monoids import Combine
-from sp_compile.lowering.scan.scan_table import register
+from sp_compile.lowering.scan.scan_table import register_lowering
 from sp_compile.lowering.torch_compat import pytree
 
 
 def _inclusive(combine: Combine, states: Any, dim: int, lift: Map, lower: Map) -> tuple[Any, Any]:
-    run = [lift(rows(states, dim, 0, 1))]
-    for i in range(1, length(states, dim)):
-        run.append(combine(run[-1], lift(rows(states, dim, i, i + 1))))
+    run = [lift(slice_rows(states, dim, 0, 1))]
+    for i in range(1, num_rows(states, dim)):
+        run.append(combine(run[-1], lift(slice_rows(states, dim, i, i + 1))))
     return lower(pytree.tree_map(lambda *leaves: torch.cat(leaves, dim), *run)), run[-1]
 
 
@@ -26,4 +26,4 @@ def _total(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
 
 def registered(rank: int = 60) -> ExitStack:
     """Until the block is left; behind all others, unless a rank says otherwise."""
-    return register("toy", Kernels(_inclusive, _total), lambda problem: rank)
+    return register_lowering("toy", GenericKernels(_inclusive, _total), lambda problem: rank)

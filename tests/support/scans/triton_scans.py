@@ -14,12 +14,12 @@ from torch import Tensor
 from sp_compile import SpError, exclusive_scan, inclusive_scan, linear_scan, segmented_scan
 from sp_compile.lowering.scan import scan_table as table
 from sp_compile.lowering.scan.kernels.triton import triton_scan as row
-from sp_compile.lowering.scan.kernels.triton.dispatch import WAYS, TileSizes, using_way, way_of
+from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, TileSizes, choose_schedule, using_schedule
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
 ROW = Direct(row)
-ORDER = list(WAYS)
+ORDER = list(SERIES)
 SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))
 """exclusive, reverse, segmented"""
@@ -153,7 +153,7 @@ def linear_exactly(a: Tensor, b: Tensor, initial: Tensor | None, reverse: bool, 
 
 
 def check_way(way: str) -> None:
-    with using_way(way):
+    with using_schedule(way):
         for check in (check_shapes, check_dtypes, check_specials, check_extremes, check_linear):
             check(way)
 
@@ -163,7 +163,7 @@ def check_operators() -> None:
     x = sample((3, 7, 2, 2), torch.float32).transpose(0, 2)
     a = sample((3, 7, 2, 2), torch.float32, seed=1).transpose(0, 2)
     ops, f32 = torch.ops.sp, torch.float32
-    with table.using("triton"):
+    with table.using_lowering("triton"):
         for dim in (0, -1, 2):
             out, total = ops.local_scan(x, None, dim, "sum", False, False, f32, f32)
             torch.testing.assert_close(out, x.cumsum(dim))
@@ -193,9 +193,9 @@ def check_public() -> None:
         loss = sum((y * w).sum() for y, w in zip(out, weights))
         return [*out, *torch.autograd.grad(loss, (x, a))]
 
-    with table.using("blocked"):
+    with table.using_lowering("blocked"):
         expected = results()
-    with table.using("triton"):
+    with table.using_lowering("triton"):
         found = results()
     for y, z in zip(found, expected):
         torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-4)
@@ -222,7 +222,7 @@ def check_choice() -> None:
     """Enough lines to keep a GPU busy: one program each; a length that is worth it is divided."""
 
     def chosen(across: int, along: int) -> str:
-        return way_of(across, along, 132, TileSizes())
+        return choose_schedule(across, along, 132, TileSizes())
 
     assert [chosen(1, 2), chosen(1, 2**18), chosen(64, 500), chosen(2**12, 2**9)] == [
         "one", "parts", "parts", "one",
@@ -239,5 +239,5 @@ def check_choice() -> None:
         sweep = Sweep(torch.empty(shape, device="meta"), "sum", 0, torch.float32, torch.int32)
         found = sweep.tile(2048, 4)
         assert (found.steps, found.lines) == tile
-    with pytest.raises(SpError, match=r"SP551: .*'fast'"), using_way("fast"):
+    with pytest.raises(SpError, match=r"SP551: .*'fast'"), using_schedule("fast"):
         pass

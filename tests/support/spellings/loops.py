@@ -11,9 +11,9 @@ from support.models import BATCH, floats
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sp_compile.passes.canonical.loops.lists import WrittenLists
-from sp_compile.passes.canonical.loops.reroll import Reroll
-from sp_compile.passes.canonical.normalize_ops import Explicit
+from sp_compile.passes.canonical.loops.lists import StackWrittenRows
+from sp_compile.passes.canonical.loops.reroll import RerollLoops
+from sp_compile.passes.canonical.normalize_ops import NormalizeOps
 
 WIDTH, KEYS = 3, 4
 Loop = Callable[..., object]
@@ -248,9 +248,9 @@ def inputs(name: str, steps: int = 6) -> tuple[Tensor, ...]:
 
 def rolled(fn: Loop, args: tuple[Tensor, ...]) -> GraphModule:
     gm = captured(fn, *args)
-    Explicit()(gm)
-    written = WrittenLists()(gm).modified
-    assert Reroll()(gm).modified or written
+    NormalizeOps()(gm)
+    written = StackWrittenRows()(gm).modified
+    assert RerollLoops()(gm).modified or written
     gm.graph.lint()
     gm.recompile()
     return gm

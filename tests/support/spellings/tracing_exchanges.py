@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sp_compile.passes.capture.capture import capture, capture_export
-from sp_compile.passes.collectives.permute.fuse_permute import PermuteAllToAll
+from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
 N = 4
 
@@ -73,7 +73,7 @@ def aot(fn: Callable[..., Any], *inputs: Tensor) -> dict[str, GraphModule]:
     found: dict[str, GraphModule] = {}
 
     def partition(joint: GraphModule, examples: Any, **options: Any) -> Any:
-        PermuteAllToAll(decomposed=True)(joint)
+        FuseAllToAllPermutes(decomposed=True)(joint)
         found["joint"] = joint
         return min_cut_rematerialization_partition(joint, examples, **options)
 

@@ -16,7 +16,7 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.base.registry import Override
 
 from .triton_tiles import State, Sweep
-from .walk import in_one, in_parts
+from .walk import scan_in_parts, scan_single_pass
 
 
 @dataclass(frozen=True)
@@ -28,37 +28,37 @@ class TileSizes:
 
     walk: tuple[int, int] = (8192, 4)
     programs: int = 16
-    enough: int = 4
+    min_tiles: int = 4
 
 
 WARP_BYTES = 1024
 """Of states of 64 bits, without flags, a tile has a warp for so many: with half the warps some spill on sm_90."""
 
-INTERPRETER_SIZES = TileSizes((128, 1), programs=2, enough=2)
+INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
 """In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
 
 
-WAYS = ("one", "parts")
+SERIES = ("one", "parts")
 
 
-def way_of(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
+def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
     """The way of so many tiles across the lines and along them: parts, unless whole lines keep the device busy."""
-    return "one" if across >= sizes.enough * multiprocessors or along <= 2 else "parts"
+    return "one" if across >= sizes.min_tiles * multiprocessors or along <= 2 else "parts"
 
 
-_forced: Override[tuple[str, TileSizes | None]] = Override()
+_forced_schedule: Override[tuple[str, TileSizes | None]] = Override()
 
 
-def using_way(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
+def using_schedule(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
     """Every scan inside, on any thread, goes this way."""
-    if name not in WAYS:
-        raise SpError("SP551", f"name: expected one of {', '.join(WAYS)}, got {name!r}.")
-    return _forced.to((name, sizes))
+    if name not in SERIES:
+        raise SpError("SP551", f"name: expected one of {', '.join(SERIES)}, got {name!r}.")
+    return _forced_schedule.force((name, sizes))
 
 
-def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
+def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
     """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
-    way, sizes = _forced.value or ("", None)
+    way, sizes = _forced_schedule.value or ("", None)
     sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
     held, warps = sizes.walk
     elements = 1 << (held // sweep.state_bytes).bit_length() - 1
@@ -67,11 +67,11 @@ def run(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> 
     tile = sweep.tile(elements, warps)
     across, along = triton.cdiv(sweep.lines, tile.lines), triton.cdiv(sweep.length, tile.steps)
     multiprocessors = _multiprocessors(sweep.x.device)
-    if (way or way_of(across, along, multiprocessors, sizes)) == "one":
-        return in_one(sweep, tile, initial, out, total)
+    if (way or choose_schedule(across, along, multiprocessors, sizes)) == "one":
+        return scan_single_pass(sweep, tile, initial, out, total)
     wanted = triton.cdiv(sizes.programs * multiprocessors, across)
     part = tile.steps * triton.cdiv(along, min(wanted, along))
-    return in_parts(sweep, tile, part, initial, out)
+    return scan_in_parts(sweep, tile, part, initial, out)
 
 
 @cache

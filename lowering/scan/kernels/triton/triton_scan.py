@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sp_compile.lowering.scan.monoids import MONOIDS, Pair, scannable
-from sp_compile.lowering.scan.scan_table import Problem, register
+from sp_compile.lowering.scan.monoids import MONOIDS, Pair, is_scannable
+from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering
 from sp_compile.lowering.triton import AVAILABLE
 
 if TYPE_CHECKING:
     from .triton_tiles import Sweep
 
 
-def fits(problem: Problem) -> bool:
+def fits_triton(problem: ScanProblem) -> bool:
     """Whether the kernels can run this."""
-    if not all(map(scannable, (problem.dtype, problem.result, problem.accumulate))):
+    if not all(map(is_scannable, (problem.dtype, problem.result, problem.accumulate))):
         return False
     return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
-    from .dispatch import run
+def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
+    from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
     dtype, accumulate = problem.result, problem.accumulate
@@ -38,13 +38,13 @@ def scan(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
     options = problem.exclusive, problem.reverse
     sweep = Sweep(x, problem.op, neutral, compute, torch.int32, None, starts, *options)
-    total = run(sweep, None, State(out), True)
+    total = run_sweep(sweep, None, State(out), True)
     assert total is not None
     return out.to(dtype), total.value.view(x.shape[0], x.shape[2]).to(accumulate)
 
 
-def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
-    from .dispatch import run
+def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
+    from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
@@ -52,35 +52,35 @@ def extremes(problem: Problem, x: Tensor, starts: Tensor | None) -> Pair:
         neutral = MONOIDS[problem.op].identity(x.dtype)
         compute, index = _compute_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
         sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, None, starts, False, problem.reverse)
-        run(sweep, None, State(out, indices), False)
+        run_sweep(sweep, None, State(out, indices), False)
     return out, indices
 
 
-def linear(problem: Problem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-    from .dispatch import run
+def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+    from .dispatch import run_sweep
     from .triton_tiles import State
 
     h = b.new_empty(b.shape, dtype=problem.result)
     if b.numel():
-        sweep = _recurrence(problem, a, b)
+        sweep = _recurrence_sweep(problem, a, b)
         before = None if initial is None else State(initial.to(sweep.compute).reshape(1, -1))
-        run(sweep, before, State(h), False)
+        run_sweep(sweep, before, State(h), False)
     return h
 
 
-def linear_total(problem: Problem, a: Tensor, b: Tensor) -> Pair:
-    from .dispatch import run
+def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
+    from .dispatch import run_sweep
 
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
     if not a.numel():
         return a.new_ones(shape, dtype=accumulate), b.new_zeros(shape, dtype=accumulate)
-    total = run(_recurrence(problem, a, b), None, None, True)
+    total = run_sweep(_recurrence_sweep(problem, a, b), None, None, True)
     assert total is not None
     assert total.second is not None
     return total.second.view(shape).to(accumulate), total.value.view(shape).to(accumulate)
 
 
-def _recurrence(problem: Problem, a: Tensor, b: Tensor) -> Sweep:
+def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
     from .triton_tiles import Sweep
 
     compute = _compute_dtype(problem.accumulate)
@@ -94,4 +94,4 @@ def _compute_dtype(accumulate: torch.dtype) -> torch.dtype:
     return torch.float32 if accumulate.is_floating_point else torch.int32
 
 
-register("triton", sys.modules[__name__], rank=lambda problem: 20)
+register_lowering("triton", sys.modules[__name__], rank=lambda problem: 20)

@@ -7,7 +7,7 @@ inner > 1, places where inner == 1, so that either way a tile is read in whole r
 Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
 is the inclusive one of what comes a place earlier: SHIFT.
 
-FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf`.
+FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf_states`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def tile_lines(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _time_of(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _time_at(place, length, REVERSE: tl.constexpr):  # type: ignore[no-untyped-def]
     return length - 1 - place if REVERSE else place
 
 
 @triton.jit
-def _leaf(  # type: ignore[no-untyped-def]
+def _leaf_states(  # type: ignore[no-untyped-def]
     x, second, source, at, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _leaf(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _starts_of(  # type: ignore[no-untyped-def]
+def _start_flags(  # type: ignore[no-untyped-def]
     starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
@@ -96,32 +96,32 @@ def load_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """-> where its elements are, whether they are, their flags, and their states; nothing before ``begin`` is read."""
     inside = exists & (place < length)
-    time = _time_of(place, length, REVERSE)
+    time = _time_at(place, length, REVERSE)
     at = base + time * inner
     source, taken = at, inside
     if SHIFT:
-        source = base + _time_of(place - 1, length, REVERSE) * inner
+        source = base + _time_at(place - 1, length, REVERSE) * inner
         taken = inside & (place > begin)
     kept = taken
     flag = tl.zeros((STEPS, LINES), tl.int32)
     if SEGMENTED:
-        flag = _starts_of(
+        flag = _start_flags(
             starts, time, line, place < length, inside, inner, per_outer, per_time, per_inner, SHARED, STEPS, LINES
         )  # fmt: skip
         if SHIFT:
             kept = taken & (flag == 0)
-    p, q = _leaf(x, second, source, at, taken, kept, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    p, q = _leaf_states(x, second, source, at, taken, kept, inside, time, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
     return at, inside, flag, p, q
 
 
 @triton.jit
-def with_last(  # type: ignore[no-untyped-def]
+def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """States with the element before ``end``, which a shift has left over. A recurrence only multiplies there."""
-    at = base + _time_of(end - 1, length, REVERSE) * inner
-    own, own_q = _leaf(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
+    at = base + _time_at(end - 1, length, REVERSE) * inner
+    own, own_q = _leaf_states(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
     return combine(p, q, own, own_q, OP)
 
 
@@ -168,7 +168,7 @@ def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: i
 
 
 @triton.jit
-def last(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """(STEPS, LINES) -> (1, LINES), the last place. All else counts as 0, so infinities stay what they are."""
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
 
@@ -248,7 +248,7 @@ class Sweep:
         if self.op == "linear":
             x, second = second, x
         return replace(
-            self, x=_line_up(x), second=_line_up(second), starts=_line_up(parts.flag), shift=False, reverse=False
+            self, x=_as_lines(x), second=_as_lines(second), starts=_as_lines(parts.flag), shift=False, reverse=False
         )
 
     def states(self, places: int) -> State:
@@ -308,6 +308,6 @@ class Sweep:
         }
 
 
-def _line_up(x: Tensor | None) -> Tensor | None:
+def _as_lines(x: Tensor | None) -> Tensor | None:
     """(places, lines) as (1, length, inner)."""
     return x if x is None else x.unsqueeze(0)

@@ -9,22 +9,22 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from sp_compile.lowering.scan.scan_table import strides_of
-from sp_compile.lowering.triton.device import on_device
+from sp_compile.lowering.scan.scan_table import start_strides
+from sp_compile.lowering.triton.device import use_device
 
 from .triton_ops import combine_where, scan_segments, scan_states
 from .triton_tiles import (
     State,
     Sweep,
     Tile,
-    last,
+    append_last_state,
+    last_place,
     load_state,
     load_tile,
     neutral,
     store_tile,
     tile_lines,
     value_of,
-    with_last,
 )
 
 
@@ -60,18 +60,18 @@ def _walk(  # type: ignore[no-untyped-def]
         own, own_q = combine_where((row == 0) & (flag == 0), p, q, own, own_q, OP, PAIR)
         if SEGMENTED:
             flag, own, own_q = scan_segments(flag, own, own_q, OP)
-            started = started | last(flag, row, STEPS)
+            started = started | last_place(flag, row, STEPS)
         else:
             own, own_q = scan_states(own, own_q, OP)
         if STORE:
             store_tile(out, out_index, where, inside, own, own_q, LEAF)
-        p = last(own, row, STEPS)
+        p = last_place(own, row, STEPS)
         if PAIR:
-            q = last(own_q, row, STEPS)
+            q = last_place(own_q, row, STEPS)
         at += STEPS
     if TOTAL:
         if SHIFT:
-            p, q = with_last(
+            p, q = append_last_state(
                 p, q, x, second, exists, base, end, length, inner, OP, LEAF, NEUTRAL, ACC, INDEX, GIVEN, REVERSE
             )  # fmt: skip
         sums = k * lines + line
@@ -82,7 +82,9 @@ def _walk(  # type: ignore[no-untyped-def]
             tl.store(total_flag + sums, started.to(tl.int8), mask=exists)
 
 
-def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool) -> State | None:
+def _run_parts(
+    sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
+) -> State | None:
     """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
 
     carry: what goes into every part, (parts, lines). out: where results go, like x; None if only totals are wanted.
@@ -91,37 +93,37 @@ def _run(sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | 
     totals = sweep.states(parts) if total else None
     unused = State(sweep.x, sweep.x, sweep.x)
     into, to, sums = carry or unused, out or unused, totals or unused
-    with on_device(sweep.x):
+    with use_device(sweep.x):
         _walk[(triton.cdiv(sweep.lines, tile.lines), parts)](
             *sweep.pointers(sweep.x, sweep.second, sweep.starts),
             *sweep.pointers(into.value, into.second, to.value, to.second, sums.value, sums.second, sums.flag),
-            sweep.lines, sweep.length, sweep.x.shape[2], part, *strides_of(sweep.starts), **sweep.options(tile),
+            sweep.lines, sweep.length, sweep.x.shape[2], part, *start_strides(sweep.starts), **sweep.options(tile),
             CARRY=carry is not None, STORE=out is not None, TOTAL=total,
         )  # fmt: skip
     return totals
 
 
-def in_one(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
+def scan_single_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
     """Each line by one program: reads x once, writes results once. Without out, only the total is wanted."""
     whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
-    return _run(sweep if out else sweep.totals(), tile, whole, initial, out, total)
+    return _run_parts(sweep if out else sweep.totals(), tile, whole, initial, out, total)
 
 
-def in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
+def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
     """Each line by several programs: reads x twice, writes results once. Without out: reads x once. -> total."""
-    sums = _run(sweep.totals(), tile, part, None, None, True)
+    sums = _run_parts(sweep.totals(), tile, part, None, None, True)
     assert sums is not None
     over = sweep.over(sums)
     small = over.tile(tile.steps * tile.lines, tile.warps)
     if out is None:
-        return in_one(over, small, initial, None, True)
-    carry = _carry(sweep, over.length, initial)
-    in_one(over, small, initial, carry.rows(1), False)
-    _run(sweep, tile, part, carry, out, False)
+        return scan_single_pass(over, small, initial, None, True)
+    carry = _carry_buffers(sweep, over.length, initial)
+    scan_single_pass(over, small, initial, carry.rows(1), False)
+    _run_parts(sweep, tile, part, carry, out, False)
     return carry.rows(over.length)
 
 
-def _carry(sweep: Sweep, parts: int, initial: State | None) -> State:
+def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
     """Memory for what goes into every part and what comes out of the last: the first row is what there is before."""
     carry = replace(sweep, starts=None).states(parts + 1)
     carry.value[0] = sweep.start if initial is None else initial.value[0]
