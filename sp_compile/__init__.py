@@ -23,11 +23,12 @@ from sp_compile.passes.report import Report
 from sp_compile.passes.sharding import rules as _rules  # noqa: F401  (registers the sharding rules)
 from sp_compile.passes.sharding.rule import rule as sharding_rule
 from sp_compile.pipeline import parallelize
+from sp_compile.planner.explain import explain
 from sp_compile.planner.plan import StepPlan, plan
 from sp_compile.runtime import compare_gradients as _gradients  # noqa: F401  (registers sp::shared)
 from sp_compile.runtime.declare import declare_groups
 from sp_compile.runtime.weights import compare_weights
-from sp_compile.verify import explain, verify
+from sp_compile.verify import verify
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from sp_compile.planner.command import main
+from sp_compile.cli import main
 
 sys.exit(main())

@@ -26,9 +26,9 @@ from sp_compile.passes.context import NoteKind
 from sp_compile.passes.cost.few_layers import checkpoint_blocks
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
-from sp_compile.verify import split_kwargs
 
 from .byte_sizes import SizeUnit, parse_bytes, parse_unit
+from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
 TILE_COUNTS = 16

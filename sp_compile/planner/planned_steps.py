@@ -39,7 +39,9 @@ from sp_compile.passes.cost.offload_cost import copy_seconds
 from sp_compile.passes.cost.step_memory import StepMemory
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.sizes import assume_large
-from sp_compile.verify import DryRun, attentions_of, explain_configs, similar_layers
+
+from .dry_run import DryRunResult
+from .explain import explain_configs, find_attentions, similar_layers
 
 SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
 OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))
@@ -154,7 +156,7 @@ class PlannedStep:
     """A look at a way. exact: do a few layers stand for all, so that any share on the host is a number of layers?"""
 
     config: PlanConfig
-    dry_run: DryRun
+    dry_run: DryRunResult
     exact: bool
     _known: dict[float, _PeakMemory] = field(default_factory=dict)
 
@@ -315,7 +317,7 @@ class StepPlanner:
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
         given = self._make_dry_run(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
         with _reduce_gc():
-            found = attentions_of(
+            found = find_attentions(
                 self.model, self.args, (SAMPLE_SHARE, given), similar_layers(self.model), self._captured[False]
             )
         count: dict[AttentionShape, float] = {}

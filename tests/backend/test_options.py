@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import SPConfig, SpError, backend, pipeline
+from sp_compile import SPConfig, SpError, backend, pipeline, rank_program
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.known_groups import KnownGroups, mesh_axis_groups
 from sp_compile.runtime.guard import GuardedProgram, InProcesses
@@ -92,13 +92,13 @@ class TensorParallel(Model):
 def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
     """The graphs that are compiled, with what, and what the passes on collectives report."""
     seen: list[Any] = []
-    plain = backend.compile_local
+    plain = rank_program.compile_local
 
     def keep(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         seen.append((gm.code, functorch_config.activation_memory_budget))
         return gm.forward
 
-    def watched(lowered: backend.RankProgram, mode: str | None) -> Any:
+    def watched(lowered: rank_program.RankProgram, mode: str | None) -> Any:
         run = plain(lowered, mode)
         seen.append((lowered.graph.code, str(lowered.joint and lowered.joint.report)))
         return run

@@ -25,6 +25,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sp_compile
+from sp_compile import cli as command
+from sp_compile.cli import main
 from sp_compile.passes.context import Note, NoteKind, TiledRegion
 from sp_compile.passes.cost.attention_cost import AttentionShape, all_candidates
 from sp_compile.passes.cost.decision import Decision
@@ -35,9 +37,7 @@ from sp_compile.passes.cost.step_memory import GraphStep, StepMemory, format_byt
 from sp_compile.passes.cost.walk.liveness import LiveValue
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.report import Report
-from sp_compile.planner import command
 from sp_compile.planner import report_json as record
-from sp_compile.planner.command import main
 from sp_compile.planner.page import CHART_HEIGHT, MAX_POINTS, page
 from sp_compile.planner.plan import StepPlan, Variant
 from sp_compile.planner.report_json import plan_json, report_json

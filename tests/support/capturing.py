@@ -11,10 +11,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from sp_compile.backend import compile_local, lower
+from sp_compile.backend import lower
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.rank_program import compile_local
 from sp_compile.runtime.session import CompileSession
 
 
@@ -22,7 +24,7 @@ def lowered(gm: GraphModule, inputs: list[Any], n: int, **options: Any) -> Graph
     """Dynamo's graph as one of n simulated ranks runs it."""
     session = CompileSession(gm, inputs, options, measures=False)
     session.ranks = Ranks(n, SIMULATED_GROUP)
-    return lower(gm, inputs, options, session).graph
+    return lower(UserProgram(gm, inputs), options, session).graph
 
 
 def simulating(n: int, graphs: list[GraphModule], **options: Any) -> Callable[..., Any]:
@@ -43,7 +45,7 @@ def compile_halves(model: nn.Module, args: Sequence[Any], n: int, **options: Any
         given = {"cost": {}, "compiler": "aot_eager", **options}
         session = CompileSession(gm, inputs, given, measures=False)
         session.split, session.ranks = True, Ranks(n, SIMULATED_GROUP)
-        compile_local(lower(gm, inputs, given, session))
+        compile_local(lower(UserProgram(gm, inputs), given, session))
         return gm.forward
 
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from sp_compile import backend
-from sp_compile.backend import RankProgram
+from sp_compile.rank_program import RankProgram
 
 
 class Recorder:

@@ -18,11 +18,11 @@ from support.ranks import Ranks, mesh
 from torch import Tensor, nn
 
 import sp_compile
-from sp_compile import backend
-from sp_compile.backend import RankProgram
+from sp_compile import rank_program
 from sp_compile.lowering.tiles.tile_program import ANY_LENGTH, TileProgram
 from sp_compile.lowering.torch_compat import SYMBOLIC_GRAPHS
 from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.rank_program import RankProgram
 
 LENGTHS = (16, 23, 9, 40, 7, 4)
 BATCHES = (2, 3, 5)
@@ -44,13 +44,13 @@ def step(
 def compare(compiler: str, tiles: int, **options: object) -> list[TileProgram]:
     """Steps of every length against one device; the programs of the last graph."""
     model, seen = Model(mean).double(), list[RankProgram]()
-    alone, plain = copy.deepcopy(model), backend.compile_local
+    alone, plain = copy.deepcopy(model), rank_program.compile_local
 
     def watched(lowered: RankProgram, mode: str | None) -> object:
         seen.append(lowered)
         return plain(lowered, mode)
 
-    with mock.patch.object(backend, "compile_local", watched):
+    with mock.patch.object(rank_program, "compile_local", watched):
         run = torch.compile(model, backend="sp", options={"compiler": compiler, "tiles": tiles, **options})
         for seq in LENGTHS:
             given = batch(seq)
@@ -131,13 +131,13 @@ def batches(
     **options: Any,
 ) -> None:
     """Steps of every batch against one device, in one graph that has tiles."""
-    alone, seen, plain = copy.deepcopy(model), list[RankProgram](), backend.compile_local
+    alone, seen, plain = copy.deepcopy(model), list[RankProgram](), rank_program.compile_local
 
     def watched(lowered: RankProgram, mode: str | None) -> object:
         seen.append(lowered)
         return plain(lowered, mode)
 
-    with mock.patch.object(backend, "compile_local", watched):
+    with mock.patch.object(rank_program, "compile_local", watched):
         run = torch.compile(model, backend="sp", options={"tiles": 3, "cost": {}, **options})
         for rows, seq in zip(BATCHES, lengths, strict=True):
             given = make(seq, rows)

@@ -28,6 +28,7 @@ from sp_compile.lowering import torch_compat
 from sp_compile.lowering.attention import attend
 from sp_compile.lowering.attention import merge_blocks as merge
 from sp_compile.lowering.tiles import tile_ops as tiles
+from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
 from sp_compile.passes.tiles.run_in_tiles import programs_of
 from sp_compile.runtime.session import CompileSession
@@ -184,7 +185,7 @@ def _compiled(
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         session = CompileSession(gm, example_inputs, options, measures=False)
-        lowered = lower(gm, example_inputs, options, session)
+        lowered = lower(UserProgram(gm, example_inputs), options, session)
         lowered.return_edges()
         found.mode = detect_fake_mode(lowered.inputs)
         with compiling(found.mode) as modules, apply_checkpoint_policies(lowered.graph):

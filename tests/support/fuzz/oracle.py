@@ -30,17 +30,19 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from sp_compile import SpError
-from sp_compile.backend import RankProgram, lower_or_keep
+from sp_compile.backend import lower_or_keep
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.communicator import FunctionalCommunicator, current_communicator
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
 from sp_compile.lowering.torch_compat import keep_source
 from sp_compile.passes.capture import graph_inputs as inputs_of_backend
 from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.capture.user_program import UserProgram
 from sp_compile.passes.capture.view_writes import VIEW_OPS
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.rank_rng import has_random_ops
 from sp_compile.passes.report import Report
+from sp_compile.rank_program import RankProgram
 from sp_compile.runtime.fingerprint import graph_digest
 from sp_compile.runtime.session import CompileSession
 from sp_compile.runtime.sharded_values import rebuild_views
@@ -244,7 +246,9 @@ class _SimulatedRanks:
         try:
             session = CompileSession(gm, example_inputs, options, measures=False)
             session.ranks = Ranks(n, SIMULATED_GROUP)
-            lowered, _ = lower_or_keep(gm, example_inputs, {"outputs": "gather", **options}, session, lambda _: None)
+            lowered, _ = lower_or_keep(
+                UserProgram(gm, example_inputs), {"outputs": "gather", **options}, session, lambda _: None
+            )
         except SpError as error:
             self.refused = error
             raise

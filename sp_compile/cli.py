@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.verify import explain, verify
+from sp_compile.planner.explain import explain
+from sp_compile.planner.page import page
+from sp_compile.planner.plan import plan
+from sp_compile.planner.report_json import plan_json, report_json
 
-from .page import page
-from .plan import plan
-from .report_json import plan_json, report_json
+from .verify import verify
 
 TOLERANCE = 1e-3
 

@@ -1,0 +1,58 @@
+"""The program that torch.compile passes to the backend: a Dynamo graph and its example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.passes.canonical.canonicalize import Canonicalize
+from sp_compile.passes.capture.capture import capture
+from sp_compile.passes.sharding.axes import find_sequences, name_axes
+from sp_compile.passes.sharding.group_names import has_dtensors, has_user_exchanges
+
+
+@dataclass(frozen=True)
+class UserProgram:
+    """A Dynamo graph and its example inputs."""
+
+    graph: GraphModule
+    inputs: Sequence[Any]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tensor input; the CPU without one."""
+        return next((x.device for x in self.inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+    @property
+    def has_dtensors(self) -> bool:
+        """True if an input or a value of the graph is a DTensor."""
+        return has_dtensors(self.graph, self.inputs)
+
+    @property
+    def has_balanced_inputs(self) -> bool:
+        """True if an input is sharded in a load-balanced order."""
+        return any(isinstance(x, Sharded) and x.sharding.is_balanced for x in self.inputs)
+
+    def has_only_user_exchanges(self) -> bool:
+        """Return True if the graph has its own collectives and no sequence.
+
+        The graph alone decides, without an exchange: all ranks with the same program find the same.
+        """
+        if not has_user_exchanges(self.graph):
+            return False
+        try:
+            graph = capture(self.graph, self.inputs)
+            Canonicalize()(graph)
+            axes = name_axes(graph)
+            find_sequences(graph, axes)
+        except torch_compat.RestartAnalysis:
+            raise
+        except Exception:  # raised again by the caller that lowers the program
+            return False
+        return not axes.sequences

@@ -1,0 +1,296 @@
+"""Dry runs: lower every graph of a model, in several configurations, without processes.
+
+`explain`, `verify` and `plan` share them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.backend import lower_or_keep
+from sp_compile.lowering.base.errors import SpError, did_you_mean, user_line
+from sp_compile.lowering.base.options import SPConfig
+from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
+from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
+from sp_compile.lowering.torch_compat import (
+    TorchRuntimeError,
+    enable_losses_on_meta,
+    flex_on_any_device,
+    is_compiling,
+    line_of_meta_constant,
+    partition_joint_graph,
+    resume_trace,
+    skip_graph_printing,
+)
+from sp_compile.passes.capture.capture import cache_captures
+from sp_compile.passes.capture.is_traced import CapturedGraphs
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.context import Note, NoteKind, PassSettings
+from sp_compile.passes.cost.few_layers import FewLayers
+from sp_compile.passes.cost.step_memory import StepMemory
+from sp_compile.passes.cost.weight_memory import ModelBytes
+from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.report import Report
+from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
+from sp_compile.rank_program import NO_COLLECTIVE_PASSES, RankProgram
+from sp_compile.runtime.session import CompileSession
+from sp_compile.runtime.sharded_values import simulate_sharded_outputs
+
+from .graph_steps import graph_step, unroll_step
+from .unroll import Unroll
+
+EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo leaves to Python"
+
+DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
+"""Numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations."""
+
+Compare: TypeAlias = Callable[[GraphModule, RankProgram, Sequence[Any]], None]
+"""Compares the program of one rank with the graph that it was lowered from, on the inputs of a call."""
+
+
+@dataclass
+class DryRunResult:
+    """The result of a dry run in one configuration."""
+
+    call_options: SPConfig  # the options, as the user passed them
+    sp: int | None  # the number of ranks
+    report: Report
+    steps: list[Unroll] | None = None  # the step of each graph, for any share on the host, if a plan needs it
+    checkpoints: bool = False  # the backward recomputes a part of the program
+    problem: SpError | None = None  # the reason why the configuration is not possible
+
+    @cached_property
+    def settings(self) -> PassSettings:
+        """The settings that follow from the options."""
+        return PassSettings.of(self.call_options, SINGLE_RANK)
+
+    @property
+    def options(self) -> SPConfig:
+        """The options of the lowering, which compiles nothing."""
+        return replace(self.call_options, compiler="aot_eager") if self.settings.has_place else self.call_options
+
+
+@dataclass
+class DryRun:
+    """A model, and the configurations in which each of its graphs is lowered."""
+
+    entry: str  # the function that runs it: "explain", "verify" or "plan"
+    model: Callable[..., Any]
+    args: Sequence[Any]
+    configs: DryRunConfigs
+    refused: Mapping[str, str]  # options without an effect, each with the reason
+    per_weight: float | None = None  # bytes of optimizer state for a byte of parameters; None: no memory is predicted
+    compare: Compare | None = None  # called for each split graph; the ranks are simulated then
+    partitions: bool = False  # run the passes over forward and backward
+    repeats: FewLayers | None = None  # the layers that the model represents
+    keeps_steps: bool = False  # keep the steps for any share on the host
+    captured: CapturedGraphs | None = None  # the graphs of an earlier dry run of the model
+    results: list[DryRunResult] = field(default_factory=list)
+    _graphs: list[GraphModule] = field(default_factory=list)
+    _running: list[GraphModule] = field(default_factory=list)
+
+    def run(self) -> list[DryRunResult]:
+        """Lower every graph that Dynamo finds in the model, in every configuration.
+
+        Returns:
+            A result for each configuration, with the merged reports of all graphs.
+
+        Raises:
+            SpError: An option has no effect, no configuration is possible, or Dynamo finds nothing to compile.
+        """
+        kwargs = self._start()
+        captures = nullcontext() if self.captured is None else cache_captures(self.captured.captured)
+        printing = skip_graph_printing() if self.compare is None else nullcontext()  # simulated ranks run in threads
+        with flex_on_any_device(), enable_losses_on_meta(), printing, captures:
+            if self.captured is None or self.captured.graph is None:
+                self._trace(kwargs)
+            else:
+                self._resume(*self.captured.graph)
+        problems = [one.problem for one in self.results if one.problem is not None]
+        if len(problems) == len(self.results):
+            raise problems[0]
+        if not self._graphs:
+            raise SpError("SP201", f"{self.entry}: torch.compile finds nothing to compile in the model.")
+        return self.results
+
+    def _start(self) -> dict[str, Any]:
+        """Check the configurations, create a result for each, and return the keyword arguments of the model."""
+        weights = ModelBytes.of(self.model) if self.repeats is None else self.repeats.weights
+        kwargs = dict[str, Any]()
+        for sp, options in self.configs:
+            config, kwargs = split_kwargs(self.model, options)
+            given = SPConfig.of(config)
+            given.refuse(self.entry, **self.refused)
+            if sp is not None and (type(sp) is not int or sp < 1):
+                raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
+            step = StepMemory(weights, self.per_weight) if self.per_weight is not None else None
+            report = Report(2 if sp is None else sp, step=step)
+            self.results.append(DryRunResult(given, sp, report, [] if self.keeps_steps else None))
+        return kwargs
+
+    def _trace(self, kwargs: Mapping[str, Any]) -> None:
+        """Run the model once with a backend that lowers its graphs."""
+        torch.compiler.reset()
+        with _restore_buffers(self.model), _constants_on_meta(self.entry):
+            torch.compile(self.model, backend=self._backend)(*self.args, **kwargs)
+        torch.compiler.reset()
+
+    def _resume(self, gm: GraphModule, inputs: Sequence[Any], context: Any) -> None:
+        """Lower the graph of an earlier dry run."""
+        self._graphs.append(gm)
+        with resume_trace(context):
+            for one, _, lowered in self._lower_all(UserProgram(gm, inputs)):
+                one.report.merge(lowered.report)
+
+    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Lower a graph in every configuration, and return a function that runs the graph as it is."""
+        self._graphs.append(gm)
+        if self.captured is not None:
+            self.captured.add(gm, example_inputs)
+        found = self._lower_all(UserProgram(gm, example_inputs))
+        if not found:
+            return gm.forward
+
+        def call(*inputs: Any) -> Any:
+            for one, session, lowered in found:
+                if self.compare is not None and session.split:
+                    self.compare(gm, lowered, inputs)
+                one.report.merge(lowered.report)
+            self._running.append(gm)
+            results = gm.forward(*inputs)
+            self._running.pop()
+            return simulate_sharded_outputs(results, inputs, found[0][2].boundary, self._note_read)
+
+        return call
+
+    def _note_read(self, name: str) -> None:
+        """Add a note where eager code reads a sharded result."""
+        if not self._running and not is_compiling():
+            text = f"{name} is sharded, and {EAGER_READ}"
+            for one in self.results:
+                one.report.add([Note(NoteKind.UNSHARDED, name, text, name, user_line())])
+
+    def _lower_all(self, program: UserProgram) -> list[tuple[DryRunResult, CompileSession, RankProgram]]:
+        """Lower a graph in every configuration that is possible so far."""
+        found = list[tuple[DryRunResult, CompileSession, RankProgram]]()
+        for one in self.results:
+            try:
+                found += [(one, *self._lower(program, one))] if one.problem is None else []
+            except SpError as error:
+                one.problem = error
+        return found
+
+    def _lower(self, program: UserProgram, one: DryRunResult) -> tuple[CompileSession, RankProgram]:
+        """Lower a graph in one configuration."""
+        session = CompileSession(program.graph, program.inputs, one.options, measures=False)
+        total, options = one.report, one.options
+        if session.splits:
+            total.n = _simulate_ranks(session, one.sp, simulate=self.compare is not None)
+            options = replace(options, outputs="gather") if self.compare is not None else options
+        if total.step is not None and one.settings.state == "sharded":
+            total.step.shards = total.n
+        lowered, _ = lower_or_keep(program, options, session, partial(self._examine, one=one), self.repeats)
+        return session, lowered
+
+    def _examine(self, lowered: RankProgram, one: DryRunResult) -> None:
+        """Run the passes over forward and backward, or check that torch can partition the program."""
+        if lowered.eager:
+            return
+        total, settings = one.report, one.settings
+        walks = self.partitions or total.step is not None
+        if lowered.exchanges and self.compare is None and not settings.has_place:
+            text = NO_COLLECTIVE_PASSES.format(settings.compiler)
+            lowered.report.add([Note(NoteKind.DECLINED, SequenceParallelLinear.name, text)])
+        elif self.entry == "explain" and not lowered.exchanges and not walks:
+            one.call_options.refuse(self.entry, compiler="compiles nothing of a program without exchanges")
+        if walks or (self.compare is None and lowered.exchanges and settings.has_place):
+            self._add_step(lowered, one)
+        elif self.entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
+            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
+
+    def _add_step(self, lowered: RankProgram, one: DryRunResult) -> None:
+        """Add the training step of a graph to the report."""
+        total, settings = one.report, one.settings
+        if not lowered.unsplit_reason:
+            lowered.return_edges()
+        one.checkpoints |= any("ac_graph_id" in node.meta for node in lowered.graph.graph.nodes)
+        offloads = self.keeps_steps if settings.offload == "never" else self.repeats is not None
+        step = graph_step(lowered, settings.fused, offloads and settings.has_place)
+        if self.repeats is not None or one.steps is not None:
+            step = unroll_step(step, lowered, self.repeats, one.steps)
+        if total.step is not None:
+            total.step.graphs.append(step)
+
+
+def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate options of the backend from keyword arguments of the model.
+
+    A name that is neither a field of `SPConfig` nor in the model's signature belongs to a model that takes any keyword
+    argument, unless it is close to a field.
+
+    Args:
+        model: The model.
+        given: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
+
+    Returns:
+        The fields of `SPConfig`, and the keyword arguments of the model.
+    """
+    given = dict(given)
+    kwargs, config = dict(given.pop("kwargs", {})), dict[str, Any]()
+    known = [one.name for one in fields(SPConfig)]
+    try:
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        parameters = inspect.Signature().parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name, value in given.items():
+        of_model = name not in known and (name in names or (takes_any and not did_you_mean(name, known)))
+        (kwargs if of_model else config)[name] = value
+    return config, kwargs
+
+
+def _simulate_ranks(session: CompileSession, sp: int | None, simulate: bool) -> int:
+    """Set the ranks of the sequence of a dry run, and return their number."""
+    ranks = session.ranks
+    if session.has_mesh and session.problem is None and sp not in (None, ranks.n):
+        raise SpError("SP712", f"sp: expected {ranks.n}, the ranks of the mesh that share the sequence, got {sp}.")
+    if not session.has_mesh:
+        session.ranks = Ranks(2 if sp is None else sp, SIMULATED_GROUP)
+    elif simulate:
+        session.ranks = replace(ranks, group=SIMULATED_GROUP)
+    return session.ranks.n
+
+
+@contextmanager
+def _constants_on_meta(entry: str) -> Iterator[None]:
+    """Raise SpError where a program calls `torch.tensor` on the meta device, which torch cannot trace."""
+    try:
+        yield
+    except TorchRuntimeError as error:
+        line = line_of_meta_constant(error)
+        if line is None:
+            raise
+        cause = f"{entry}: torch does not trace torch.tensor(...) on the meta device, which {line} reads."
+        raise SpError("SP202", cause) from error
+
+
+@contextmanager
+def _restore_buffers(model: Callable[..., Any]) -> Iterator[None]:
+    """Restore the buffers of a model, such as counters and running averages, after a run."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    saved = [b.detach().clone() for b in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved):
+                buffer.copy_(value)

@@ -1,0 +1,169 @@
+"""`explain`: the report of the backend on a model, without processes and without GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sp_compile.lowering.base.errors import SpError
+from sp_compile.lowering.base.progress import show_progress
+from sp_compile.passes.capture.is_traced import CapturedGraphs
+from sp_compile.passes.context import Note, NoteKind
+from sp_compile.passes.cost.decision import Decision
+from sp_compile.passes.cost.few_layers import FewLayers, LayerList
+from sp_compile.passes.cost.weight_memory import ModelBytes, state_per_weight
+from sp_compile.passes.report import Report
+
+from .dry_run import DryRun, DryRunConfigs, DryRunResult
+
+MIN_SKIPPED_LAYERS = 8
+"""The least number of layers that are not lowered, from which on a few layers represent all of a model."""
+
+DRY_RUN_OPTIONS = {"check_every": "has one process, so there is nothing to compare"}
+MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report what a backward keeps")
+"""Options that `explain` refuses, and the reasons."""
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    sp: int | None = None,
+    passes: bool = False,
+    memory: bool = False,
+    optimizer: Any = None,
+    **config: Any,
+) -> Report:
+    """Report what `backend="sp"` does to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
+
+    No processes are needed; the model runs once, on a single device. A program that is already tensor-parallel needs
+    its groups, of processes that all call `explain`, or of the "fake" backend; the report then has a line for each of
+    its layers.
+
+    Args:
+        model: The model, or a function.
+        *args: Its arguments, with global shapes.
+        sp: The number of ranks that share the sequence. By default 2, or the size of the axis of `mesh`.
+        passes: Show every pass that ran, including those over forward and backward, with rewrites, nodes and seconds.
+        memory: Predict the memory of a rank over a training step (`report.step`, in bytes) from the forward and the
+            backward graph. Of a model on the meta device with many equal layers, a few are lowered.
+        optimizer: The optimizer that trains the model, or its class. AdamW by default.
+        **config: Fields of `SPConfig`, and keyword arguments of the model; those that are called as a field are passed
+            in a dict `kwargs={...}`.
+
+    Returns:
+        The report.
+
+    Raises:
+        SpError: As the backend does; also for an option that has no effect on a report, and if Dynamo finds nothing to
+            compile.
+    """
+    if not isinstance(memory, bool):
+        raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
+    if optimizer is not None and not memory:
+        raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
+    run = DryRun("explain", model, args, [(sp, config)], _refused(memory or passes), partitions=passes)
+    run.per_weight = state_per_weight(optimizer) if memory else None
+    layers = similar_layers(model) if memory and _is_on_meta(model) else None
+    with show_progress("explain"):
+        results = _run_few_layers(run, layers) if layers is not None else None
+        (result,) = results if results is not None else run.run()
+    result.report.show_passes = passes
+    return result.report
+
+
+def explain_configs(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    configs: DryRunConfigs,
+    per_weight: float,
+    layers: LayerList | None,
+    captured: CapturedGraphs | None = None,
+) -> list[DryRunResult]:
+    """Run `explain(memory=True)` in several configurations, for a plan. The model is traced once.
+
+    Args:
+        model: The model.
+        args: Its arguments.
+        configs: The configurations.
+        per_weight: Bytes of the optimizer's state for a byte of parameters.
+        layers: Layers of which a few represent all.
+        captured: The graphs of earlier dry runs of the model; this one is added.
+
+    Returns:
+        A result for each configuration; its `problem` is the reason if it is not possible.
+
+    Raises:
+        SpError: No configuration is possible.
+    """
+    options: dict[str, Any] = {"per_weight": per_weight, "keeps_steps": True, "captured": captured}
+    run = DryRun("plan", model, args, configs, DRY_RUN_OPTIONS, **options)
+    found = _run_few_layers(run, layers) if layers is not None else None
+    return found if found is not None else run.run()
+
+
+def find_attentions(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    config: tuple[int, Mapping[str, Any]],
+    layers: LayerList | None,
+    captured: CapturedGraphs | None = None,
+) -> list[Decision]:
+    """Return the attentions of a model, for a plan.
+
+    Args:
+        model: The model.
+        args: Its arguments.
+        config: The number of ranks and the options.
+        layers: Layers of which a few represent all.
+        captured: The graphs of earlier dry runs of the model.
+    """
+    run = DryRun("plan", model, args, [config], DRY_RUN_OPTIONS, captured=captured)
+    if layers is None:
+        (result,) = run.run()
+        return result.report.attention
+    run.repeats = FewLayers(layers.order, ModelBytes.of(model))
+    with layers.only(layers.reduce_layers):
+        (result,) = run.run()
+    return result.report.attention
+
+
+def similar_layers(model: Any) -> LayerList | None:
+    """Return the layers of a model if a few of them represent all; None otherwise."""
+    layers = LayerList.of(model) if isinstance(model, torch.nn.Module) else None
+    skipped = 0 if layers is None else len(layers.layers) - len(layers.reduce_layers)
+    return layers if skipped >= MIN_SKIPPED_LAYERS else None
+
+
+def _is_on_meta(model: Any) -> bool:
+    return isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
+
+
+def _refused(reports_memory: bool) -> Mapping[str, str]:
+    return DRY_RUN_OPTIONS if reports_memory else DRY_RUN_OPTIONS | MEMORY_OPTIONS
+
+
+def _run_few_layers(run: DryRun, layers: LayerList) -> list[DryRunResult] | None:
+    """Run a few layers and extend the reports to all of them.
+
+    Returns:
+        The results, or None if the graphs do not name the layer of each node; `run` is as before then.
+    """
+    repeats, few = FewLayers(layers.order, ModelBytes.of(run.model)), len(layers.reduce_layers)
+    run.repeats = repeats
+    with layers.only(layers.reduce_layers):
+        results = run.run()
+    kinds = max(layers.kinds) + 1
+    text = f"{few} layers were lowered, and represent {len(layers.kinds)} of {kinds} kind{'s' if kinds > 1 else ''}"
+    for report in (one.report for one in results if one.problem is None):
+        assert report.step is not None
+        if not repeats.times.keys() <= {m.layer for graph in report.step.graphs for m in graph.forward.moments}:
+            run.repeats, run.results = None, []
+            return None
+        for name in ("notes", "tiled"):
+            found = getattr(report, name)
+            setattr(report, name, [one for one in found for _ in range(repeats.times.get(one.layer, 1))])
+        report.exchanges = [one for e in report.exchanges for one in e.repeat(repeats.times)]
+        report.notes.append(Note(NoteKind.EXTRAPOLATED, layers.name, text, where=f"layers {layers.name}"))
+    return results

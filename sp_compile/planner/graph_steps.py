@@ -1,0 +1,88 @@
+"""The training step of one graph: its joint graph, partitioned and walked without running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from sp_compile.lowering.torch_compat import memory_budget, partition_joint_graph
+from sp_compile.passes.cost.few_layers import FewLayers
+from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
+from sp_compile.passes.cost.weight_memory import ADAMW_STATE
+from sp_compile.passes.graph.edit import copy_graph
+from sp_compile.passes.joint.offload_values import OffloadValues
+from sp_compile.passes.joint.partitioned import PartitionedPasses
+from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
+from sp_compile.rank_program import RankProgram
+
+from .fused import fuse_on_meta
+from .unroll import Unroll
+
+
+def graph_step(lowered: RankProgram, fused: bool, offloads: bool) -> GraphStep:
+    """Return the memory and the time of one graph over a training step.
+
+    The notes and runs of the passes over the joint graph are added to the report of the program.
+
+    Args:
+        lowered: The program of one rank.
+        fused: True if Inductor would compile it.
+        offloads: True to add the step with all offloadable values on the host.
+    """
+    halves = lowered.halves(fused=fused, **({"offload": 1.0} if offloads else {}))
+    first = PartitionedPasses(replace(halves.given, offload="never")) if halves is not None and offloads else halves
+    forward, backward = _partition_graph(lowered, fused, first)
+
+    def walk() -> GraphStep:
+        return GraphStep.of(forward.graph, backward.graph if backward is not None else None, fused, lowered.given_bytes)
+
+    step = walk()
+    if halves is None or first is None:
+        return step
+    if offloads and backward is not None:
+        OffloadValues().run(forward, replace(halves.given, backward=backward, results=first.given.results))
+        step = replace(step, hosted=walk())
+    (step.hosted or step).offloaded = next(iter(halves.given.on_host), None)
+    lowered.report.passes += halves.given.runs
+    return step
+
+
+def unroll_step(
+    step: GraphStep, lowered: RankProgram, repeats: FewLayers | None, steps: list[Unroll] | None
+) -> GraphStep:
+    """Return the step of a graph with all layers, with the share on the host that the options name.
+
+    Args:
+        step: The step of the graph with a few layers.
+        lowered: The program of one rank.
+        repeats: The layers that the program represents.
+        steps: A list to which the step for any share is appended.
+    """
+    settings, n = lowered.settings, lowered.ranks.n
+    machine = settings.machine_of_nodes(lowered.graph.graph.find_nodes(op="placeholder"))
+    full = Unroll.of(step, () if repeats is None else repeats.order, machine)
+    if steps is not None:
+        steps.append(full)
+    if repeats is None or settings.offload == "never" or step.hosted is None:
+        return full.step() if repeats is not None else replace(step, hosted=None)
+    weights = repeats.weights
+
+    def fits(one: GraphStep) -> bool:
+        total = StepMemory(weights, ADAMW_STATE if settings.state == "sharded" else 0.0, [one])
+        return (total.fsdp(n) if settings.state == "sharded" else total.peak) <= machine.memory
+
+    return full.step(full.min_offload(fits) if settings.offload == "auto" else full.share(float(settings.offload)))
+
+
+def _partition_graph(
+    lowered: RankProgram, fused: bool, halves: PartitionedPasses | None
+) -> tuple[GraphModule, GraphModule | None]:
+    """Return the forward and the backward of a copy, after all passes."""
+    local, settings = copy_graph(lowered.graph), lowered.settings
+    fuse_on_meta(local)
+    joint = lowered.joint if settings.has_place else None
+    with memory_budget(settings.activation_memory_budget), apply_checkpoint_policies(local):
+        found = partition_joint_graph(local, lowered.inputs, joint, fused, halves)
+    lowered.report.merge(lowered.joint.report)
+    return found

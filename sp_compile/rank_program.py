@@ -1,0 +1,152 @@
+"""The program of one rank, and its compilation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.errors import SpError, did_you_mean
+from sp_compile.lowering.base.library import sources_digest
+from sp_compile.lowering.base.progress import set_step
+from sp_compile.lowering.base.ranks import SINGLE_RANK, Ranks
+from sp_compile.passes.boundary.add_tokens import BoundaryPasses
+from sp_compile.passes.boundary.boundary_context import BoundaryContext
+from sp_compile.passes.boundary.graph_boundary import GraphBoundary
+from sp_compile.passes.context import PassSettings
+from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.graph.call import node_tensors
+from sp_compile.passes.graph.node_info import node_info
+from sp_compile.passes.graph.rank_rng import has_random_ops, with_rank_rng
+from sp_compile.passes.joint.joint import JointPasses
+from sp_compile.passes.joint.joint_context import JointContext, PartitionContext
+from sp_compile.passes.joint.partitioned import PartitionedPasses
+from sp_compile.passes.joint.save_attention import apply_checkpoint_policies
+from sp_compile.passes.report import Report
+from sp_compile.passes.tiles.run_in_tiles import programs_of
+from sp_compile.runtime.input_checks import local_tensors
+from sp_compile.runtime.session import CompileSession
+
+log = logging.getLogger(__name__)
+
+NO_CUDA_GRAPHS = (
+    "records CUDA graphs, which are not supported: attention launches kernels by the documents of each batch, and "
+    "ranks cannot record and replay together."
+)
+NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
+
+
+@dataclass
+class RankProgram:
+    """A Dynamo graph as it is lowered for one rank."""
+
+    graph: GraphModule
+    settings: PassSettings
+    report: Report
+    inputs: Sequence[Any]  # example inputs of the compiler
+    joint: JointPasses = field(default_factory=JointPasses)  # passes over the joint graph of AOTAutograd
+    boundary: GraphBoundary = field(default_factory=GraphBoundary)  # sharded inputs and outputs
+    unsplit_reason: str = ""  # the reason why every rank runs the graph as it was written; "" if it is split
+    eager: bool = False  # eager code runs the graph
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that shard the sequence; one rank if the graph is unsplit."""
+        return self.settings.ranks
+
+    @property
+    def exchanges(self) -> bool:
+        """True if the program contains its own collectives."""
+        return bool(self.joint.given.session.groups)
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of the arguments on this rank, without parameters and buffers."""
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        return sum(nbytes_of(x) for node in inputs if node_info(node).parameter is False for x in node_tensors(node))
+
+    def return_edges(self) -> None:
+        """Add the outputs that sharded results need: gradient tokens, inputs of deferred results, row orders."""
+        own = vars(self.settings)
+        job = BoundaryContext(
+            **own, edges=self.boundary, trains=torch.is_grad_enabled(), is_split_only=not self.exchanges
+        )
+        BoundaryPasses(job)(self.graph)
+        self.boundary = job.edges
+        self.report.passes += job.runs
+
+    def halves(self, **changed: Any) -> PartitionedPasses | None:
+        """Return the passes over the forward and the backward, or None without one.
+
+        Args:
+            **changed: Settings that replace those of the program.
+
+        Returns:
+            The passes, or None if there is nothing to do after the partition.
+        """
+        given = {**vars(self.settings), **changed}
+        job = PartitionContext(**given, memory=list(self.report.memory), given_bytes=self.given_bytes)
+        return PartitionedPasses(job) if job.has_place and (job.offload != "never" or job.ranks.n > 1) else None
+
+
+def make_joint_passes(example_inputs: Sequence[Any], settings: PassSettings, session: CompileSession) -> JointPasses:
+    """Return the passes over the joint graph of a program."""
+    shapes = [tuple(x.shape) for x in local_tensors(example_inputs)]
+    own = vars(replace(settings, ranks=SINGLE_RANK, machine=None))  # the measured links are those of other ranks
+    return JointPasses(JointContext(**own, session=session, shapes=shapes))
+
+
+def compile_rank_program(lowered: RankProgram, mode: str | None) -> Callable[..., Any]:
+    """Return the compiled program of one rank."""
+    if lowered.eager:
+        return lowered.graph.forward
+    if not lowered.unsplit_reason:
+        with torch_compat.without_saved_tensor_hooks():
+            lowered.return_edges()
+    return compile_local(lowered, mode)
+
+
+def compile_local(lowered: RankProgram, mode: str | None = None) -> Callable[..., Any]:
+    """Compile the local graph with Inductor, or with the compiler that the options name."""
+    settings, joint, local = lowered.settings, lowered.joint, lowered.graph
+    patches, name = _mode_options(mode, settings.compiler), settings.compiler
+    compiler = torch_compat.get_compiler(name, patches)
+    policies: AbstractContextManager[Any] = nullcontext()
+    halves = lowered.halves()
+    if settings.has_place and (lowered.exchanges or halves is not None or torch_compat.has_checkpoint_regions(local)):
+        compiler = torch_compat.joint_compiler(name, joint, joint.key(), patches, halves)
+        policies = apply_checkpoint_policies(local)
+    elif lowered.exchanges:
+        log.warning("%s", NO_COLLECTIVE_PASSES.format(name))
+    tag = f"{torch.compiler.config.cache_key_tag} sp_compile {sources_digest()}"
+    budget = torch_compat.memory_budget(settings.activation_memory_budget)
+    with budget, torch.compiler.config.patch(cache_key_tag=tag), policies:
+        set_step(f"compiler {name}" if isinstance(name, str) else "compiler")
+        inner, key = torch_compat.nested_compiler(torch_compat.get_compiler(name, patches)), (name, str(patches))
+        for program in programs_of(local):
+            program.compile(inner, key, learns=torch.is_grad_enabled())
+        run = compiler(local, lowered.inputs)
+    if lowered.exchanges:
+        log.info("%s", joint.report)
+    return with_rank_rng(run, lowered.ranks) if lowered.ranks.n > 1 and has_random_ops(local) else run
+
+
+def _mode_options(mode: str | None, compiler: str | Callable[..., Any]) -> Mapping[str, Any]:
+    """Return Inductor's settings of a mode; raise SpError for another compiler and for modes with CUDA graphs."""
+    if mode is None:
+        return {}
+    if compiler != "inductor":
+        raise SpError("SP107", f"mode={mode!r} is not supported with compiler={compiler!r}, only with 'inductor'.")
+    known = torch_compat.inductor_mode_options()
+    if mode not in known:
+        hint = did_you_mean(mode, known)
+        raise SpError("SP103", f"mode: expected one of {', '.join(map(repr, known))}, got {mode!r}{hint}.")
+    if known[mode].get("triton.cudagraphs"):
+        raise SpError("SP108", f"mode={mode!r} {NO_CUDA_GRAPHS}")
+    return known[mode]

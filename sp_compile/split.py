@@ -1,0 +1,165 @@
+"""Lower a program that has a sequence: capture it, run the passes, determine its boundary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.errors import SpError, source_line
+from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.lowering.collectives.sharded import Sharded
+from sp_compile.passes.boundary.make_boundary import make_boundary
+from sp_compile.passes.capture.capture import fix_lengths
+from sp_compile.passes.capture.graph_inputs import GlobalView, global_view, local_inputs
+from sp_compile.passes.capture.uncaptured import wrap_failures
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.context import Note, NoteKind, PassSettings, Refusal, RefusalKind
+from sp_compile.passes.cost.exchange_cost import declare_routes
+from sp_compile.passes.cost.few_layers import FewLayers
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.report import Report
+from sp_compile.runtime.fingerprint import program_subject
+from sp_compile.runtime.session import CompileSession
+from sp_compile.runtime.sharded_values import has_sharded_outputs, register_sharded_outputs, symbol_sources
+
+from .pipeline import run_pipeline
+from .rank_program import RankProgram, make_joint_passes
+
+log = logging.getLogger(__name__)
+
+DTENSORS = "mesh: DTensor parameters are not supported on a mesh with an axis of the sequence."
+GRAPH_BREAK_NOTE = "torch.compile ends the graph here and continues in Python"
+Symbols = Mapping[sympy.Symbol, tuple[int, int | None]]
+
+
+@dataclass
+class SplitProgram:
+    """A program between capture and the program of one rank."""
+
+    program: UserProgram
+    config: SPConfig
+    session: CompileSession
+    view: GlobalView  # the captured graph
+    machine: Machine | None  # measured constants of the cost model
+    repeats: FewLayers | None  # the layers that the program represents
+    row_order_conflict: str = ""  # the reason why balanced inputs are gathered
+
+    @classmethod
+    def capture(
+        cls, program: UserProgram, options: AnyOptions, session: CompileSession, repeats: FewLayers | None = None
+    ) -> SplitProgram:
+        """Capture the global view of a program, and agree with the other ranks on the cost model's constants."""
+        try:
+            config = SPConfig.of(options)
+            if program.has_dtensors:
+                raise SpError("SP241", DTENSORS)
+            with wrap_failures():
+                view = cls._view(program, config, session, program.has_balanced_inputs)
+            session.ranks.check_carries(program.device)
+        finally:  # the other ranks measure, too, even if this one has failed
+            machine = session.machine(program.device)
+        return cls(program, config, session, view, machine, repeats)
+
+    @staticmethod
+    def _view(program: UserProgram, config: SPConfig, session: CompileSession, balanced: bool) -> GlobalView:
+        return global_view(program.graph, program.inputs, config.io_options, session.ranks, balanced)
+
+    def lower(self) -> RankProgram:
+        """Run the passes, and determine what the program of one rank takes and returns in shards."""
+        symbols = symbol_sources(self.view.graph)
+        with wrap_failures():
+            found = self._run_passes()
+            if isinstance(found, Refusal) and self._change_view(found):
+                symbols = symbol_sources(self.view.graph) if found.kind is RefusalKind.NO_SEQUENCE else symbols
+                found = self._run_passes()
+            if isinstance(found, Refusal):
+                raise found.error()
+        return self._rank_program(symbols, *found)
+
+    def _change_view(self, refusal: Refusal) -> bool:
+        """Change what a pass has refused: the order of the inputs, or lengths that are symbols.
+
+        Returns:
+            True if the passes may run once more.
+        """
+        balanced = self.program.has_balanced_inputs
+        if refusal.kind is RefusalKind.ROW_ORDER:
+            self.row_order_conflict, balanced = refusal.text, not balanced
+        elif not fix_lengths(self.program.graph, self.program.inputs):
+            return False
+        self.view = self._view(self.program, self.config, self.session, balanced)
+        return True
+
+    def _run_passes(self) -> tuple[list[Any], PassSettings, GraphModule, Report] | Refusal:
+        """Run the passes over the captured graph.
+
+        Returns:
+            The example inputs, the settings, the graph of one rank and the report; or the refusal of a pass.
+        """
+        view, ranks = self.view, self.session.ranks
+        inputs = local_inputs(self.program.inputs, view.layouts, view.graph)
+        settings = replace(
+            PassSettings.of(self.config, ranks),
+            seq_dims=view.seq_dims,
+            inputs=view.inputs,
+            outputs=view.outputs,
+            folds=view.folds,
+            machine=self.machine,
+            aligned=self.session.aligned,
+            repeats=self.repeats,
+        )
+        found = run_pipeline(view.graph, settings, view.fragment, has_sharded_outputs(ranks))
+        if isinstance(found, Refusal):
+            return found
+        local, report = found
+        inputs += [node.meta["val"] for node in local.graph.find_nodes(op="placeholder")[len(inputs) :]]  # row order
+        return inputs, settings, local, report
+
+    def _rank_program(
+        self, symbols: Symbols, inputs: list[Any], settings: PassSettings, local: GraphModule, report: Report
+    ) -> RankProgram:
+        """Return the program of one rank, with its boundary and its report."""
+        ranks = self.session.ranks
+        report.add(self._input_notes())
+        report.add(graph_break_notes(self.program.graph))
+        warn_lost_sequence(self.program.graph, report)
+        declare_routes(local, ranks)
+        boundary = make_boundary(local, self.view, ranks, symbols)
+        if boundary.results:
+            register_sharded_outputs(ranks)
+            written = boundary.writes.values()
+            report.sharded_outputs = [result.name for i, result in boundary.results.items() if i not in written]
+        joint = make_joint_passes(inputs, settings, self.session)
+        return RankProgram(local, settings, report, inputs, joint, boundary)
+
+    def _input_notes(self) -> Iterator[Note]:
+        """Yield a note for each input that arrives sharded."""
+        for i, (name, x) in enumerate(zip(self.view.arguments, self.program.inputs, strict=True)):
+            if isinstance(x, Sharded):
+                given = f"an earlier graph returned it {x.sharding}"
+                other = f"{given}, and this one runs on other ranks" if x.sharding.is_plain else given
+                if self.row_order_conflict:
+                    other = f"{given}, and {self.row_order_conflict}"
+                kind, text = (NoteKind.KEPT_SHARDED, given) if i in self.view.layouts else (NoteKind.UNSHARDED, other)
+                yield Note(kind, name, text, name, f"input {name}")
+
+
+def graph_break_notes(gm: GraphModule) -> Iterator[Note]:
+    """Yield a note if the graph ends at a graph break."""
+    if found := torch_compat.graph_break_reason(gm):
+        trace, reason = found
+        yield Note(NoteKind.GRAPH_BREAK, "capture", f"{GRAPH_BREAK_NOTE}: {reason}", where=source_line(trace))
+
+
+def warn_lost_sequence(gm: GraphModule, report: Report) -> None:
+    """Warn on rank 0 if eager code has gathered the sequence before this graph."""
+    for note in report.find_notes(NoteKind.SEQUENCE_LOST):
+        if not (dist.is_initialized() and dist.get_rank()):
+            log.warning("%s is compiled with backend='sp', and %s", program_subject(gm), note.text)

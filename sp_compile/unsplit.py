@@ -1,0 +1,79 @@
+"""Programs that are not split: those with collectives of their own and no sequence, and those that cannot be split."""
+
+from __future__ import annotations
+
+from sp_compile.lowering import torch_compat
+from sp_compile.lowering.base.errors import SpError, node_line
+from sp_compile.lowering.base.options import AnyOptions, SPConfig
+from sp_compile.lowering.base.ranks import SINGLE_RANK
+from sp_compile.passes.capture.graph_inputs import local_inputs
+from sp_compile.passes.capture.user_program import UserProgram
+from sp_compile.passes.context import Note, NoteKind, PassSettings
+from sp_compile.passes.report import Report
+from sp_compile.runtime.fingerprint import program_subject
+from sp_compile.runtime.session import CompileSession
+
+from .rank_program import RankProgram, make_joint_passes
+
+SEQUENCE_OPTIONS = dict.fromkeys(
+    (
+        *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
+        "ulysses_chunks",
+    ),
+    "has no ranks left to split a sequence over",
+)
+NAME_RANKS = "Leave the option out, or name the ranks by mesh and mesh_dim."
+CANNOT_SPLIT = "every rank runs the complete graph, as it was written, because it cannot be split"
+UNSPLIT_NOTE = Note(
+    NoteKind.REPLICATED, "capture", "the program has its own collectives and no sequence, so it is not split"
+)
+CHANGING_LENGTHS = (
+    "torch cannot trace this program of DTensors (RecursionError), with any backend, when the length of a sequence "
+    "changes from call to call and becomes a symbol."
+)
+
+
+def lower_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, *notes: Note) -> RankProgram:
+    """Lower a program without splitting it.
+
+    Args:
+        program: The program.
+        options: The options of the backend; those of a sequence are refused, except in a fragment of a model.
+        session: The session whose groups' collectives are optimized.
+        *notes: Notes of the report.
+    """
+    config = SPConfig.of(options)
+    if not torch_compat.is_fragment(program.graph):  # other fragments of the model may have a sequence
+        config.refuse("a program with its own collectives", NAME_RANKS, **SEQUENCE_OPTIONS)
+    settings, inputs = PassSettings.of(config, SINGLE_RANK), local_inputs(program.inputs)
+    report = Report(1, list(notes))
+    return RankProgram(program.graph, settings, report, inputs, make_joint_passes(inputs, settings, session))
+
+
+def keep_unsplit(program: UserProgram, options: AnyOptions, session: CompileSession, why: str) -> RankProgram:
+    """Return the graph as it was written, which every rank runs completely."""
+    gm, settings, inputs = (
+        program.graph,
+        PassSettings.of(SPConfig.of(options), SINGLE_RANK),
+        local_inputs(program.inputs),
+    )
+    where = next((node_line(node) for node in gm.graph.nodes if node.op == "call_function"), program_subject(gm))
+    report = Report(session.ranks.n, [Note(NoteKind.REPLICATED, "capture", f"{CANNOT_SPLIT}: {why}", where=where)])
+    joint = make_joint_passes(inputs, settings, CompileSession())
+    return RankProgram(gm, settings, report, inputs, joint, unsplit_reason=why)
+
+
+def must_split(program: UserProgram, options: AnyOptions) -> bool:
+    """Return True if the graph may not run unsplit: options forbid it, or its inputs or results are rank-local."""
+    job = PassSettings.of(SPConfig.of(options), SINGLE_RANK)
+    local = "local" in (job.user_io.inputs, job.user_io.outputs)
+    return job.fallback == "error" or local or program.has_dtensors
+
+
+def explain_failure(failure: Exception, program: UserProgram) -> Exception:
+    """Replace an error of torch that gives no hint by one that does."""
+    if not isinstance(failure, RecursionError) or not program.has_dtensors:
+        return failure
+    error = SpError("SP242", CHANGING_LENGTHS)
+    error.__cause__ = failure
+    return error
