@@ -116,7 +116,7 @@ def of_backend(model: nn.Module, x: Tensor, options: Options) -> str:
 
     compiler = "aot_eager" if isinstance(model, TensorParallel) else keep
     with (
-        mock.patch.object(backend, "compile_local", watched),
+        mock.patch.object(rank_program, "compile_local", watched),
         mock.patch.object(CompileSession, "guard", guarded),
         mock.patch.object(GuardedProgram, "_agree"),
     ):

@@ -1,15 +1,18 @@
-"""Whoever follows a graph from `backend.sp` by calls is soon in capture, and does not come to any file again and again."""
+"""Follow a graph from `backend.sp` by calls: capture is among the first files, and no file is entered again and again."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from support.ranks import Ranks, mesh
 from tree.test_layers import FILES, ROOT
@@ -41,7 +44,7 @@ def place(frame: FrameType) -> Step | None:
     return (file, code.co_qualname.partition(".")[0]) if file and not code.co_name.startswith("<") else None
 
 
-def followed(run: Callable[[], Any]) -> list[tuple[Step, Step]]:
+def follow_calls(run: Callable[[], Any]) -> list[tuple[Step, Step]]:
     """The steps of `backend.sp` in the order of their first calls, each with where it was called from."""
     found: dict[Step, Step] = {}
 
@@ -69,18 +72,36 @@ def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2).sin()
 
 
-def way() -> list[tuple[Step, Step]]:
-    """The steps of one rank: those of a compilation, and of a first call."""
-    options = {"compiler": "eager", "cost": {}, "mesh": mesh()}
-    compiled = torch.compile(program, backend=backend.sp, options=options)
-    return followed(lambda: compiled(torch.randn(2, 8, 16), torch.randn(16, 16)))
+def exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Run a program with a collective of its own."""
+    return funcol.all_reduce(x @ w, "sum", dist.group.WORLD).sin()
 
 
-def test_the_way_of_a_graph(ranks: Ranks) -> None:
-    for steps in ranks.run(2, way):
+def path_of(run: Callable[..., torch.Tensor], options: Mapping[str, Any]) -> list[tuple[Step, Step]]:
+    """Return the steps of one rank: those of a compilation and of a first call."""
+    compiled = torch.compile(run, backend=backend.sp, options={"compiler": "eager", "cost": {}, **options})
+    return follow_calls(lambda: compiled(torch.randn(2, 8, 16), torch.randn(16, 16)))
+
+
+def path_with_sequence() -> list[tuple[Step, Step]]:
+    return path_of(program, {"mesh": mesh()})
+
+
+def path_with_groups() -> list[tuple[Step, Step]]:
+    return path_of(exchange, {})
+
+
+@pytest.mark.parametrize("path", [path_with_sequence, path_with_groups])
+def test_capture_is_among_the_first_five_files(ranks: Ranks, path: Callable[[], list[tuple[Step, Step]]]) -> None:
+    for steps in ranks.run(2, path):
         files = list(dict.fromkeys(file for (file, _), _ in steps))
-        assert any(file.startswith("passes/capture/") for file in files[:12]), files[:12]
+        assert any(file.startswith("passes/capture/") for file in files[:5]), files[:5]
+
+
+def test_no_file_is_entered_again_and_again(ranks: Ranks) -> None:
+    for steps in ranks.run(2, path_with_sequence):
+        files = list(dict.fromkeys(file for (file, _), _ in steps))
         entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]
         often = {file: entered.count(file) for file in entered if entered.count(file) > 6}
         assert not often
-        assert len(files) > 50  # the way has been followed
+        assert len(files) > 50  # the path has been followed
