@@ -147,7 +147,7 @@ class DryRun:
         """Lower the graph of an earlier dry run."""
         self._graphs.append(gm)
         with resume_trace(context):
-            for one, _, lowered in self._lower_all(UserProgram(gm, inputs)):
+            for one, _, lowered in self._lower_all(UserProgram.from_dynamo(gm, inputs)):
                 one.report.merge(lowered.report)
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -155,7 +155,7 @@ class DryRun:
         self._graphs.append(gm)
         if self.captured is not None:
             self.captured.add(gm, example_inputs)
-        found = self._lower_all(UserProgram(gm, example_inputs))
+        found = self._lower_all(UserProgram.from_dynamo(gm, example_inputs))
         if not found:
             return gm.forward
 
