@@ -8,13 +8,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 _PASS_MODULES = {
-    **{name: f"base:{name}" for name in ("PASSES", "check_order", "passes_in", "register")},
-    **{name: f"job:{name}" for name in ("analyse", "settings")},
-    "validate": "localize.prove:validate",
-    "gather": "strategies.gather",
-    "scan": "strategies.scan",
-    "merge_reductions": "collectives.merge.merge",
-    "permute_all_to_all": "collectives.permute.permute",
+    **{name: f"base:{name}" for name in ("PASSES", "check_pass_order", "iterate_passes", "register_pass")},
+    **{name: f"context:{name}" for name in ("analyze", "make_settings")},
+    "validate": "localize.validate_shapes:validate",
 }
 """Functions, and modules that have the name of a pass."""
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from .errors import SpError
 
-TableRow = TypeVar("Row")
+TableRow = TypeVar("TableRow")
 T = TypeVar("T")
 
 

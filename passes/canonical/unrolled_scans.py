@@ -145,7 +145,7 @@ def _match(
         source, taken = _rows(x, level.dim)
         if source is level.odd and prefixes and taken == (0, 1, prefixes):
             side, source = "left", leaf
-        elif taken in sides:
+        elif taken is not None and taken in sides:
             side = sides[taken]
         else:
             return None

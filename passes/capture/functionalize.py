@@ -190,9 +190,8 @@ class _Functionalizer:
         if self.aliases.any_grad and unrecorded and self.aliases.differentiable(root):
             raise WriteError(
                 "SP224",
-                f"{node.name}: {node_line(node)} changes {root.name} under no_grad or through detach() or .data, and
-                its "
-                "gradient is needed.",
+                f"{node.name}: {node_line(node)} changes {root.name} under no_grad or through detach() or .data, and "
+                f"its gradient is needed.",
                 RENORM_BEFORE if node.target is aten.embedding_renorm_.default else None,
             )
 

@@ -128,9 +128,8 @@ class _RegionInliner:
         if len(holes) != len(operands):
             raise CaptureError(
                 "SP217",
-                f"{node.name}: {node.target} at {node_line(node)} passes {len(operands)} values to a body of
-                {len(holes)} "
-                "inputs.",
+                f"{node.name}: {node.target} at {node_line(node)} passes {len(operands)} values to a body of "
+                f"{len(holes)} inputs.",
             )
         if (
             node.target in _REGION_CHECKPOINTS and self.grad[-1]

@@ -224,9 +224,8 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
     if late:
         raise CaptureError(
             "SP218",
-            f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of
-            the "
-            "tensor whose gradient the hook changes.",
+            f"The hook registered at {node_line(hook)} reads {late[0].name}, which is computed after the first use of "
+            f"the tensor whose gradient the hook changes.",
         )
     inputs = list(source.graph.find_nodes(op="placeholder"))
     (source if source.op != "placeholder" else inputs[-1]).append(hook)

@@ -272,8 +272,8 @@ class StepMemory:
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
             lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with parameters, gradients and optimizer in
-                shards"
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with parameters, gradients and optimizer in "
+                f"shards"
             )
         else:
             lines.append(

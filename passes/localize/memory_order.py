@@ -47,7 +47,10 @@ class RestoreStrides(Pass):
 
 
 class KeepDimOrder(Pass):
-    """Every value below autograd, in a graph whose `meta["val"]` is local and whose `node_info(node).origin` is global."""
+    """Every value below autograd, in a graph whose `meta["val"]` is local.
+
+    `node_info(node).origin` is global.
+    """
 
     requires = frozenset({"proved"})
 

@@ -186,9 +186,8 @@ class AttentionCall(RankCall):
         elif width < 1 or n % width or heads % width:
             yield SpError(
                 "SP453",
-                f"{self.function.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that
-                share "
-                f"heads, got {width}.",
+                f"{self.function.name}: expected a divisor of the {n} ranks and the {heads} query heads as ranks that "
+                f"share heads, got {width}.",
             )
 
     def _wrong_masks(self) -> Iterator[SpError]:
@@ -246,7 +245,8 @@ class AttentionCall(RankCall):
         grads = [needs_gradient(x) for x in (self.q, self.k, self.v, self.options.attn_mask, self.options.sinks)]
         given = {name: getattr(self.options, name) for name in OPTION_NAMES if name != "seed"}
         options = [f"{n} {list(x.shape)}" if isinstance(x, Tensor) else f"{n}={x}" for n, x in given.items()]
-        how = f"{self.function.name} over {self.width} x {self.ranks.n // (self.width or 1)} ranks, kv_grads={self.kv_grads}"
+        ranks = f"{self.width} x {self.ranks.n // (self.width or 1)} ranks"
+        how = f"{self.function.name} over {ranks}, kv_grads={self.kv_grads}"
         wants = f"gradients of q, k, v: {grads[:3]}, of any: {any(grads)}"
         return ", ".join([self._shapes(), str(self.q.dtype), how, wants, *options])
 

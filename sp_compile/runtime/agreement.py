@@ -130,7 +130,8 @@ def _first_difference(everyone: Sequence[Message]) -> SpError:
         cause = f"rank {_format_ranks(gone)} of {n} does not take part in this call, as another of its groups differs."
         return SpError("SP603", cause)
     if alone and len(alone) < n:
-        cause = f"rank {_format_ranks(alone)} of {n} compiles the program again for this call and the others do not:\n{each}"
+        ranks = f"rank {_format_ranks(alone)} of {n}"
+        cause = f"{ranks} compiles the program again for this call and the others do not:\n{each}"
         return SpError("SP602", cause)
     readers = [rank for rank, one in enumerate(everyone) if one.verb == READ_VERB]
     if readers and len(readers) < n:

@@ -67,7 +67,7 @@ from .settings_digest import settings_fields
 from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
-on_recompile_limit(partial(publish_stop, continues=True))
+on_recompile_limit(partial(publish_stop, goes_on=True))
 JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
 
 

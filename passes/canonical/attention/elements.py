@@ -32,7 +32,7 @@ from .proofs import BATCH_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, Index
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]  # disjoint conditions that cover everything
 Element: TypeAlias = Boolean | Cases
 Coords: TypeAlias = tuple[sympy.Expr, ...]
-Handler: TypeAlias = Callable[["Positions", OpCall, Coords], Element]
+Handler: TypeAlias = Callable[["ElementReader", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -362,7 +362,7 @@ class _StoragePlaces(FusedEvents):
             for key, nbytes in keys:
                 for i in range(len(lives) if key in self.results else self.last.get(key, -1) + 1):
                     totals[i] += nbytes
-        most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[Alive]]]
+        most, waiting = max(totals, default=0), [[] for _ in lives]  # type: tuple[int, list[list[LiveValue]]]
         free: dict[tuple[int, torch.dtype], list[tuple[int, LiveValue]]] = defaultdict(list)
         before: dict[PlaceKey, LiveValue] = {}
         for i, (node, live) in enumerate(zip(self.made, lives)):

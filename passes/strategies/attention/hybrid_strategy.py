@@ -36,6 +36,7 @@ from .ulysses_strategy import exchange_seconds, exchanged_memory
 class HybridAttention(ShardedAttention):
     """Claims attention that was chosen to run as a hybrid (by hand: `HybridAttention(4)(graph_module)`, any)."""
 
+    name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default
 
     @classmethod

@@ -37,6 +37,7 @@ from .base import ShardedAttention, register_strategy, sequence_shard
 class RingAttention(ShardedAttention):
     """Claims attention that was chosen to run as a ring (by hand: `RingAttention(4)(graph_module)`, any)."""
 
+    name = "ring"
     op = torch.ops.sp.ring_attention.default
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:

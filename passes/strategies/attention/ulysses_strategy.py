@@ -45,6 +45,7 @@ DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in w
 class UlyssesAttention(AttentionPass):
     """Claims the demands of attention where the ranks divide the query heads."""
 
+    name = "ulysses"
     merges_blocks = False
     is_explained = True
 
