@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sp_compile
-from sp_compile import SPConfig, SpError, backend, pipeline, rank_program
+from sp_compile import SPConfig, SpError, pipeline, rank_program
 from sp_compile.passes.cost import known_groups
 from sp_compile.passes.cost.known_groups import KnownGroups, mesh_axis_groups
 from sp_compile.runtime.guard import GuardedProgram, InProcesses
@@ -214,7 +214,7 @@ def plainly() -> Callable[..., str]:
     return found
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honoured_or_refused(
@@ -232,7 +232,7 @@ def test_an_option_is_honoured_or_refused(
         assert found != plain
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", [of_backend, of_explain])
 @pytest.mark.parametrize(
     "options",
