@@ -87,11 +87,9 @@ def explain(
     per_weight = state_per_weight(optimizer) if memory else 0.0
     depth = _many_similar_layers(model) if memory else None
     with show_progress("explain"):
-        found = (
-            _explain_few_layers(depth, refused, model, args, [(sp, config)], per_weight, passes)
-            if depth is not None
-            else None
-        )
+        found = None
+        if depth is not None:
+            found = _explain_few_layers(depth, refused, model, args, [(sp, config)], per_weight, passes)
         if found is None:
             found = _lower_each_graph(
                 "explain", refused, model, args, [(sp, config)], per_weight if memory else None, behind=passes
@@ -183,11 +181,9 @@ def explain_configs(
     What cannot be is said in a look's `problem`; raises SpError where none can.
     """
     told: dict[str, Any] = {"unrolled": True, "traced": traced}
-    found = (
-        _explain_few_layers(depth, DRY_RUN_OPTIONS, model, args, ways, per_weight, entry="plan", **told)
-        if depth
-        else None
-    )
+    found = None
+    if depth:
+        found = _explain_few_layers(depth, DRY_RUN_OPTIONS, model, args, ways, per_weight, entry="plan", **told)
     return found or _lower_each_graph("plan", DRY_RUN_OPTIONS, model, args, ways, per_weight, **told)
 
 

@@ -192,10 +192,10 @@ class RewriteAssociativeScans(CanonicalPass):
         given = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self.moved_back(self.scanned(found[i], given, node), given, node) for i in read}
+            fresh = {i: self.restore_dims(self.scan_field(found[i], given, node), given, node) for i in read}
         self.replace(node, fresh)
 
-    def scanned(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
+    def scan_field(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
@@ -203,7 +203,7 @@ class RewriteAssociativeScans(CanonicalPass):
             return self.emit(sp.linear_scan.default, args, value, node)
         return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
 
-    def moved_back(self, x: Node, given: _ScanOperands, node: Node) -> Node:
+    def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
         for target, args in reversed(given.moved_ops):
             x = self.compute(target, (x, *args), node)
         return x
