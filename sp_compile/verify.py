@@ -289,11 +289,8 @@ def _lower_each_graph(
                 one.report.add([Note(NoteKind.UNSHARDED, name, why, name, user_line())])
 
     def lowered_for(gm: GraphModule, example_inputs: Sequence[Any], one: DryRun) -> tuple[CompileSession, RankProgram]:
-        session, total, settings = (
-            CompileSession(gm, example_inputs, one.options, measures=False),
-            one.report,
-            one.settings,
-        )
+        session = CompileSession(gm, example_inputs, one.options, measures=False)
+        total, settings = one.report, one.settings
         if session.splits:
             total.n = _simulate_ranks(session, one.sp, simulate=compare is not None)
         whole = session.splits and compare is not None
@@ -325,9 +322,8 @@ def _lower_each_graph(
             if total.step is not None:
                 total.step.graphs.append(step)
         elif entry != "plan" and torch.is_grad_enabled() and not lowered.unsplit_reason:
-            partition_joint_graph(
-                copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False
-            )  # raises where it cannot run
+            # Raises where it cannot run.
+            partition_joint_graph(copy_graph(lowered.graph), lowered.inputs, None, for_inductor=False)
 
     def lowered_in_each(
         gm: GraphModule, example_inputs: Sequence[Any]
@@ -485,9 +481,8 @@ def _partition_graph(
     local, settings = copy_graph(lowered.graph), lowered.settings
     fuse_on_meta(local)
     with memory_budget(settings.activation_memory_budget), apply_checkpoint_policies(local):
-        found = partition_joint_graph(
-            local, lowered.inputs, lowered.joint if settings.has_place else None, fused, halves
-        )
+        joint = lowered.joint if settings.has_place else None
+        found = partition_joint_graph(local, lowered.inputs, joint, fused, halves)
     lowered.report.merge(lowered.joint.report)
     return found
 

@@ -3,7 +3,8 @@
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `emit_scan/kernels/tree.py`, with the function inlined (`ExpandAssociativeScans`)
+    anything else                                the tree of `lowering/scan/kernels/tree.py`, with the function
+                                                 inlined (`ExpandAssociativeScans`)
 
 What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
 order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
