@@ -37,7 +37,7 @@ def test_arguments_of_the_dataclass() -> None:
     assert (args.flat(), others) == (arguments, (True,))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @each_predicate
 @pytest.mark.parametrize(("key_heads", "v_width"), [(4, 8), (2, 8), (1, 8), (4, 5), (2, 11)])
 @pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (7, 12)])
@@ -55,7 +55,7 @@ def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) 
         torch.testing.assert_close(got, x.grad)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @each_predicate

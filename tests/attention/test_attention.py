@@ -32,7 +32,7 @@ def spread(table: dict[str, Attend]) -> list[object]:
     return [pytest.param(attend, *size, id=name) for (name, attend), size in pairs]
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("attend", EXCHANGED.values(), ids=EXCHANGED)
 def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     report = run(attend, 2, 17, heads=4, kv_heads=2, attention="ulysses")
@@ -42,20 +42,20 @@ def test_one_exchange_there_and_one_back(attend: Attend) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(("attend", "ranks", "length"), spread(OTHERS))
 def test_other_attention(attend: Attend, ranks: int, length: int) -> None:
     run(attend, ranks, length)
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), HEADS)
 @pytest.mark.parametrize("name", ["repeat_kv", "alibi (1, H, S, S)"])
 def test_any_number_of_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
     run(EXCHANGED[name], ranks, 13, heads, kv_heads)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["causal", "full", "documents", "learned bias", "repeat_kv"])
 def test_attention_gather(name: str) -> None:
     report = run(EXCHANGED[name], 3, 13, heads=6, kv_heads=3, attention="gather")
@@ -64,7 +64,7 @@ def test_attention_gather(name: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["causal", "repeat_kv", "repeat_interleave"])
 def test_only_the_key_heads_are_sent(name: str) -> None:
     """Bytes of the exchange there and back: (n - 1) / n of a rank's q, k, v and of its out."""
@@ -123,7 +123,7 @@ class Cross(nn.Module):
         return self.decoder(x, self.encoder(memory), tgt_mask=mask)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("encode", [False, True])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13)])
 def test_cross_attention(encode: bool, ranks: int, length: int) -> None:
@@ -160,7 +160,7 @@ STOCK = {
 }
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13)])
 def test_modules_of_torch(name: str, ranks: int, length: int) -> None:

@@ -37,7 +37,7 @@ def fused(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=left_padding(q))
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("attention", WAYS)
 def test_rows_of_nothing_but_fills(attention: str, ranks: int) -> None:
@@ -45,7 +45,7 @@ def test_rows_of_nothing_but_fills(attention: str, ranks: int) -> None:
     check(seeded(lambda: Decoder(eager)), tokens(LENGTH), sp=ranks, attention=attention)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", WAYS)
 def test_fills_in_a_mask_of_floats(attention: str) -> None:
     """The value only: torch's own gradient of such rows is that of another function."""
@@ -55,7 +55,7 @@ def test_fills_in_a_mask_of_floats(attention: str) -> None:
     assert attention not in ("ring", "hybrid") or taken >= {f"not {attention}", "gathered"}
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_sequence_of_no_tokens(attention: str) -> None:
     check(seeded(Decoder), tokens(0), sp=4, attention=attention)
@@ -76,7 +76,7 @@ class Autocast(nn.Module):
         return self.decoder(ids)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", WAYS)
 def test_autocast_around_attention(attention: str) -> None:
     model = seeded(Autocast).float()
@@ -84,7 +84,7 @@ def test_autocast_around_attention(attention: str) -> None:
     assert report.worst < 0.05
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("attention", ["auto", "ring", "gather"])
 def test_a_mask_on_a_window_of_the_sequence(attention: str, ranks: int) -> None:
@@ -105,7 +105,7 @@ HEADS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor
 }
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("attention", ["ring", "gather", "auto"])
 def test_heads_that_broadcast(attention: str, heads: str) -> None:
@@ -162,7 +162,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("attention", WAYS)
 def test_masks_that_differ_between_heads_stay_data(attention: str, mask: str) -> None:
@@ -178,7 +178,7 @@ def test_masks_that_differ_between_heads_stay_data(attention: str, mask: str) ->
     check(seeded(lambda: Model(attend)), tokens(LENGTH), sp=4, attention=attention)
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 @pytest.mark.parametrize("attention", WAYS)
 def test_scales_that_are_not_positive(attention: str, scale: float) -> None:

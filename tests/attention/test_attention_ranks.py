@@ -47,7 +47,7 @@ def cannot(n: int, heads: int, **how: Any) -> str:
     return error_text(lambda: run(*text(12)))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("n", "heads", "how", "words"),
     [
@@ -89,7 +89,7 @@ class AttentionDropout(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid", "ulysses"])
 def test_dropout_follows_the_seed(ranks: Ranks, attention: str) -> None:
     results = ranks.run(4, dropped, attention)
@@ -117,7 +117,7 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.decoder.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("seq", "balanced"), [(16, True), (15, False)])
 def test_a_model_with_convolutions_keeps_its_order_outside_attention(seq: int, balanced: bool) -> None:
     model = build(Mixed)
@@ -154,7 +154,7 @@ class Translator(nn.Module):
         return self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
 
 
-@pytest.mark.sampled(all_blocks=20)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("length", "source"), [(8, 20), (13, 7)])
 def test_encoder_and_decoder(attention: str, length: int, source: int) -> None:

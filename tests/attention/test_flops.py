@@ -164,7 +164,7 @@ def every_pair(model: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("attend", "layout"), [(every_pair, "contiguous"), (causal, "zigzag")])
 def test_a_rank_does_its_share(attend: Any, layout: str, strategy: str) -> None:

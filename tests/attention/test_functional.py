@@ -50,7 +50,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", CASES)

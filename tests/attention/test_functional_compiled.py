@@ -96,7 +96,7 @@ def _collectives(op: str) -> tuple[int, int]:
     return len(recorder.collectives("forward")), len(recorder.collectives("backward"))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("op", "forward", "backward"), [("ulysses", 2, 2), ("ring", 1, 3), ("ring, scattered", 1, 2), ("gathered", 1, 2)]
 )

@@ -119,14 +119,14 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "hybrid", "gather"])
 def test_error_is_at_most_twice_that_of_one_device(strategy: str, heads: tuple[int, int]) -> None:
     check(lambda: Decoder(attend, *heads), LENGTH, 4, attention=strategy)
 
 
-@pytest.mark.sampled(all_blocks=32)
+@pytest.mark.sampled(every=32)
 @pytest.mark.parametrize("mask", [documents, soft_cap, sinks, window, padding])
 @pytest.mark.parametrize("layout", ["auto", "balanced"])
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_half_precision(dtype: torch.dtype, predicate: str) -> None:
     assert all(a <= 2 * b + 1e-12 for a, b in zip(ours, theirs)), (ours, theirs)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_masked_attention(compiled: bool, dropout_p: float) -> None:
@@ -97,7 +97,7 @@ def test_shapes_of_masked_attention(
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_gradcheck(dropout_p: float) -> None:
     p = Problem("all", 4, 5, heads=2, key_heads=1, width=3, v_width=2)

@@ -83,7 +83,7 @@ def in_place(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tupl
     return out, lse
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("fn", [merge, in_place])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def check(
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("folds", [[], [2]], ids=["contiguous", "zigzag"])
@@ -148,7 +148,7 @@ def test_equals_one_device(op: str, mask: str, folds: list[int]) -> None:
     check(op, mask, 4, 16, 16, 2, folds)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (6, 16), (8, 21), (4, 3)])
@@ -170,7 +170,7 @@ def test_balanced_inside(op: str, n: int) -> None:
     check(op, "causal", n, 16, 16, 2, [], balance=True)
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("n", "s"), [(2, 13), (4, 19), (4, 3)])

@@ -86,7 +86,7 @@ def run(
     return check(model, *inputs(length), sp=ranks, attention=strategy, layout=layout, **options)
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("strategy", NAMES)
@@ -98,7 +98,7 @@ def test_equals_one_device(strategy: str, mask: str, heads: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=28)
+@pytest.mark.sampled(every=28)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_layouts(strategy: str, layout: str) -> None:
@@ -106,7 +106,7 @@ def test_layouts(strategy: str, layout: str) -> None:
     run(strategy, "documents", "GQA", 13, 4, layout)
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("mask", MASKS)
@@ -119,7 +119,7 @@ def test_groups_of_heads(heads: str, mask: str, length: int, ranks: int) -> None
     assert bool(report.find_notes(NoteKind.DECLINED, subject="ulysses_chunks")) is not fits
 
 
-@pytest.mark.sampled(all_blocks=32)
+@pytest.mark.sampled(every=32)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "toy", "auto"])
 def test_any_number_of_ranks(strategy: str, ranks: int) -> None:
@@ -200,7 +200,7 @@ class Biased(Decoder):
         return super().forward(ids)
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("learned", "dtype", "more", "kernel"),
     [

@@ -34,7 +34,7 @@ def one_step(model: type, seq: int = 9, layers: int = 1) -> Outcome:
 
 
 @pytest.mark.as_users_run(n=3)
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", [3, 2, 4])
 def test_decoder(ranks: Ranks, n: int) -> None:
     check(ranks.run(n, one_step, Decoder, 13, 2))
@@ -120,7 +120,7 @@ def toggle() -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.sampled(all_blocks=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.as_users_run
 def test_buffers_and_train_eval(ranks: Ranks) -> None:
     for outcomes in zip(*ranks.run(2, toggle)):
@@ -198,7 +198,7 @@ def autocast(ambient: bool) -> Outcome:
         return against_eager(model, *text(12), mesh=worker.mesh())
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("ambient", [True, False], ids=["around the step", "in the model"])
 def test_autocast(ranks: Ranks, ambient: bool) -> None:
     check(ranks.run(2, autocast, ambient), tolerance=0.05)

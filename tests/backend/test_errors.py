@@ -203,7 +203,7 @@ def with_other_values(what: str) -> str:
     return "no error"
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("what", ["weights", "tokens"])
 def test_ranks_with_other_values_all_raise(ranks: Ranks, what: str) -> None:
     for message in ranks.run(2, with_other_values, what):

@@ -134,7 +134,7 @@ def test_bytes_of_ulysses_are_those_of_the_formula():
     assert report.count("all_to_all") == 2 * layers
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("n", "length"), [(1, 8), (2, 9), (3, 8), (4, 3)])
 def test_verify(n, length):
     report = sp_compile.verify(Decoder().double(), *text(length), sp=n)
@@ -150,7 +150,7 @@ def test_verify_sees_a_wrong_program(monkeypatch):
     assert sp_compile.verify(Decoder().double(), *text(8), sp=2).worst > 1e-3
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("attention", "ulysses"), [("ring", 1), ("hybrid", 2), ("gather", 1)])
 def test_bytes_of_the_other_strategies(attention, ulysses):
     """Keys and values: (R-1) shards in a ring or a gather of R; hybrid: also (U-1)/U of q, k, v and of the output."""

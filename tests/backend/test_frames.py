@@ -61,7 +61,7 @@ def test_decoder(signs: Signs) -> None:
     check(signs, lambda: explain(seeded(Decoder), tokens(8), sp=2))
 
 
-@pytest.mark.sampled(all_blocks=32)
+@pytest.mark.sampled(every=32)
 @pytest.mark.parametrize("name", {**EXCHANGED, **OTHERS})
 def test_attention(signs: Signs, name: str) -> None:
     attend = {**EXCHANGED, **OTHERS}[name]
@@ -70,7 +70,7 @@ def test_attention(signs: Signs, name: str) -> None:
     check(signs, lambda: explain(seeded(lambda: Attending(attend)), tokens(LONGEST), padding, positions, sp=2))
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop(signs: Signs, name: str) -> None:
     check(signs, lambda: explain(LOOPS[name][0], *inputs(name), sp=2))

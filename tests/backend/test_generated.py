@@ -129,7 +129,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
     assert sorted(backward) in (sorted([*travelling, "among", "among"]), sorted([*sent_home, "among", "among"]))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_memory_falls_with_the_ranks(attention: str) -> None:
     """No rank keeps the keys that came from others; what does not shrink is views of the weights."""

@@ -72,7 +72,7 @@ def summed(policy: str, swap: bool) -> tuple[float, float, list[str], list[str]]
     return (loss / expected - 1).abs().item(), error.item(), *seen
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("policy", "left"), [("always", 1), ("never", 2)])
 def test_reductions_over_two_axes(ranks: Ranks, policy: str, left: int) -> None:
     for loss, gradient, before, after in ranks.run(4, summed, policy, False):

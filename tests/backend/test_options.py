@@ -214,7 +214,7 @@ def plainly() -> Callable[..., str]:
     return found
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("option", [f.name for f in fields(SPConfig)])
 def test_an_option_is_honoured_or_refused(
@@ -232,7 +232,7 @@ def test_an_option_is_honoured_or_refused(
         assert found != plain
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("entry", [of_backend, of_explain])
 @pytest.mark.parametrize(
     "options",

@@ -50,7 +50,7 @@ def with_ddp(order: str, param_grads: str, seq: int) -> Outcome:
     return outcome(*step(run, model, mesh, seq), *expected(alone, seq))
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize(
     ("order", "param_grads"),
     [
@@ -76,7 +76,7 @@ def with_fsdp(per_block: bool, seq: int) -> Outcome:
     return outcome(*step(run, model, mesh, seq), *expected(alone, seq))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("per_block", [False, True], ids=["root", "per block"])
 def test_fsdp2(ranks: Ranks, per_block: bool) -> None:
     check(ranks.run(4, with_fsdp, per_block, 11))

@@ -53,7 +53,7 @@ class Model(nn.Module):
         return self.f(4 * self.linear(x))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("f", [product_inside, scores_outside, scores_inside, joined_inside])
 def test_parts_in_different_regions(f: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

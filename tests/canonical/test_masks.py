@@ -141,7 +141,7 @@ def grads(run: Callable[..., Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out.sin() * floats(*out.shape, seed=9)).sum(), (q, k, v))]
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", MASKS)
 def test_mask(name: str) -> None:
     mask, expected = MASKS[name]
@@ -204,7 +204,7 @@ def padded_without_heads(m: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask).unflatten(0, (B, -1))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", ["ulysses", "gather"])
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (4, 13)])
 def test_vectors_of_three_dims_follow_their_heads(attention: str, ranks: int, length: int) -> None:

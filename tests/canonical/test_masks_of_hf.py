@@ -98,27 +98,27 @@ def inputs(*names: str) -> dict[str, Tensor]:
 HAVE_SDPA = sorted(set(CONFIGS) - {"gemma2"})
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("name", HAVE_SDPA)
 def test_decoder(name: str) -> None:
     assert masks(name, **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("name", HAVE_SDPA)
 def test_decoder_of_padded_inputs(name: str) -> None:
     plain = SLIDES.get(name, [CAUSAL, CAUSAL])
     assert masks(name, **inputs("attention_mask")) == [PADDED[p] for p in plain]
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_decoder_of_packed_inputs(name: str) -> None:
     plain = SLIDES.get(name, [CAUSAL, CAUSAL])
     assert masks(name, **inputs("position_ids")) == [PACKED[p] for p in plain]
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("given", [(), ("attention_mask",), ("position_ids",)], ids="".join)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_decoder_of_dynamic_length(name: str, given: tuple[str, ...]) -> None:
@@ -127,7 +127,7 @@ def test_decoder_of_dynamic_length(name: str, given: tuple[str, ...]) -> None:
     assert masks(name, dynamic=True, **inputs(*given)) == [spelt[p] for p in plain]
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt-neox"])
 def test_eager_decoder(name: str) -> None:
     assert masks(name, "eager", **inputs()) == SLIDES.get(name, [CAUSAL, CAUSAL])

@@ -82,7 +82,7 @@ def made(run: Callable[..., Tensor], length: int) -> tuple[nn.Module, Tensor]:
     return Scanned(run).double(), torch.randn(2, length, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("run", LEAVES)
 @pytest.mark.parametrize("length", [2, 3, 7])
 def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> None:
@@ -93,7 +93,7 @@ def test_each_leaf_is_gathered_once(run: Callable[..., Tensor], length: int) -> 
     assert {note.label for note in report.fallbacks} == {"gather"}
 
 
-@pytest.mark.sampled(all_blocks=5)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("run", LEAVES)
 @pytest.mark.parametrize("length", [7, 10])
 def test_a_length_that_is_a_symbol_has_one_tree(run: Callable[..., Tensor], length: int) -> None:
@@ -160,7 +160,7 @@ def at_other_lengths(run: Callable[..., Tensor], attends: bool) -> list[Outcome]
     return [against_eager(model, x, run=compiled) for x in inputs]
 
 
-@pytest.mark.sampled(all_blocks=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attends", [False, True])
 def test_other_lengths(ranks: Ranks, attends: bool) -> None:
     """The second length of a process is a symbol: a scan alone was no sequence there."""
@@ -209,7 +209,7 @@ def test_other_lengths_of_rows(ranks: Ranks) -> None:
         check(outcomes)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("run", LEAVES)
 def test_ranks_agree_with_one_device(ranks: Ranks, run: Callable[..., Tensor]) -> None:
     check(ranks.run(3, on_ranks, run))

@@ -53,7 +53,7 @@ class ReadTwice(Joined):
         return self.out(torch.cat(each, dim=-1)) + each[0].mean()
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("attention", "op"), [("ring", "ring_attention"), ("ulysses", "all_to_all")])
 @pytest.mark.parametrize(("make", "calls"), [(Joined, HEADS), (ReadTwice, HEADS), (Stacked, 1)])
 def test_heads_stay_separate(make: Callable[[], nn.Module], calls: int, attention: str, op: str) -> None:

@@ -253,7 +253,7 @@ def said(node: torch.fx.Node) -> str:
     return f"{str(node.target).removesuffix('.default')}({', '.join(arguments)})"
 
 
-@pytest.mark.sampled(all_blocks=22)
+@pytest.mark.sampled(every=22)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_found_whatever_is_between(name: str, between: str) -> None:
@@ -276,7 +276,7 @@ def reducing(group: str, b: Between, more: Between = plain) -> type[torch.autogr
     return Both
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_pairs_that_reduce(between: str) -> None:
     with one_of(2) as group:

@@ -100,7 +100,7 @@ SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_gradients(name: str, how: str) -> None:

@@ -101,7 +101,7 @@ def gradients(model: Callable[..., Tensor], length: int) -> list[Tensor | None]:
     return [out, *torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)]
 
 
-@pytest.mark.sampled(all_blocks=13)
+@pytest.mark.sampled(every=13)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("combine", COMBINES)
 def test_trees(combine: str, length: int) -> None:
@@ -184,7 +184,7 @@ def symbolic(scan: Scan, length: int, **options: Any) -> Report:
     return check(lambda x, y: run(x, y).sum(), *leaves, sp=3, **options)
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("length", [3, 7, 10])
 def test_a_tree_alone_at_a_length_that_is_a_symbol(length: int) -> None:
     """No other operation shows a sequence: the length is specialized."""
@@ -193,7 +193,7 @@ def test_a_tree_alone_at_a_length_that_is_a_symbol(length: int) -> None:
     assert report.count("linear_scan") == 1
 
 
-@pytest.mark.sampled(all_blocks=5)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("length", [3, 7, 10])
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_rounds_are_right(rounds: str, length: int) -> None:

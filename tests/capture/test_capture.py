@@ -36,7 +36,7 @@ def mutations(gm: GraphModule) -> list[torch.fx.Node]:
     ]
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str) -> None:
     torch.manual_seed(2)

@@ -150,7 +150,7 @@ def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tu
     return [parity(write, **how) for write in writes], told
 
 
-@pytest.mark.sampled(all_blocks=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_is_split(ranks: Ranks, n: int) -> None:
     answers = ranks.run(n, of_all, SPLIT, {})

@@ -125,7 +125,7 @@ def errors(name: str) -> list[str]:
     return [error_text(functools.partial(run, of_this_rank(x))) for x in given(16, 20)]
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", ["loop", "tree", "one_op"])
 def test_steps_of_a_shard_are_not_those_of_the_whole(ranks: Ranks, name: str) -> None:
     """What only a rewrite finds to be a sequence was taken for a whole one, each rank's rows by themselves."""

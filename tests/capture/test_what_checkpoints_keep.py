@@ -84,7 +84,7 @@ def halves_of(model: nn.Module, seq: int, policies: bool, **options: Any) -> tup
     return found[0], found[1]
 
 
-@pytest.mark.sampled(all_blocks=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("attention", ["ring", "gather"])
 def test_a_memory_budget_takes_what_is_cheap_first(attention: str) -> None:
     """Elementwise work, then products; no attention and no exchange runs twice until nothing may be kept."""
@@ -223,7 +223,7 @@ def dropped(attention: str, tiles: int | str, offload: str | float, how: str, co
     return True
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("n", "attention", "tiles", "offload", "how"),

@@ -127,7 +127,7 @@ def test_eager(ranks: Ranks, fn, n: int) -> None:
     check(fn, ranks.run(n, in_eager, fn, sizes), sizes)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("fn", PROGRAMS)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 def test_aot_eager(ranks: Ranks, fn, dynamic: bool) -> None:

@@ -165,13 +165,13 @@ def compared(program: str, length: int, product: bool, options: dict[str, Any]) 
 LAZY, EAGER = {"compiler": "aot_eager", "outputs": "lazy"}, {"compiler": "aot_eager"}
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_in_shards(ranks: Ranks, program: str) -> None:
     assert ranks.run(2, compared, program, 7, False, LAZY) == [[]] * 2
 
 
-@pytest.mark.sampled(all_blocks=18)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gathered(ranks: Ranks, program: str, product: bool) -> None:

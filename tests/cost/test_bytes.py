@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(("kind", "relayout", "heads", "kv_heads", "window"), CASES)
 def test_attention(
     monkeypatch: pytest.MonkeyPatch, kind: str, relayout: bool, heads: int, kv_heads: int, window: int | None

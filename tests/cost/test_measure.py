@@ -115,7 +115,7 @@ def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
     assert first.flops > 1e8
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attention": 1}', "\x00"])
 def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: str) -> None:
     folder = tmp_path / "rank0"

@@ -86,7 +86,7 @@ def test_auto_takes_what_fits() -> None:
     assert "MiB left" in refused.legal
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("options", [{}, {"attention": "ring"}])
 def test_nothing_fits(options: dict[str, Any]) -> None:
     """Estimates do not stop a program: the least is taken, or what was asked for, and the report says it."""

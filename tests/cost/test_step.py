@@ -95,7 +95,7 @@ def explained(sp: int = 2, **options: Any) -> StepMemory:
     return step
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @torch.backends.mkldnn.flags(enabled=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_every_way(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
 SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40), (2, 1, 1, 40), (1, 4, 40, 1)]
 
 
-@pytest.mark.sampled(all_blocks=32)
+@pytest.mark.sampled(every=32)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": 7}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

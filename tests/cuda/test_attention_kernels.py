@@ -78,7 +78,7 @@ def ring(
     return found, wanted, launches, products
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("key_heads", "widths"), [(4, (8, 8)), (2, (12, 5)), (1, (16, 24))])
 @pytest.mark.parametrize(("q_len", "k_len"), [(29, 29), (13, 30), (30, 13)])
@@ -90,7 +90,7 @@ def test_every_mask(
     check(found, wanted, dtype)
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize(("n", "length"), [(2, 31), (4, 45)])
@@ -102,7 +102,7 @@ def test_every_mask_round_a_ring(
     check(found, wanted, dtype)
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("folds", [1, 2])
 @pytest.mark.parametrize(("n", "length"), [(1, 37), (2, 37), (3, 62), (4, 85)])
 @pytest.mark.parametrize("predicate", BANDS)

@@ -108,7 +108,7 @@ def test_one_wait_for_all_tables(gpu: AbsentGpu) -> None:
     assert (seen.waits, waits) == ([], 1)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "spread"), [(40_000, 0.0), (20_000, 0.0), (40_000, 1.0)])
 @pytest.mark.parametrize("predicate", [SAME_DOCUMENT, f"{SAME_DOCUMENT} & ({CAUSAL})"])

@@ -96,7 +96,7 @@ def name_of(case: tuple[Any, ...]) -> str:
     return " ".join([case[0].__name__, *(str(x).removeprefix("torch.") for x in case[1:])])
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_no_kernel_spills_and_all_read_in_wide_words(gpu: AbsentGpu, case: tuple[Any, ...]) -> None:
     """Seven programs of 128 threads have registers on a multiprocessor, and memory is read 128 bits a thread at a time.

@@ -37,7 +37,7 @@ def flat(found: Sequence[int]) -> None:
     assert max(found) - min(found) < MIB, found
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("layout", "missing"), [("zigzag", 0), ("zigzag", 3), ("contiguous", 3)])
 def test_gathered_keys_are_not_copied(gpu: AbsentGpu, layout: str, missing: int) -> None:
     """No kernel writes the rows of all ranks, or one half of each's; nor are they copied to leave padding out."""

@@ -90,7 +90,7 @@ def kernels(predicate: str, spread: float, dtype: torch.dtype, spans: Spans, bal
     return [names for of_rank in run_ranks(RANKS, on) for names in of_rank]
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("name", PREDICATES)
@@ -128,7 +128,7 @@ def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tenso
     return found
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("op", OPS)

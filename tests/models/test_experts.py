@@ -106,7 +106,7 @@ def counted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13), (4, 3)])
 @pytest.mark.parametrize("experts", SPELLINGS)
 def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> None:
@@ -116,7 +116,7 @@ def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> N
     assert not report.fallbacks, report
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("experts", [scattered, *(one for one in SPELLINGS if one is not scattered)])
 def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))
@@ -171,7 +171,7 @@ def test_an_order_of_all_rows_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> N
         sp_compile.explain(seeded(partial(Hashed, inverted)), torch.randint(EXPERTS, (BATCH, 13)), sp=2)
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("experts", SPELLINGS)
 def test_nothing_is_gathered(experts: Experts) -> None:
     x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64)
@@ -218,7 +218,7 @@ def not_put_back(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Ten
     return summed(y[order.argsort()]) + summed(y)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "experts",
     [

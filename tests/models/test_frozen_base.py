@@ -141,7 +141,7 @@ def tuned(base: Callable[[Tensor], nn.Module], dtype: torch.dtype) -> Outcome:
 
 
 @pytest.mark.as_users_run(base=Codes)
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("base", [BySubclass, Table, ByAnOp, Codes])
 def test_adapters_of_a_frozen_base(ranks: Ranks, base: Callable[[Tensor], nn.Module]) -> None:
     check(ranks.run(2, tuned, base, torch.float64))

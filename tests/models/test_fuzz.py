@@ -39,21 +39,21 @@ SEEDS = Random(0).sample(range(10**9), 400)
 RIGHT = (Outcome.EXACT, Outcome.GATHERED)
 
 
-@pytest.mark.sampled(all_blocks=202)
+@pytest.mark.sampled(every=202)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_equal_one_device(seed: int) -> None:
     result = programs.run(f"programs:{seed}")
     assert not result.outcome.is_bad, f"{result}\n{result.program}"
 
 
-@pytest.mark.sampled(all_blocks=202)
+@pytest.mark.sampled(every=202)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_tiles_equal_one_device(seed: int) -> None:
     result = tiled_programs.run(f"tiles:{seed}")
     assert not result.outcome.is_bad, f"{result}\n{result.program}"
 
 
-@pytest.mark.sampled(all_blocks=156)
+@pytest.mark.sampled(every=156)
 @pytest.mark.parametrize("name", list(itertools.islice(op_db.infos(), 0, None, 3)))
 def test_ops_behind_attention_equal_one_device(name: str) -> None:
     for variant in op_db.VARIANTS:

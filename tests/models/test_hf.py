@@ -100,7 +100,7 @@ def one_step(make: Any, seq: int, padded: bool) -> Outcome:
     return against_eager(model, ids, kwargs=kwargs, mesh=worker.mesh())
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("n", "padded"), [(2, True), (3, False)], ids=["padded", "not divisible"])
 @pytest.mark.parametrize("model", [llama, gpt2, bert])
 def test_training_step(ranks: Ranks, model: Any, n: int, padded: bool) -> None:
@@ -129,7 +129,7 @@ def trained(model: torch.nn.Module, whole: bool) -> torch.nn.Module:
     return Trained()
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("sp", "attention"), [(4, "hybrid"), (1, "auto"), (2, "ring"), (3, "gather"), (4, "ulysses")])
 @pytest.mark.parametrize("make", [deepseek, partial(gpt_oss, "grouped_mm")], ids=["deepseek", "gpt_oss"])
@@ -157,7 +157,7 @@ def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
     return bytes_each, report.sharded_outputs
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("outputs", ["lazy", {"logits": "lazy"}], ids=str)
 def test_logits_that_nobody_reads_cost_nothing(outputs: Any) -> None:
     found, lazy = sent(llama, True, outputs)

@@ -178,14 +178,14 @@ def test_recurrent_models_are_sharded_whole(name: str) -> None:
     assert report.count("unshard") == 1  # the logits
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", [name for name in MODELS if name.partition(",")[0] in EXPERTS])
 def test_experts_of_each_token_stay_where_the_token_is(name: str) -> None:
     report = verified(name, 14, sp=4)
     assert not report.fallbacks, report
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ["mamba2", "minimax"])
 def test_the_rest(name: str) -> None:
     assert verified(name, 14, sp=4).exchanges

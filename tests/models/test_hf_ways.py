@@ -24,7 +24,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(all_blocks=36)
+@pytest.mark.sampled(every=36)
 @pytest.mark.parametrize("config", WAYS, ids=lambda c: " ".join(c.values()))
 @pytest.mark.parametrize("make", [gpt_oss, gemma2, gemma3, deepseek, qwen3])
 def test_nothing_is_gathered(make: Callable[[], torch.nn.Module], config: dict[str, str]) -> None:

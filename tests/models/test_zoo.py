@@ -200,7 +200,7 @@ def spread(table: dict[str, Op]) -> list[object]:
     return [pytest.param(name, *size, id=f"{name}-{size[0]}-{size[1]}") for name, size in zip(table, several)]
 
 
-@pytest.mark.sampled(all_blocks=44)
+@pytest.mark.sampled(every=44)
 @pytest.mark.parametrize(("name", "ranks", "length"), spread(GATHERED))
 def test_mixing_ops_are_exact_and_reported(name: str, ranks: int, length: int) -> None:
     report = run(GATHERED[name], ranks, length)
@@ -208,20 +208,20 @@ def test_mixing_ops_are_exact_and_reported(name: str, ranks: int, length: int) -
     assert any(node.startswith(name.strip()) for node in gathered), gathered
 
 
-@pytest.mark.sampled(all_blocks=92)
+@pytest.mark.sampled(every=92)
 @pytest.mark.parametrize(("name", "ranks", "length"), spread(SHARDED))
 def test_other_ops_stay_sharded(name: str, ranks: int, length: int) -> None:
     assert not run(SHARDED[name], ranks, length).fallbacks
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["prod", "flip", "avg_pool1d", "slice"])
 def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
     with pytest.raises(SpError, match=rf"{name}.*test_zoo\.py.*fallback='error'"):
         run(GATHERED[name], 2, 16, fallback="error")
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("op", [lambda m, x, ids: x[ids > 3].sum(0), lambda m, x, ids: x.sum() + torch.nonzero(ids)])
 def test_results_of_unknown_size(op: Op) -> None:
     """Dynamo breaks the graph there; what crosses the break is whole."""

@@ -47,7 +47,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(all_blocks=46)
+@pytest.mark.sampled(every=46)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)
@@ -64,7 +64,7 @@ def test_segments_that_differ_between_columns(layout: str, op: str) -> None:
         close(simulated(case, 4), expected(case))
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("window", WINDOWS)
@@ -83,7 +83,7 @@ def test_windows(window: str, layout: str, n: int) -> None:
 STEPS = [(op, n) for op in OPS for n in (2, 3, 4, 7, 16)]
 
 
-@pytest.mark.sampled(all_blocks=28)
+@pytest.mark.sampled(every=28)
 @pytest.mark.parametrize(("op", "n"), STEPS)
 def test_exchange_in_steps(op: str, n: int) -> None:
     for runs in RUNS.values():
@@ -94,7 +94,7 @@ def test_exchange_in_steps(op: str, n: int) -> None:
 RECURRENCES = [("contiguous", "gather"), ("zigzag", "gather"), ("contiguous", "steps")]
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 def test_recurrences(layout: str, exchange: str, n: int) -> None:
@@ -120,7 +120,7 @@ def _extremes(case: Case, rank: int, n: int) -> list[Tensor]:
     return [y.detach(), index, torch.autograd.grad(y, x, grad)[0]]
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("n", [1, 2, 4, 16])
 @pytest.mark.parametrize(("layout", "exchange"), RECURRENCES)
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -179,7 +179,7 @@ def _twice(case: Case, fn: Callable[..., Tensor], leaves: list[Tensor], sharded:
     return [*whole, *found[-1][sharded:]]
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)

@@ -123,7 +123,7 @@ def check_all(found: list[list[Outcome]]) -> None:
 
 
 @pytest.mark.as_users_run(names=list(SCANS)[4::10])
-@pytest.mark.sampled(all_blocks=20)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("names", [list(SCANS)[i::10] for i in range(10)], ids=", ".join)
 def test_every_scan(ranks: Ranks, names: list[str]) -> None:
     check_all(ranks.run(3, one_step, names))
@@ -165,7 +165,7 @@ def zigzag(names: list[str], seq: int) -> list[Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("seq", [13, 16])
 def test_zigzag(ranks: Ranks, seq: int) -> None:
     check_all(ranks.run(2, zigzag, ["cumsum", "logcumsumexp", "linear_scan", "reversed"], seq))
@@ -241,7 +241,7 @@ LOSS = ["all_reduce"]  # forward: of the loss; backward: of the parameters' grad
 COUNTED = ["cumsum", "cumprod", "cummax", "extremes", "logcumsumexp", "segments", "exclusive", "linear_scan"]
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("name", COUNTED)
 def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     found = ranks.run(3, recorded, name)

@@ -49,7 +49,7 @@ def test_a_sequence_of_no_rows(model):
     assert sp_compile.verify(model, x, sp=N, seq_dims={"x": 1}).worst == 0
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 @pytest.mark.parametrize("widths", [(0, 2), (3, 0), (0, 7)])
 def test_a_shift_by_more_rows_than_there_are(length, widths):

@@ -74,7 +74,7 @@ def traffic(fn: Callable[[int, list[Tensor]], Tensor], operands: list[Tensor], n
 ROWS, COLUMNS = 8, 2 * 3
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", OPS)
@@ -206,7 +206,7 @@ def test_the_faster_exchange_is_taken() -> None:
 # Precision.
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("n", [2, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
@@ -232,7 +232,7 @@ def _errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [(a.double() - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("op", ["sum", "logsumexp", "prod"])

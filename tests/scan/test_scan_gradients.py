@@ -42,7 +42,7 @@ def finite(x: Tensor) -> Tensor:
 CALLS = calls()
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "cast"])
 def test_gradients(name: str) -> None:
     x = sample((2, 6, 2), torch.float64, seed=3).requires_grad_()
@@ -101,7 +101,7 @@ def two_of_them(x: Tensor, ids: Tensor) -> Tensor:
     return (segmented_scan(x, ids, 1) * linear_scan(x.sigmoid(), x, 1)).square().mean()
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("loss", "backend", "dynamic"),
     [(all_of_them, "aot_eager", False), (all_of_them, "aot_eager", True), (two_of_them, "inductor", True)],

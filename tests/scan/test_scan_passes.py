@@ -62,7 +62,7 @@ NESTED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(all_blocks=22)
+@pytest.mark.sampled(every=22)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("name", "scan"), NESTED, ids=[name for name, _ in NESTED])
 def test_nested_scans_are_right(name: str, scan: Any, n: int) -> None:

@@ -54,7 +54,7 @@ def close(case: Case, shards: list[list[Tensor]], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(all_blocks=28)
+@pytest.mark.sampled(every=28)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(ranks, op: str, n: int) -> None:
@@ -84,7 +84,7 @@ def _recurrences(cases: list[Recurrence]) -> list[list[Tensor]]:
     return out
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_recurrences(ranks, n: int) -> None:
     cases = [
@@ -135,7 +135,7 @@ def _inductor(case: Case) -> list[float]:
     return _compiled([case], backend="inductor")
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "name",
     [*COMPILED_OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in COMPILED_OFTEN)],
@@ -150,7 +150,7 @@ def _any_length(case: Case, backend: str) -> list[float]:
         return _compiled([replace(case, size=size) for size in (24, 36, 48)], backend=backend, dynamic=True)
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_of_any_length(ranks, name: str) -> None:
     for worst in ranks.run(3, _any_length, CASES[name], "aot_eager"):
@@ -188,7 +188,7 @@ def _recorded(case: Case) -> tuple[list[str], list[str], list[str], int]:
     return forward, backward, recorder.text(), kept
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_compiler_sees_one_collective_each_way(ranks, name: str) -> None:
     """And keeps shards, not what was gathered; the graphs are the same on all ranks."""

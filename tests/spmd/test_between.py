@@ -290,7 +290,7 @@ def one_reads(then: str) -> str:
     return error_text(lambda: logits.float().sum())
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("then", "words"),
     [
@@ -342,7 +342,7 @@ def asked() -> list[list[str]]:
 LOGITS = f"Sharded(2, 10, {VOCAB})"
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("outputs", "stays", "small"),
     [

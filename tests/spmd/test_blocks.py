@@ -163,7 +163,7 @@ def trained(way: Way) -> tuple[float, float, Seen, Counter[str]]:
     model = build(Stack, checkpoints=way.checkpoints)
     model = model.float() if way.mixed else model
     begun, compiler, seen = [p.detach().clone() for p in model.parameters()], Counting(), Seen()
-    alone = way.is_single(model)
+    alone = way.alone(model)
     called = way.wrap(model, compiler)
     for block in model.blocks:
         block.register_forward_hook(lambda _, x, y: seen.append((type(x[0]).__name__, type(y).__name__)))

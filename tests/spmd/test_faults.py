@@ -147,7 +147,7 @@ def run_case(name: str) -> tuple[int, str]:
         return loop(step, **CASES[step][2])
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [one.__name__ for one in CASES])
 def test_every_rank_hears_of_it_on_that_step(ranks: Ranks, name: str) -> None:
     step = next(one for one in CASES if one.__name__ == name)

@@ -85,7 +85,7 @@ def served(name: str) -> float:
     return max(errors)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_a_rank_with_tokens_of_its_own(ranks: Ranks, name: str) -> None:
     """A scale that a schedule changes on one rank is refused where all have the same: see tests/tensor_parallel."""

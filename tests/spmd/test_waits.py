@@ -88,7 +88,7 @@ def run_of(how: str) -> tuple[str, str, float]:
     return told, error_text(lambda: run(x)), time.monotonic() - begun
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -44,7 +44,7 @@ def graphs(n, batch, length, layers=2):
     return gm, inputs, x, whole
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(("n", "batch", "length"), [(2, 2, 6), (2, 1, 7), (3, 2, 7), (4, 3, 5), (4, 4, 9), (2, 3, 1)])
 def test_equals_the_untouched_graph_and_one_device(n, batch, length):
     gm, inputs, x, whole = graphs(n, batch, length)

@@ -128,7 +128,7 @@ def trained(spelling: str, shape: tuple[int, int], tp: int, compiler: str, **opt
     return worst, [layer.mode for report in found for layer in report.layers]
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("spelling", ["functions", "dtensor"])
 @pytest.mark.parametrize(("ranks_of_all", "tp", "shape"), [(2, 2, (2, 7)), (4, 4, (1, 9)), (4, 2, (3, 5))])
 def test_trains_as_one_device(ranks: Ranks, spelling: str, ranks_of_all: int, tp: int, shape: tuple[int, int]) -> None:

@@ -83,7 +83,7 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
     assert counted(scattered[1]) == {**each, "all_reduce": 1}
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_byte_more(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
@@ -92,7 +92,7 @@ def test_no_byte_more(n: int) -> None:
     assert sent(scattered[1], n) == sent(plain[1], n) + 2 * (n - 1) * weights_of_norms // n
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 4])
 def test_norms_and_what_is_saved_on_rows(n: int) -> None:
     """All norms but the first, whose input every rank has, run on 1/n of the rows; residuals are saved so."""

@@ -121,7 +121,7 @@ def failing(where: str) -> str:
         setattr(session, name, plain)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("where", ["facts", "passes"])
 def test_a_rank_that_fails_to_compile(ranks: Pool, where: str) -> None:
     for error in ranks.run(2, failing, where):
@@ -141,7 +141,7 @@ def other_sizes() -> str:
     return message(lambda: run(tokens(2, 6 + tp.rank)))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("program", "expected"), [(other_layers, "SP631"), (other_sizes, "SP632")])
 def test_ranks_that_do_not_do_the_same(ranks: Pool, program: Callable[[], str], expected: str) -> None:
     for error in ranks.run(2, program):
@@ -251,7 +251,7 @@ def on_two_axes(how: str) -> str:
     return message(lambda: run(x[:, : 5 if first and how == "recompiles" else 6]))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("how", "expected"), [("recompiles", "SP602"), ("fails", "no room for the code"), ("merges", "SP610")]
 )

@@ -50,7 +50,7 @@ def a_decoder(name: str, batch: int, length: int) -> Trained:
 QUICK = ("dropout", "tied and cut", "checkpoint")
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS])
 def test_decoders(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_decoder, name, 2, 7), SCATTERED[name])
@@ -79,7 +79,7 @@ def a_variant(name: str) -> Trained:
     return trained(VARIANTS[name][0], split(), ids(2, 7), against_one=name not in NOT_OF_ONE)
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(ranks: Ranks, name: str) -> None:
     check(ranks.run(2, a_variant, name), VARIANTS[name][1])
@@ -119,7 +119,7 @@ def without_gradients(spelling: str, head: str) -> Trained:
     return inferred(lambda tp: build(tp, head=head, gated=True), split(spelling), ids(1, 7))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("spelling", "head"), [("plain", "vocab"), ("in place", "replicated")])
 def test_inference(ranks: Ranks, spelling: str, head: str) -> None:
     check(ranks.run(2, without_gradients, spelling, head), "" if head == "vocab" else "ssss")

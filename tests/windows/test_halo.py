@@ -20,7 +20,7 @@ WEIGHT = torch.randn(4, 3, 3, dtype=torch.float64, generator=torch.Generator().m
 BIAS = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize(("before", "after", "dilation"), [(2, 0, 1), (1, 1, 1), (0, 2, 1), (4, 0, 2), (3, 1, 2)])
@@ -83,7 +83,7 @@ def test_pools(n: int, size: int, start: int) -> None:
     check(sp.avg_pool1d, lambda x: F.avg_pool1d(F.pad(x, (3, 0)), 4, 1), x, (3, 0, 4, 1), frames, 2, n)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("dim", [1, -2])
@@ -99,7 +99,7 @@ def test_unfold(n: int, size: int, start: int, dim: int) -> None:
     )
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("by", [1, -1, 3, -2, 9, 0])
@@ -126,7 +126,7 @@ def test_any_dtype_is_shifted_and_rolled(n: int, dtype: torch.dtype) -> None:
     check(sp.unfold, lambda x: x.unfold(1, 2, 1), x, (1, 0, 0, 0, 2, 1), [frame(10), frame(10, 0, 9)], 1, n)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize(("size", "start"), SIZES)
 @pytest.mark.parametrize("by", [0, 1, -1, 2, -2, 4, -4])

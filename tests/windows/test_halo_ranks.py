@@ -83,7 +83,7 @@ def step(block: str, seq: int, how: dict[str, Any]) -> Outcome:
 
 
 @pytest.mark.as_users_run(n=3, block="conv", seq=13)
-@pytest.mark.sampled(all_blocks=36)
+@pytest.mark.sampled(every=36)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("seq", [16, 13])
@@ -179,7 +179,7 @@ def counted(block: str, seq: int) -> tuple[dict[str, list[tuple[str, int]]], lis
 ROW = 2 * WIDTH * 8  # bytes of a position: batch, width, float64
 
 
-@pytest.mark.sampled(all_blocks=36)
+@pytest.mark.sampled(every=36)
 @pytest.mark.parametrize(
     ("block", "rows"), [("conv", [3]), ("shift", [1]), ("pools", [1, 1, 1, 1, 1])], ids=list(BLOCKS)
 )

@@ -147,7 +147,7 @@ def right(case: Case) -> None:
     assert report.worst < 1e-9
 
 
-@pytest.mark.sampled(all_blocks=38)
+@pytest.mark.sampled(every=38)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_simulated_ranks(case: Case) -> None:
     right(case)
@@ -301,7 +301,7 @@ class OnSlice(nn.Module):
         return (y / norm(y) if self.direction else y).sin().sum()
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("direction", [False, True])
 @pytest.mark.parametrize(("start", "end", "length"), [(1, None, 8), (0, -1, 7), (2, -2, 9)])

@@ -42,7 +42,7 @@ class Axial(Attention):
         return (x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2)).pow(2).mean()
 
 
-@pytest.mark.sampled(all_blocks=22)
+@pytest.mark.sampled(every=22)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [3, 8, 9])
 def test_rows_cut_off_spoil_no_gradient(n: int, length: int) -> None:
@@ -99,7 +99,7 @@ class CutOff(Attention):
         return self.head(large * large).sin().mean() + self.attend(x).mean()
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("case", ["reciprocals", "logits", "a product", "an overflow"])
 @pytest.mark.parametrize(("n", "length"), [(2, 8), (2, 7), (3, 7), (4, 9)])
 def test_rows_cut_off_need_not_be_finite(n: int, length: int, case: str) -> None:

@@ -247,7 +247,7 @@ class Hidden(Packed):
         return loss, logits.tanh()
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("model", "options"),
     [(Shifted, {}), (Hidden, {"outputs": "lazy", "cost": {**SLOW, "all_gather_latency": 10.0}}), (Mapped, {})],
@@ -379,7 +379,7 @@ class Window(nn.Module):
         return self.attend(x[:, self.rows], again).square().sum()
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:

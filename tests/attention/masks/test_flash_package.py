@@ -72,7 +72,7 @@ def run(case: str, strategy: str, ranks: int, length: int = LENGTH, **sizes: int
     assert not check(model, floats(2, length, WIDTH), sp=ranks, attention=strategy).fallbacks
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize(("strategy", "ranks"), [way for way in WAYS if way not in UNFIT])
 @pytest.mark.parametrize("case", CASES)
 def test_one_device(case: str, strategy: str, ranks: int) -> None:
@@ -98,7 +98,7 @@ def test_one_tensor_of_all_three() -> None:
     assert not check(model, floats(2, LENGTH, WIDTH), sp=2, attention="ulysses").fallbacks
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "gather"])
 @pytest.mark.parametrize("case", ["all", "causal", "window", "soft-cap"])
 @pytest.mark.parametrize("ends", ["the same", "others"])

@@ -75,7 +75,7 @@ def inputs(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
     return tokens(length), DOCUMENTS[:, :length], PADDING[:, :length]
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_mod_is_a_predicate(name: str) -> None:
     mask_mod, wanted = MASKS[name]
@@ -113,7 +113,7 @@ SCORES: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_is_a_text(name: str) -> None:
     score_mod, wanted = SCORES[name]
@@ -149,7 +149,7 @@ def _sunk(model: Sunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return model.renormalise(out, found.lse, model.sinks)
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("renormalise", [as_torchtitan, as_transformers])
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ STAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", STAYS)
 def test_what_stays_is_reported(name: str) -> None:
     graph, notes = canonical(STAYS[name], qkv(), torch.ones(LENGTH, LENGTH, dtype=torch.int64).tril())
@@ -221,7 +221,7 @@ def test_what_stays_is_right() -> None:
     assert report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_log_sum_exps(strategy: str) -> None:
     run("documents", strategy, 2, return_aux=torch_flex.AuxRequest(lse=True))
@@ -234,19 +234,19 @@ def run(
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("mask", "strategy"), [("documents", "ring"), ("padding", "gather")])
 def test_equals_one_device(mask: str, strategy: str) -> None:
     run(mask, strategy, 4)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["hybrid", "ulysses"])
 def test_scores_equal_one_device(strategy: str) -> None:
     run("window", strategy, 4, score_mod="both")
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 def test_scores_of_dealt_positions(strategy: str) -> None:
     """A slope counts places of the program's order, not of that in which ranks hold them."""
@@ -256,7 +256,7 @@ def test_scores_of_dealt_positions(strategy: str) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize(("mask", "score_mod"), [("documents", "both"), ("prefix", "soft-cap")])
 def test_the_fused_kernel_equals_one_device(mask: str, score_mod: str, strategy: str) -> None:

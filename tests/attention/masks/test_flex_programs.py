@@ -88,14 +88,14 @@ def run(kind: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (H
     assert not any(note.subject == "flex_attention" for note in report.notes), report
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_device(kind: str, strategy: str) -> None:
     run(kind, 4, attention=strategy)
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("kind", ["distances", "documents", "a mask by head"])
@@ -116,7 +116,7 @@ def test_all(kind: str, strategy: str, ranks: int) -> None:
     run(kind, ranks, 11, (HEADS, HEADS), attention=strategy)
 
 
-@pytest.mark.sampled(all_blocks=22)
+@pytest.mark.sampled(every=22)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
@@ -126,7 +126,7 @@ def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
     assert len(programs.made) >= 2
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", ["distances", "pairs", "a mask by head", "documents"])
 def test_what_it_becomes(name: str) -> None:
     shape, mods = KINDS[name]
@@ -174,7 +174,7 @@ def test_fills_are_not_merged(fills: bool) -> None:
     assert bool(report.find_notes(NoteKind.DECLINED, subject="ring")) is fills
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "zigzag"), ("gather", "zigzag")])
 def test_rows_of_fills_are_averages(strategy: str, layout: str, table: bool) -> None:
@@ -272,7 +272,7 @@ def _in_halves(model: Partial, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sum(out * weights[..., i, None] for i, (out, _) in enumerate(found)) + found[0][1][..., None] / 8
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "gather"])
 @pytest.mark.parametrize("kind", ["distances", "a cap"])
 def test_log_sum_exps(kind: str, strategy: str) -> None:

@@ -42,7 +42,7 @@ def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
     return tuple(found[:2]), tuple(found[2:])
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("tile", [4, 16])
 @pytest.mark.parametrize(
     ("n", "folds", "start", "length"), [(1, 1, 0, 61), (2, 1, 3, 61), (2, 2, 1, 90), (3, 2, 0, 96)]
@@ -120,7 +120,7 @@ def options(text: str) -> dict[str, object]:
     return {"score": text, "heads": [torch.tensor(SLOPES, dtype=torch.float64)] if "head" in text else []}
 
 
-@pytest.mark.sampled(all_blocks=82)
+@pytest.mark.sampled(every=82)
 @pytest.mark.parametrize(("n", "folds", "length"), [(1, 1, 29), (2, 1, 31), (2, 2, 31), (3, 1, 32), (4, 2, 45)])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", PREDICATES)
@@ -157,7 +157,7 @@ def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> 
     assert len(programs.made) == (0 if name == "nothing" else 2)  # forward and backward, of all ranks and steps
 
 
-@pytest.mark.sampled(all_blocks=8)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 4, 13, 30), (1, 1, 13, 30), (2, 1, 1, 30), (1, 4, 13, 1)])
 def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:

@@ -59,7 +59,7 @@ def given(batch: int = 1) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     return Layers().double(), x, positions, padding
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [4, pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
@@ -103,7 +103,7 @@ def test_one_call_at_the_beginning() -> None:
         assert len({*vectors}) == len(vectors) >= len({*taken})
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_once_a_step_compiled(backend: str, dynamic: bool, waits: list[int]) -> None:

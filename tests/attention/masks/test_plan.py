@@ -285,7 +285,7 @@ def test_padding_is_left_out(text: str) -> None:
         assert work(blocks) <= 4096 * 3096
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("text", ["(k <= q) & (q - k < 700)", "(k - q < 50) & (q - k < 2000)", "q - k < 100"])
 @pytest.mark.parametrize("folds", [1, 2])
 def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:

@@ -66,7 +66,7 @@ def run(mask: str, n: int, length: int, make: Any = Layers, **how: Any) -> Repor
     return check(model, tokens(length), padding, positions, sp=n, **how)
 
 
-@pytest.mark.sampled(all_blocks=24)
+@pytest.mark.sampled(every=24)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather", "auto"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("mask", MASKS)
@@ -117,7 +117,7 @@ class OpenAI(nn.Module):
         return x + self.out(torch.einsum("hmqk,khmd->qhmd", weights, v).reshape(length, -1))
 
 
-@pytest.mark.sampled(all_blocks=14)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "hybrid", "gather"])
 @pytest.mark.parametrize(("n", "length"), SIZES)
 @pytest.mark.parametrize("window", [0, 3])

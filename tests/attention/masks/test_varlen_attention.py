@@ -104,7 +104,7 @@ def run(window: str, strategy: str, ranks: int, **options: Any) -> None:
     assert not report.fallbacks
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_equals_each_document_alone(strategy: str) -> None:
     run("causal", strategy, 4)

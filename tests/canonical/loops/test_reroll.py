@@ -23,7 +23,7 @@ def values_and_gradients(fn: Loop, args: tuple[Tensor, ...]) -> list[Tensor | No
     return [*values, *grads]
 
 
-@pytest.mark.sampled(all_blocks=20)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("name", LOOPS)
 def test_equal_to_the_loop(name: str) -> None:
     fn, args = LOOPS[name][0], inputs(name)
@@ -31,7 +31,7 @@ def test_equal_to_the_loop(name: str) -> None:
     torch.testing.assert_close(values_and_gradients(rolled(fn, args), args), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(all_blocks=20)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_node_of_a_single_step_remains(name: str) -> None:
     """The graph is as large for any number of steps."""
@@ -39,7 +39,7 @@ def test_no_node_of_a_single_step_remains(name: str) -> None:
     assert few == many
 
 
-@pytest.mark.sampled(all_blocks=20)
+@pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("name", LOOPS)
 def test_on_ranks(name: str) -> None:
     """What crosses ranks is scans, shifts by a row, and single rows."""
@@ -89,7 +89,7 @@ class Autocast(Gated):
             return super().forward(x)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("model", [Gated, Checkpointed, WithoutGradients])
 def test_regions(model: type[Gated]) -> None:
     """A number of texts that may change, and regions that the loop is in."""

@@ -82,7 +82,7 @@ STAY: dict[str, Loop] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays(name: str) -> None:
     args = floats(BATCH, 5, WIDTH), floats(BATCH, WIDTH, seed=3)

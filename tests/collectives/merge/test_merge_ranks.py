@@ -144,7 +144,7 @@ def two_partials(op: str) -> tuple[list[int], list[int]]:
     return redistributed(unflattened(), [Partial(op)] * 2, [Replicate()] * 2)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
 def test_dtensor_partials(ranks: Ranks, op: str) -> None:
     for before, after in ranks.run(4, two_partials, op):
@@ -187,7 +187,7 @@ def sharded(dim: int, gathers: bool) -> tuple[list[int], list[int]]:
     return redistributed(unflattened(), here, there)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensor_shards(ranks: Ranks, dim: int, gathers: bool) -> None:

@@ -72,7 +72,7 @@ return (flatten,)""",
     assert all(torch.equal(y, z) for y, z in zip(together, each))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("kv", "backward"), [(40, 2), (20, 3)], ids=["MHA", "GQA"])
 def test_collectives_of_an_attention(group: Any, kv: int, backward: int) -> None:
     """Gradients of fewer heads have fewer rows to gather, and take a message of their own."""

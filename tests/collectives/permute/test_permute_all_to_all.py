@@ -51,7 +51,7 @@ def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after:
         assert torch.equal(y, after(true.reshape(spelling.result or true.shape)))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(group: Any, name: str) -> None:
     spelling = SPELLINGS[name]
@@ -68,7 +68,7 @@ def test_spelling(group: Any, name: str) -> None:
     assert not rewrite(gm).modified
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", ["DeepSpeed, heads", "4D, rows", "blog, heads", "matrix, rows"])
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Forward and backward, each with one collective and fewer copies; of a matrix's rows there was only one."""

@@ -33,7 +33,7 @@ def pieces(x: Tensor, group: Any, b: Between) -> Tensor:
 ENDS = ("to", "wider")  # which the index algebra has no table of; a detach behind one of exports stops no gradient
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("spelling", [heads, pieces])
 def test_found_whatever_is_between(spelling: Callable[..., Tensor], between: str) -> None:

@@ -50,7 +50,7 @@ def check(spelling: Spelling, gm: GraphModule) -> None:
         assert torch.equal(y, true.reshape(spelling.result or true.shape))
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("tracer", ["export", "make_fx"])
 @pytest.mark.parametrize("name", ALL)
 def test_spelling(group: Any, name: str, tracer: str) -> None:
@@ -62,7 +62,7 @@ def test_spelling(group: Any, name: str, tracer: str) -> None:
     check(spelling, gm)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("tracer", ["capture", "strict export"])
 @pytest.mark.parametrize("name", MORE)
 def test_more_spellings(group: Any, name: str, tracer: str) -> None:
@@ -99,7 +99,7 @@ def joint(fn: Fn, x: Tensor) -> GraphModule:
     return found[0]
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("name", ALL)
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Backward too, where cats and slices have become sums of padded pieces."""

@@ -16,7 +16,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 @needs_triton
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("check", ["copies", "narrow_runs", "few_rows", "many_dims"])
 def test_kernel(check: str) -> None:
     python(f"from support.attention import triton_moves as t; t.check_{check}()")

@@ -47,7 +47,7 @@ def operands(dtype: torch.dtype, op: str = "sum") -> Iterator[tuple[Tensor, int]
 
 @rows
 @cases
-@pytest.mark.sampled(all_blocks=62)
+@pytest.mark.sampled(every=62)
 def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
     """Every way, at lengths around a power of two; integers exactly, others as exactly as torch."""
     ran = 0
@@ -62,7 +62,7 @@ def test_scans(row: str, op: str, dtype: torch.dtype) -> None:
 
 
 @rows
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ def test_is_as_exact_as_torch_over_a_thousand(row: str, op: str, dtype: torch.dt
         assert results is None or as_exact_as(results[0], TORCH[op](x, dim), exact(x, dim, op))
 
 
-@pytest.mark.sampled(all_blocks=38)
+@pytest.mark.sampled(every=38)
 @rows
 @pytest.mark.parametrize("op", ["max", "min"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +112,7 @@ def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
             assert torch.equal(x.gather(1, indices), values)
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @rows_of_all
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("lagged", [False, True])
@@ -158,7 +158,7 @@ def test_a_product_that_overflows_takes_nothing_of_the_initial_state(row: str) -
     assert torch.equal(h, b)
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @rows
 @pytest.mark.parametrize("op", OPS)
 def test_infinities_and_nan(row: str, op: str) -> None:

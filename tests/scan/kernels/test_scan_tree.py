@@ -62,7 +62,7 @@ def test_of_no_states(name: str) -> None:
     assert blocked.combine_all(torch.add, torch.ones(2, 0, 3), 1).shape == (2, 0, 3)
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @algorithms
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_differentiable_twice(name: str, n: int) -> None:
@@ -111,7 +111,7 @@ class Elements(TorchDispatchMode):
         return out
 
 
-@pytest.mark.sampled(all_blocks=6)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize(("name", "moves"), [("tree", 6), ("blocked", 2.5)])
 def test_work_is_linear(name: str, moves: float, kind: str) -> None:
@@ -150,7 +150,7 @@ def depth(name: str, n: int) -> int:
     return max(longest.values())
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("name", "each", "once"), [("tree", 10, 5), ("blocked", 12, 50)])
 def test_depth_is_logarithmic(name: str, each: float, once: int) -> None:
     for n in (4, 33, 1000, 33_000):

@@ -157,7 +157,7 @@ MAKES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]
 }
 
 
-@pytest.mark.sampled(all_blocks=18)
+@pytest.mark.sampled(every=18)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dims", [(0,), (0, 1)], ids=["batch", "batch and length"])
 @pytest.mark.parametrize("name", MAKES)

@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(all_blocks=178)
+@pytest.mark.sampled(every=178)
 @pytest.mark.parametrize("seq", [13, 16])
 @pytest.mark.parametrize("tiles", [1, 2, 5])
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -41,7 +41,7 @@ def test_one_device(experts: Experts, n: int, tiles: int, seq: int) -> None:
     assert len(found.tiled) == (EXPERTS if experts is one_by_one else 1)
 
 
-@pytest.mark.sampled(all_blocks=16)
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("experts", [inverted, each_its_matrices])
 def test_ways_of_attention(experts: Experts, way: str) -> None:
@@ -107,7 +107,7 @@ def qwen3(experts: str, **sizes: int) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-@pytest.mark.sampled(all_blocks=12)
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("n", [2, 1, 3])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:

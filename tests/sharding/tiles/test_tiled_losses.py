@@ -49,7 +49,7 @@ def report_of(loss: Loss, n: int, tiles: int, seq: int, **how: bool) -> sp_compi
 RANKS, PIECES, LENGTHS = (3, 2, 4, 1), (3, 8, 2), (9, 23, 16)
 
 
-@pytest.mark.sampled(all_blocks=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
+@pytest.mark.sampled(every=len(RANKS) * len(PIECES) * len(LENGTHS) + 1)  # each loss once, each time the next way
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("seq", LENGTHS)
 @pytest.mark.parametrize("tiles", PIECES)
@@ -63,7 +63,7 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
 
-@pytest.mark.sampled(all_blocks=10)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -79,7 +79,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.sampled(all_blocks=26)
+@pytest.mark.sampled(every=26)
 @pytest.mark.parametrize("way", range(len(REDUCTIONS)), ids=lambda i: "-".join(map(str, REDUCTIONS[i])))
 def test_reductions_and_weights(way: int) -> None:
     """All that cross_entropy takes, of (rows, classes) or (batch, classes, rows); ranks, tiles and lengths in turn."""
@@ -105,7 +105,7 @@ def test_weights(how: dict[str, bool]) -> None:
     assert found.tiled
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
@@ -123,7 +123,7 @@ def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
     assert found.worst == 0
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("items", [None, 29, torch.tensor(29)], ids=["mean", "number", "tensor"])
 def test_items_of_a_batch(items: int | Tensor | None) -> None:
     """As transformers' Trainer hands them to a model, whose loss is computed in float32 beside logits that it returns."""
@@ -153,7 +153,7 @@ def largest(gm: GraphModule) -> int:
     return max(v.numel() for v in values if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss) -> None:
     """In the rank's graph, and in the graphs of a tile."""
@@ -180,7 +180,7 @@ def of_the_best(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Ten
     return F.kl_div(head(h).gather(-1, at).log_softmax(-1), best.softmax(-1), reduction="batchmean")
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("loss", [deep, of_the_best])
 def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
@@ -442,7 +442,7 @@ def test_logits_that_are_returned(n: int) -> None:
     assert any(one.repeated for one in found.tiled)
 
 
-@pytest.mark.sampled(all_blocks=4)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("model", [Decoder, Checkpointed])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_decoder(model: type[Decoder], n: int) -> None:
@@ -531,7 +531,7 @@ def test_an_embeddings_gradient_is_as_small_without_tiles(ranks: Ranks, n: int) 
         assert peaks["by hand"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("dtype", "loss"),
     [(torch.float32, mean), (torch.bfloat16, mean), (torch.bfloat16, per_sequence), (torch.float16, mean)],
@@ -574,7 +574,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mlps.find_notes(NoteKind.DECLINED, subject="tiles")
 
 
-@pytest.mark.sampled(all_blocks=2)
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("make", [Decoder, Checkpointed])
 def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes.

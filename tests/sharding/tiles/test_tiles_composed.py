@@ -148,7 +148,7 @@ def mixed(way: str, compiler: str) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.sampled(all_blocks=3)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in FAST else SLOW) for way in WAYS])
 @pytest.mark.parametrize(
     ("n", "compiler"),
