@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering, start_strides
+from sp_compile.lowering.scan.scan_table import ScanLowering, ScanProblem, register_lowering, start_strides
 from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
 CPP_FLAGS = ("-ffp-contract=fast", "-g0")
@@ -171,4 +171,5 @@ def _use_large_pages(result: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
-register_lowering("native", sys.modules[__name__], rank=lambda problem: 10)
+NATIVE_LOWERING = ScanLowering(fits_native, scan_native, extremes_native, linear_native, linear_total_native)
+register_lowering("native", NATIVE_LOWERING, rank=lambda problem: 10)

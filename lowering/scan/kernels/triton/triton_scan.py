@@ -6,14 +6,13 @@ x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, i
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair, is_scannable
-from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering
+from sp_compile.lowering.scan.scan_table import ScanLowering, ScanProblem, register_lowering
 from sp_compile.lowering.triton import AVAILABLE
 
 if TYPE_CHECKING:
@@ -94,4 +93,5 @@ def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
     return torch.float32 if accumulate.is_floating_point else torch.int32
 
 
-register_lowering("triton", sys.modules[__name__], rank=lambda problem: 20)
+TRITON_LOWERING = ScanLowering(fits_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
+register_lowering("triton", TRITON_LOWERING, rank=lambda problem: 20)
