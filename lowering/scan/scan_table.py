@@ -1,11 +1,11 @@
 """The lowering table: which implementation runs a scan.
 
 A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a
-`ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and
-its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for which it fits. The ways here
-are of the modules of `kernels`, which imports them. They have rank 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch)
-and 40 (in blocks of torch operations, which always fits). One that only calls torch's own operator says
-is_torch=True.
+`ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
+linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for
+which it fits. The ways here are of the modules of `kernels`, which imports them. They have rank 0 (torch, of what is
+small), 10 (C++), 20 (Triton), 30 (torch) and 40 (in blocks of torch operations, which always fits). One that only calls
+torch's own operator has is_torch=True.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 )
 
 from measuring.scan_direct import Direct
-from sp_compile.lowering.scan.kernels.triton import scan as row
+from sp_compile.lowering.scan.kernels.triton import triton_scan as row
 from sp_compile.lowering.scan.kernels.triton.dispatch import using_way
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
