@@ -7,8 +7,8 @@ import torch
 from measuring.scan_direct import Direct
 from torch import Tensor
 
-from sp_compile.lowering.scan.kernels.triton import triton_scan as row
 from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, using_schedule
+from sp_compile.lowering.scan.kernels.triton.triton_scan import TRITON_LOWERING as row
 from sp_compile.lowering.scan.scan_table import LOWERINGS
 
 ROW, EXACT = Direct(row), Direct(LOWERINGS["blocked"])

@@ -253,8 +253,8 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tupl
     )
     out, lse, *_ = aten._efficient_attention_forward(
         *rows.pack_queries(query), *(rows.pack_keys(x, q.shape[1]) for x in (key, value)),
-        None if added is None else added.expand(*q.shape[:3], k.shape[2]), *rows.ends, *rows.max_length, 0.0, kind, True,
-        scale=case.scale, **window,
+        None if added is None else added.expand(*q.shape[:3], k.shape[2]), *rows.ends, *rows.max_length, 0.0, kind,
+        True, scale=case.scale, **window,
     )  # fmt: skip
     out, lse = rows.unpack_queries(out), rows.unpack_lse(lse)
     if added is not None:

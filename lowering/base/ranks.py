@@ -71,11 +71,11 @@ def ranks_of(mesh: Mesh) -> Ranks:
         raise SpError("SP112", f"mesh: this rank ({dist.get_rank()}) is not in the process group.")
     if isinstance(mesh, dist.ProcessGroup):
         return Ranks(dist.get_world_size(mesh), mesh.group_name)
-    return _resolved(mesh)
+    return _resolve_mesh(mesh)
 
 
 @torch.compiler.assume_constant_result
-def _resolved(mesh: DeviceMesh | None) -> Ranks:
+def _resolve_mesh(mesh: DeviceMesh | None) -> Ranks:
     return resolve(mesh, None)
 
 

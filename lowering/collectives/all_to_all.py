@@ -65,7 +65,7 @@ class _AllToAllFunction(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        moved = iter(_AllToAllFunction.apply(ctx.reshard.back(), False, *compress(grads, needed)))
+        moved = iter(_AllToAllFunction.apply(ctx.reshard.inverse(), False, *compress(grads, needed)))
         return None, None, *(next(moved) if need else None for need in needed)
 
 

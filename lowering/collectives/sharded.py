@@ -354,7 +354,7 @@ class _ToLocalFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.words}", ctx.origin.meet)
+        layout, origin = ctx.layout, Origin(f"the gradient of {ctx.origin.text}", ctx.origin.meet)
         return Sharded(ShardStorage(layout, ctx.shape[layout.dim], grad, origin), ctx.shape), None
 
 

@@ -108,7 +108,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
         else:
             best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
     for made in reversed(coarse):
-        if BALANCE_TOLERANCE < best.imbalance > n * made.least:
+        if BALANCE_TOLERANCE < best.imbalance > n * made.min_rank_work:
             best = min(best, _assign_cut(made, length, n), key=_order_imbalance)
     return best._replace(is_identity=contiguous.imbalance)
 

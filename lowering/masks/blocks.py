@@ -300,7 +300,7 @@ def count_pairs(plan: BlockPlan) -> int:
 
 
 def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
-    """For each of these query rows, in order: how many of the pairs that `count_pairs` counts are of queries before it."""
+    """For each of these query rows, in order: how many pairs of `count_pairs` are of queries before it."""
     ended, inside = [0] * (len(rows) + 1), [0] * len(rows)
     for run in _single_calls(plan):
         begin, end = bisect_right(rows, run.q[0]), bisect_left(rows, run.q[1])

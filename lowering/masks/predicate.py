@@ -277,15 +277,15 @@ def parse_predicate(text: str) -> Any:
     try:
         expr = read_text(text, _PREDICATE_LANGUAGE)
     except ValueError as error:
-        raise _malformed(text, error) from error
+        raise _syntax_error(text, error) from error
     compared = [side for relation in expr.atoms(sympy.core.relational.Relational) for side in relation.args]
     if not _is_condition(expr) or any(map(_is_condition, compared)):
         why = "it compares conditions" if any(map(_is_condition, compared)) else "it is not a condition"
-        raise _malformed(text, why)
+        raise _syntax_error(text, why)
     return expr
 
 
-def _malformed(text: str, why: object) -> SpError:
+def _syntax_error(text: str, why: object) -> SpError:
     return SpError("SP441", f"mask predicate: {text[:SHOWN_CHARACTERS]!r} is malformed: {why}.")
 
 

@@ -81,7 +81,7 @@ class _ScanFunction(Function):
         if cut is not None:
             cuts = join_boundaries(cuts, cut, job.way)
         if job.op == "sum":
-            dx = scan_with_grad(grad, cuts, None, None, job._replace(way=job.way.back, dtype=grad.dtype)).to(
+            dx = scan_with_grad(grad, cuts, None, None, job._replace(way=job.way.backward, dtype=grad.dtype)).to(
                 ctx.x_dtype
             )
         else:
@@ -130,7 +130,7 @@ class _RecurrenceFunction(Function):
         (a, h, carry, initial), job = ctx.saved_tensors, ctx.job
         wants_a, _, wants_initial, _ = ctx.needs_input_grad
         # Exchanged in steps, one rank alone would know what comes out, which is the gradient of what goes in.
-        back = job.way.back._replace(exchange="gather") if wants_initial else job.way.back
+        back = job.way.backward._replace(exchange="gather") if wants_initial else job.way.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
         w, carried, final = recurrence_with_grad(
             a, grad, None, RecurrenceSpec(not job.lagged, back, dtype, job.accumulate)

@@ -1,12 +1,11 @@
 """The lowering table: which implementation runs a scan.
 
-A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a module
-(or an object) with `fits(problem) -> bool` and the functions scan, extremes, linear and linear_total of a problem and
-its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for which it fits. The ways here
-are the
-modules of `kernels`, which imports them. They have rank 0 (torch, of what is small), 10 (C++), 20 (Triton), 30 (torch)
-and 40 (in blocks of torch operations, which always fits). One that only calls torch's own operator says
-OF_TORCH = True.
+A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a
+`ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
+linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for
+which it fits. The ways here are of the modules of `kernels`, which imports them. They have rank 0 (torch, of what is
+small), 10 (C++), 20 (Triton), 30 (torch) and 40 (in blocks of torch operations, which always fits). One that only calls
+torch's own operator has is_torch=True.
 """
 
 from __future__ import annotations
@@ -48,6 +47,17 @@ class ScanProblem(NamedTuple):
         return cls(kind, x.device.type, outer, length, inner, x.dtype, result, accumulate, **options)
 
 
+class ScanLowering(NamedTuple):
+    """A row of the table: functions of a problem and its tensors, None for kinds that it never fits."""
+
+    fits: Callable[[ScanProblem], bool]
+    scan: Callable[..., Any] | None = None
+    extremes: Callable[..., Any] | None = None
+    linear: Callable[..., Any] | None = None
+    linear_total: Callable[..., Any] | None = None
+    is_torch: bool = False
+
+
 SMALL_SCAN = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
 
 
@@ -62,7 +72,7 @@ def solve(problem: ScanProblem) -> Callable[..., Any]:
 
 def is_torch_lowering(problem: ScanProblem) -> bool:
     """Is torch's own operator the first way that fits?"""
-    return getattr(LOWERINGS[choose_lowering(problem)], "OF_TORCH", False)
+    return getattr(LOWERINGS[choose_lowering(problem)], "is_torch", False)
 
 
 def start_strides(starts: Tensor | None) -> tuple[int, int, int]:

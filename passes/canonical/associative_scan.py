@@ -3,7 +3,8 @@
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `emit_scan/kernels/tree.py`, with the function inlined (`ExpandAssociativeScans`)
+    anything else                                the tree of `lowering/scan/kernels/tree.py`, with the function
+                                                 inlined (`ExpandAssociativeScans`)
 
 What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
 order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
@@ -192,10 +193,10 @@ class RewriteAssociativeScans(CanonicalPass):
         given = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self.moved_back(self.scanned(found[i], given, node), given, node) for i in read}
+            fresh = {i: self.restore_dims(self.scan_field(found[i], given, node), given, node) for i in read}
         self.replace(node, fresh)
 
-    def scanned(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
+    def scan_field(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
@@ -203,7 +204,7 @@ class RewriteAssociativeScans(CanonicalPass):
             return self.emit(sp.linear_scan.default, args, value, node)
         return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
 
-    def moved_back(self, x: Node, given: _ScanOperands, node: Node) -> Node:
+    def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
         for target, args in reversed(given.moved_ops):
             x = self.compute(target, (x, *args), node)
         return x

@@ -62,7 +62,7 @@ class ReplaceMaskedWrites(CanonicalPass):
         table = self.compute(aten.cat.default, ([values, zeros], 0), node)
         flat = self.reshape(mask, (size_product(node_shape(mask)),), node)
         counted = self.compute(aten.cumsum.default, (self.cast(flat, torch.int64, node), 0), node)
-        set_node_info(counted, aside=True)
+        set_node_info(counted, is_aside=True)
         number = self.reshape(self.compute(aten.sub.Tensor, (counted, 1), node), node_shape(mask), node)
         written = self.compute(aten.sum.default, (self.cast(mask, torch.int64, node),), node)
         last, beyond = (

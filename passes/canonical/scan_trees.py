@@ -73,7 +73,7 @@ class MarkScanTrees(CanonicalPass):
 
 def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
     """Return the result of each tree, which is inside of no other one, and the first row of its leaf."""
-    joins = [found for node in graph.nodes if (found := interleaving(node)) is not None]
+    joins = [found for node in graph.nodes if (found := match_interleaving(node)) is not None]
     return [(node, piece) for node, piece in joins if not _is_inner(piece, joins)]
 
 
@@ -91,7 +91,7 @@ def _is_inner(piece: SlicePiece, joins: Iterable[tuple[Node, SlicePiece]]) -> bo
     return bool(starts) and piece.source in _nodes_after(starts, until=piece.source)
 
 
-def interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
+def match_interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
     """Return the node and the first row of the leaf, if it interleaves rows of a scan with combinations of them."""
     if node.target is not aten.flatten.using_ints or node.args[0].target is not aten.stack.default:
         return None

@@ -25,11 +25,11 @@ from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, value_origin
 
 from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, operands_of, scan_of_leaf
-from .scan_trees import interleaving, outermost_trees
+from .scan_trees import match_interleaving, outermost_trees
 
 aten = torch.ops.aten
 KNOWN = ("sum", "prod", "logsumexp")  # a tree of maxima has other gradients than a scan where rows are equal
-Rows = tuple[int, int, int]  # start, step, number
+RowSlice = tuple[int, int, int]  # start, step, number
 
 
 class _Level(NamedTuple):
@@ -71,7 +71,7 @@ class UnrolledScans(RewriteAssociativeScans):
             return False
         given = operands_of(leaves, level.dim)
         with self.graph.inserting_before(level.join):
-            out = self.moved_back(self.scanned(one, given, level.join), given, level.join)
+            out = self.restore_dims(self.scan_field(one, given, level.join), given, level.join)
         for result in results:
             self.replace(result, out)
         return True
@@ -98,7 +98,7 @@ class UnrolledScans(RewriteAssociativeScans):
 
 def _level(join: Node) -> _Level | None:
     """Return the level that ends in a node, None if its rows are not proven to be in order."""
-    found = interleaving(join)
+    found = match_interleaving(join)
     if found is None:
         return None
     leaf, dim = value_origin(found[1].source), found[1].dim
@@ -119,7 +119,7 @@ def _level(join: Node) -> _Level | None:
     return _Level(join, leaf, dim, rows, odd, value_origin(parts[1]) if parts[1:] else None)
 
 
-def _rows(x: Node, dim: int) -> tuple[Node, Rows | None]:
+def _rows(x: Node, dim: int) -> tuple[Node, RowSlice | None]:
     """Return the value of which `x` holds some rows, and which."""
     x = value_origin(x)
     piece = match_piece(x)
@@ -131,7 +131,7 @@ def _rows(x: Node, dim: int) -> tuple[Node, Rows | None]:
 
 
 def _match(
-    value: Node, leaf: Node, level: _Level, sides: Mapping[Rows, str], prefixes: int = 0
+    value: Node, leaf: Node, level: _Level, sides: Mapping[RowSlice, str], prefixes: int = 0
 ) -> tuple[str, Node | None] | None:
     """Return the function by which a value combines rows of a leaf on the left and on the right.
 

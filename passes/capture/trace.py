@@ -176,7 +176,8 @@ class _TracingInterpreter(Interpreter):
         if lost is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values.values()):
             raise CaptureError(
                 "SP214",
-                f"{lost.target} at {node_line(first)} has no derivative inside a transform of torch.func (vmap, grad, jvp).",
+                f"{lost.target} at {node_line(first)} has no derivative inside a transform of torch.func (vmap, grad, "
+                "jvp).",
             )
         keep = {k: first.meta[k] for k in INHERITED_META if k in first.meta}
         for n in plain.graph.nodes:

@@ -115,7 +115,7 @@ def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
 
 
 def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """The groups whose reduce_scatter is the same as reduce_scatters over `parts`: the adjoint of `gather_partitions`."""
+    """The groups whose reduce_scatter is that of reduce_scatters over `parts`: the adjoint of `gather_partitions`."""
     return gather_partitions(parts[::-1])
 
 

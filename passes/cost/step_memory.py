@@ -254,7 +254,8 @@ class StepMemory:
         state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
-            whole = f"of {format_bytes(sent.nbytes + sent.kept)} kept, {format_bytes(sent.nbytes)} wait in the host's memory"
+            kept = format_bytes(sent.nbytes + sent.kept)
+            whole = f"of {kept} kept, {format_bytes(sent.nbytes)} wait in the host's memory"
             takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them beside no other work"
             lines.append(f"offload: {whole} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []

@@ -65,7 +65,8 @@ class GatherOperands(DemandPass):
     def _gather(self, node: Node, demand: Demand) -> None:
         source = demanded_operand(node, demand.operand)
         have = self.plan.of(source)
-        set_node_info(node, whole=True)  # propagation is not to begin a sequence here, of what is gathered or was whole
+        # Propagation is not to begin a sequence here, of what is gathered or was whole.
+        set_node_info(node, replicated=True)
         if not isinstance(have, Shard):
             if have == SUMMAND_DEMAND:
                 self._regather(node, demand)

@@ -283,4 +283,4 @@ def _defer_chain_outputs(chain: RowChain) -> None:
     """What is left of the chain, and read as a result only, is made when somebody reads that."""
     for node in chain.nodes:
         if node.users and all(user.op == "output" or node_info(user).recomputed for user in node.users):
-            set_node_info(node, again=True)
+            set_node_info(node, recomputed=True)

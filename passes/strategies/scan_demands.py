@@ -123,7 +123,7 @@ class _TwoLevelScan:
         x, whole = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
         x = self.editor.reshape(x, (*whole[:dim], *parts, *whole[dim + 1 :]), self.node)
         each, before = self.two_levels(x, dim)
-        set_node_info(before if is_same_size(shard.inner, 1) else each, aside=True)
+        set_node_info(before if is_same_size(shard.inner, 1) else each, is_aside=True)
         both = self.call(COMBINE_OPS[self.op], self.call(aten.unsqueeze.default, before, dim + 1), each)
         return self.editor.cast(self.editor.reshape(both, whole, self.node), self.value.dtype, self.node)
 

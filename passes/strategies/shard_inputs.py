@@ -40,6 +40,6 @@ class ShardAttentionInputs(Pass):
                 if x not in made:
                     with gm.graph.inserting_before(node):
                         made[x] = self.compute(torch.ops.aten.clone.default, (x,), node)
-                    set_node_info(made[x], begins=True)
+                    set_node_info(made[x], starts_sequence=True)
                 node.replace_input_with(x, made[x])
         return len(made)

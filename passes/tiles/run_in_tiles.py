@@ -107,7 +107,7 @@ class RunInTiles(Pass):
             self.note_refusal(node, "its checkpoint's policy saves nothing of a tile", "checkpoint_policy")
         if region.shared:
             for one in region.nodes:
-                set_node_info(view.source[one], again=True)
+                set_node_info(view.source[one], recomputed=True)
         of_tile = whole * length // total
         made = TiledRegion(
             node.name,
@@ -176,7 +176,7 @@ def _materialize_deferred(gm: GraphModule) -> None:
     """No tiles do what others have left to whoever reads it: it is made as it is written."""
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
-            set_node_info(node, again=False)
+            set_node_info(node, recomputed=False)
 
 
 def _refusal(view: TokenView, region: TileRegion) -> str | None:

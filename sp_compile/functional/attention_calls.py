@@ -81,7 +81,7 @@ OPTION_NAMES = tuple(f.name for f in fields(AttentionOptions))
 
 
 @dataclass(frozen=True)
-class AttentionFunction:
+class AttentionMethod:
     """A way to split attention, called as its function. run: from a call and what all operators take of it.
 
     merges: by log-sum-exps, of blocks of keys. skips: it asks no rank for keys that no query of a causal window needs.
@@ -97,7 +97,7 @@ class AttentionFunction:
 class AttentionCall(RankCall):
     """This rank's call. width: ranks that share heads; others: names that are no option."""
 
-    function: AttentionFunction
+    function: AttentionMethod
     q: Tensor
     k: Tensor
     v: Tensor
@@ -267,11 +267,11 @@ def _run_ring(call: AttentionCall, args: tuple[Any, ...]) -> Tensor:
 
 
 ULYSSES_FUNCTION, HYBRID_FUNCTION = (
-    AttentionFunction("ulysses_attention", _run_hybrid),
-    AttentionFunction("hybrid_attention", _run_hybrid, merges=True),
+    AttentionMethod("ulysses_attention", _run_hybrid),
+    AttentionMethod("hybrid_attention", _run_hybrid, merges=True),
 )
-RING_FUNCTION = AttentionFunction("ring_attention", _run_ring, merges=True, skips_steps=True)
-GATHERED_FUNCTION = AttentionFunction("gathered_attention", lambda call, args: sp.gathered_attention(*args))
+RING_FUNCTION = AttentionMethod("ring_attention", _run_ring, merges=True, skips_steps=True)
+GATHERED_FUNCTION = AttentionMethod("gathered_attention", lambda call, args: sp.gathered_attention(*args))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **options: Any) -> Tensor:
@@ -315,7 +315,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **
 
 
 def _call_attention(
-    way: AttentionFunction,
+    way: AttentionMethod,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -64,7 +64,7 @@ def require_agreement(ranks: Ranks, mine: Message, same: str) -> None:
         same: What has to be the same on every rank.
     """
     everyone = all_gather_messages(ranks, mine) or ()
-    if problem := stopped(everyone):
+    if problem := failure_or_mismatch(everyone):
         raise problem
     if differ := describe_field_mismatch(everyone, f"{mine.subject}: the ranks' calls differ"):
         raise SpError("SP508", differ, f"Make the same call on every rank: {same}.")
@@ -98,13 +98,13 @@ def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | N
     """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
 
     def meet(error: Exception | None) -> None:
-        if problem := stopped(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
+        if problem := failure_or_mismatch(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
             raise problem from error
 
     return meet
 
 
-def stopped(everyone: Sequence[Message]) -> SpError | None:
+def failure_or_mismatch(everyone: Sequence[Message]) -> SpError | None:
     """Return the error of ranks that have failed, or are about to do different things; None without one."""
     return failure([one.error for one in everyone]) or describe_operation_mismatch(everyone)
 

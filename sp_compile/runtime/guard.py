@@ -42,11 +42,11 @@ from .agreement import (
     describe_operation_mismatch,
     describe_raised,
     failure,
+    failure_or_mismatch,
     format_mismatch,
     format_rank_rows,
     not_compiled,
     run_mode,
-    stopped,
     wrap_error,
 )
 from .fingerprint import InputName, ProgramDigest
@@ -297,7 +297,7 @@ class GuardedProgram:
             else:
                 fields[name] = _grad_field(grad)
         everyone = all_gather_messages(self.ranks, replace(mine, fields=fields))
-        problem = stopped(everyone or ())
+        problem = failure_or_mismatch(everyone or ())
         if problem is None and (other := describe_field_mismatch(everyone or (), OTHER_GRADIENTS)):
             problem = SpError("SP637", other)
         if problem is not None:

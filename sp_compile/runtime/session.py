@@ -219,7 +219,7 @@ class CompileSession:
         group passes on what the groups before it have found, which reaches all ranks where the groups are the axes of
         a grid. Elsewhere the answer is no.
         """
-        same, mine = self._is_grid(), self._compared(gm)
+        same, mine = self._is_grid(), self._program_hash(gm)
         for ranks in self.everyone:
             same = all(theirs == (True, mine) for theirs in self._protocol.exchange(ranks, "programs", (same, mine)))
         return same
@@ -234,7 +234,7 @@ class CompileSession:
         names = [ranks.group for ranks in self.everyone]
         return all(fits(one, other) for one, other in combinations(names, 2))
 
-    def _compared(self, gm: GraphModule) -> int:
+    def _program_hash(self, gm: GraphModule) -> int:
         """Return a hash of the graph, of which groups it exchanges over, and of what is known of the inputs."""
         numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
         over = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]

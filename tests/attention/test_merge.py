@@ -123,13 +123,13 @@ def test_order_does_not_matter() -> None:
 PROGRAM = """
 import torch
 import test_merge
-from sp_compile.lowering.triton.merge_kernel import launch
+from sp_compile.lowering.triton.merge_kernel import launch_merge
 for dtypes in ((torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
-    test_merge.check(launch, *dtypes)
+    test_merge.check(launch_merge, *dtypes)
 
 def in_place(out_a, lse_a, out_b, lse_b):
     out, lse = out_a.to(lse_a.dtype, copy=True), lse_a.clone()
-    return launch(out, lse, out_b, lse_b, into=(out, lse))
+    return launch_merge(out, lse, out_b, lse_b, into=(out, lse))
 
 test_merge.check(in_place)
 """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import sp_compile
 from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
-from sp_compile.passes import PASSES, Job, Pass, check_order, passes_in, register, settings
+from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, make_settings, register_pass
 from sp_compile.passes.base import CAPTURED_WORD, CanonicalPass, CollectivePass, order_passes, registered_passes
 from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
 from sp_compile.passes.context import NoteKind, runs_by_pass
@@ -46,59 +46,59 @@ def doubled() -> Iterator[None]:
 
 
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
-    check_order(passes_in(Pipeline))
-    check_order(tuple(registered_passes(CollectivePass)))
+    check_pass_order(iterate_passes(Pipeline))
+    check_pass_order(tuple(registered_passes(CollectivePass)))
     for kind, given in BEHIND.items():
-        check_order(passes_in(kind), given)
+        check_pass_order(iterate_passes(kind), given)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("drop_overwrites", "mark_varying"),
-        ("mark_varying", "draw_whole"),
-        ("draw_whole", "scatter"),
-        ("scatter", "leave_idle"),
-        ("leave_idle", "meet_demands"),
-        ("bucket_reductions", "prove"),
-        ("prove", "keep_order"),
+        ("mark_varying", "draw_full_tensors"),
+        ("draw_full_tensors", "scatter_reductions"),
+        ("scatter_reductions", "revert_idle_scatters"),
+        ("revert_idle_scatters", "discharge_demands"),
+        ("bucket_reductions", "validate_shapes"),
+        ("validate_shapes", "keep_dim_order"),
         ("sequence_parallel_linear", "lower_exchanges"),
-        ("lower_exchanges", "join_exchanges"),
-        ("permute_all_to_all", "merge_reductions"),
-        ("join_exchanges", "compare_gradients"),
-        ("eager_attention", "masks"),
-        ("masks", "group_heads"),
-        ("group_heads", "repeats"),
-        ("written_lists", "reroll"),
-        ("scan_idioms", "paddings"),
+        ("lower_exchanges", "merge_exchanges"),
+        ("fuse_all_to_all_permutes", "merge_reductions"),
+        ("merge_exchanges", "add_gradient_checks"),
+        ("fuse_eager_attention", "rewrite_masks"),
+        ("rewrite_masks", "group_key_heads"),
+        ("group_key_heads", "normalize_repeats"),
+        ("stack_written_rows", "reroll_loops"),
+        ("rewrite_scan_idioms", "fold_paddings"),
         ("choose_attention", "ring"),
-        ("nested_scan", "scan"),
-        ("mean", "reduce"),
-        ("halo", "gather"),
-        ("gather", "draw"),
+        ("split_nested_scans", "shard_scans"),
+        ("mean", "reduce_partials"),
+        ("exchange_halos", "gather_operands"),
+        ("gather_operands", "draw"),
         ("discharge", "localize"),
-        ("slow_scans", "localize"),
-        ("localize", "prove"),
-        ("prove", "deal"),
-        ("deal", "restore_strides"),
-        ("restore_strides", "lookups"),
-        ("lookups", "keep_attention"),
-        ("keep_attention", "tiles"),
-        ("return_orders", "make_late"),
-        ("make_late", "leave_tickets"),
-        ("overlap", "offload"),
+        ("use_fast_scans", "localize"),
+        ("localize", "validate_shapes"),
+        ("validate_shapes", "balance_layout"),
+        ("balance_layout", "restore_strides"),
+        ("restore_strides", "hoist_mask_tables"),
+        ("hoist_mask_tables", "save_attention_outputs"),
+        ("save_attention_outputs", "run_in_tiles"),
+        ("return_permutation", "defer_outputs"),
+        ("defer_outputs", "add_gradient_tokens"),
+        ("overlap_collectives", "offload_values"),
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
     every = {Pipeline: CAPTURED_WORD, **BEHIND}
-    kind = next(one for one in every if {first, second} <= {part.name for part in passes_in(one)})
-    order = list(passes_in(kind))
+    kind = next(one for one in every if {first, second} <= {part.name for part in iterate_passes(one)})
+    order = list(iterate_passes(kind))
     names = [one.name for one in order]
     i, j = names.index(first), names.index(second)
     assert i < j
     order[i], order[j] = order[j], order[i]
     with pytest.raises(ValueError, match="requires"):
-        check_order(tuple(order), every[kind])
+        check_pass_order(tuple(order), every[kind])
 
 
 def test_spellings_are_ordered_by_their_words_alone() -> None:
@@ -117,14 +117,14 @@ def test_passes_that_require_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="require each other"):
         order_passes((A, B))
     with pytest.raises(ValueError, match="no pass before it provides"):
-        check_order((A,))
+        check_pass_order((A,))
 
 
 def test_every_pass_says_what_it_is() -> None:
-    for every in (passes_in(Pipeline), *map(passes_in, BEHIND)):
+    for every in (iterate_passes(Pipeline), *map(iterate_passes, BEHIND)):
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
-    names = [one.name for one in passes_in(Pipeline)]
+    names = [one.name for one in iterate_passes(Pipeline)]
     assert {one.name for one in strategy_passes()} <= set(names)
 
 
@@ -142,7 +142,7 @@ def test_a_spelling_registers_itself() -> None:
     names = [one.name for one in registered_passes(CanonicalPass)]
     assert names.index("explicit") < names.index("doubled") < names.index("masks")
     with pytest.raises(SpError, match="SP901"):
-        register(Doubled)
+        register_pass(Doubled)
 
 
 def test_explain_shows_what_runs_behind_the_pipeline() -> None:
@@ -173,7 +173,7 @@ def test_without_it_nothing_is_left_of_it() -> None:
     report = sp_compile.explain(Sums(), torch.randn(1, 8, 4), seq_dims={"x": 1})
     assert "doubled" not in [lap.name for lap in report.passes]
     assert "Passes, in order" not in str(report)
-    assert list(report.seconds) == [one.name for one in passes_in(Pipeline) if one.name in report.seconds]
+    assert list(report.seconds) == [one.name for one in iterate_passes(Pipeline) if one.name in report.seconds]
 
 
 def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_nothing_is_printed_where_nobody_traces(monkeypatch: pytest.MonkeyPatch)
 
 def test_by_hand_twice() -> None:
     gm, again = (captured(Sums(), torch.randn(1, 8, 4)) for _ in range(2))
-    gather = passes.Gather(2, seq_dims={"x": 1})
+    gather = passes.GatherOperands(2, seq_dims={"x": 1})
     for graph in (gm, again):
         assert gather(graph).modified
         assert len(gather.notes) == 1
@@ -202,15 +202,11 @@ def test_by_hand_twice() -> None:
 
 def test_every_name_is_there() -> None:
     every = {one.__name__ for kind in (CanonicalPass, CollectivePass) for one in registered_passes(kind)}
-    in_order = [one for one in (*passes_in(Pipeline), *strategy_passes()) if one.__module__ != Pipeline.__module__]
+    in_order = [one for one in (*iterate_passes(Pipeline), *strategy_passes()) if one.__module__ != Pipeline.__module__]
     every |= {one.__name__ for one in in_order}
     assert every <= set(dir(passes))
     for name in every:
         assert getattr(passes, name).__name__ == name
-    assert passes.gather.Gather is passes.Gather
-    assert passes.scan.Scan is passes.Scan
-    assert passes.permute_all_to_all.PermuteAllToAll is passes.PermuteAllToAll
-    assert passes.merge_reductions.MergeReductions is passes.MergeReductions
     with pytest.raises(AttributeError, match="Nothing"):
         passes.Nothing  # noqa: B018
 
@@ -229,10 +225,10 @@ def test_a_record_is_not_shared_by_copies() -> None:
 
 def test_a_job_analyses_anew_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
-    job = Job.begin(settings(2, seq_dims={"x": 1}))
+    job = PassContext.start(make_settings(2, seq_dims={"x": 1}))
     assert job.plan(gm) is job.plan(gm)
     before = job.plan(gm)
-    passes.Gather().run(gm, job)
+    passes.GatherOperands().run(gm, job)
     assert job.plan(gm) is not before
     assert [lap.name for lap in job.runs] == ["gather"]
 

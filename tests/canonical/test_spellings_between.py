@@ -295,5 +295,5 @@ def test_a_pair_that_does_more_is_refused() -> None:
         canonicalize = Canonicalize()
         canonicalize(gm)
     (note,) = canonicalize.notes
-    assert note.label == "not reduce_pairs"
+    assert note.label == "not replace_reduce_pairs"
     assert "sp.reduce_pair" not in str(gm.graph)

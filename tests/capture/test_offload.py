@@ -384,7 +384,7 @@ def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.offloaded(host, borrow(x))
         assert host.is_pinned()
     assert host.device.type == "cpu"
-    assert not watch.last_fields.waits
+    assert not watch.seen.waits
     ops._streams[gpu, "cpu"] = Stream(log, next(names))  # its begin is on the CPU, and here its end, too
     back = ops._start_copy(torch.empty(4), host, gpu)
     ops._wait_for_copy(back, gpu)

@@ -186,10 +186,10 @@ def test_nobody_touches_weights_that_are_freed(ranks: Ranks) -> None:
     first, *others = results = ranks.run(2, trained, Way(), 3)
     check(results, 3)
     assert first.cut == 1  # of both layers
-    (told,) = first.label
+    (told,) = first.said
     assert "Decoder is compiled with backend='sp' as a whole" in told
     assert "fully_shard has 2 of its parts, blocks.0 the first" in told
-    assert not any(found.label for found in others)
+    assert not any(found.said for found in others)
 
 
 WAYS = [

@@ -97,7 +97,7 @@ def test_a_gpu_adds_in_the_kernel_that_goes_on() -> None:
         ("meta", lambda x: x, ["add"]),
     ):
         on_it = {name: x.to(device) for name, x in inputs.items()}
-        assert [m.name for m in walked(partial(fn, map_rows=then), **on_it).moments] == names
+        assert [m.name for m in walked(partial(fn, then=then), **on_it).moments] == names
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -62,8 +62,8 @@ def ring(
             with Watch() as backward, torch.no_grad():
                 grads = bodies.attend_backward(grad, q, keys, values, out, lse, *args, False)
             dq, dk, dv, _ = map(give_back, grads)
-            launches = max(launches, len(forward.last_fields.kernels), len(backward.last_fields.kernels))
-            products += forward.last_fields.products + backward.last_fields.products
+            launches = max(launches, len(forward.seen.kernels), len(backward.seen.kernels))
+            products += forward.seen.products + backward.seen.products
             found[2][:, :, rows] += dq[:, :, valid]
             for local, i in enumerate(row_indices(span, rank)):
                 if i is not None:

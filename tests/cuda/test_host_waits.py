@@ -52,7 +52,7 @@ def attend(
     with Watch() as watch, torch.no_grad():
         out, lse = bodies.attend(q, k, v, *args)
         grads = bodies.attend_backward(grad, q, k, v, out, lse, *args, False)
-    return [give_back(x) for x in (out, lse, *grads)], watch.last_fields
+    return [give_back(x) for x in (out, lse, *grads)], watch.seen
 
 
 def host(predicate: str, vectors: int = 0, count: int = 1, *options: Any) -> Seen:
@@ -82,7 +82,7 @@ def waiting(x: Tensor) -> Seen:
     with Watch() as watch:
         x.tolist(), x.sum().item(), bool(x.any()), x.nonzero(), x.cpu(), x.to("cpu", non_blocking=True)
         x + torch.zeros(3, device="cuda")
-    return watch.last_fields
+    return watch.seen
 
 
 def test_what_is_a_wait(gpu: AbsentGpu) -> None:
@@ -100,7 +100,7 @@ def tables() -> tuple[Seen, int]:
     vectors = [borrow(documents(count)) for count in (2, 3)]
     with Watch() as watch, mock.patch.object(torch.accelerator, "current_stream") as stream:
         pieces(vectors)
-    return watch.last_fields, stream.return_value.synchronize.call_count
+    return watch.seen, stream.return_value.synchronize.call_count
 
 
 def test_one_wait_for_all_tables(gpu: AbsentGpu) -> None:
@@ -126,7 +126,7 @@ def ordered() -> tuple[Seen, list[Tensor]]:
     found = ChunkOrder(np.array([0, 6, 3]), np.array([3, 2, 3]), 1.0, 1.0)
     with Watch() as watch:
         orders = order_tensors(found, torch.device("cuda"))
-    return watch.last_fields, [give_back(x) for x in orders]
+    return watch.seen, [give_back(x) for x in orders]
 
 
 def test_an_order_of_rows_is_not_waited_for(gpu: AbsentGpu) -> None:

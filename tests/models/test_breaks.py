@@ -43,7 +43,7 @@ class BreaksInEachBlock(Decoder):
 def watched(how: str, outputs: str, lengths: list[int]) -> tuple[list[Outcome], Seen, Seen]:
     """Steps against one device, with what the hooks saw in both. how: compiled "whole" or by "blocks"."""
     saw: tuple[Seen, Seen] = [], []
-    model, alone = (build(BreaksInEachBlock, last_fields=seen) for seen in saw)
+    model, alone = (build(BreaksInEachBlock, seen=seen) for seen in saw)
     options = {"mesh": worker.mesh(), "outputs": outputs}
     run = sp(model, **options) if how == "whole" else model
     for block in model.blocks if how == "blocks" else ():
@@ -227,7 +227,7 @@ def test_a_view_that_is_written_behind_a_break(ranks: Ranks, where: str) -> None
 
 def test_what_the_report_says_of_breaks() -> None:
     """What stays in shards; what is whole, at which line, and why: the hook's largest entry, and what eager code reads."""
-    report = sp_compile.explain(build(BreaksInEachBlock, last_fields=[], layers=2), *text(9), sp=2, outputs="lazy")
+    report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
     said = {note.label: note for note in report.notes if note.kind is not NoteKind.KEPT_SHARDED}
     assert {note.node for note in report.find_notes(NoteKind.KEPT_SHARDED)} == {"y", "out", "x"}
     assert said.keys() == {"ulysses", "reduce", "gather", "unsharded", "replicated", "graph break"}
@@ -244,6 +244,6 @@ def test_what_the_report_says_of_breaks() -> None:
 
 @pytest.mark.slow
 def test_what_the_report_says_of_small_results() -> None:
-    report = sp_compile.explain(build(BreaksInEachBlock, last_fields=[], layers=1), *text(9), sp=2)
+    report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=1), *text(9), sp=2)
     (small,) = report.find_notes(NoteKind.UNSHARDED)
     assert "return x + self.dropout" in small.where

@@ -236,4 +236,4 @@ def test_what_depends_on_the_order_is_gathered(experts: Experts) -> None:
     x = torch.randn(BATCH, 6, WIDTH, dtype=torch.float64, requires_grad=True)
     report = check(model, x, sp=2, seq_dims={"x": 1})
     assert report.fallbacks
-    assert "not sorted_rows" in str(report)
+    assert "not rewrite_sorted_rows" in str(report)

@@ -281,7 +281,7 @@ def test_faults_that_are_judged_otherwise_are_of_the_table() -> None:
 @pytest.mark.slow
 def test_the_fuzzer_itself(tmp_path: Path) -> None:
     """Cases run in a process of their own, are counted, and can be run again by their names."""
-    counts = Fuzzing({"programs": 0, "op_db": 0}, tmp_path, max_length=3).run(60, workers=1)
+    counts = Fuzzing({"programs": 0, "op_db": 0}, tmp_path, most=3).run(60, workers=1)
     assert all(count.total() for count in counts.values())
     name = (tmp_path / "cases.log").read_text().split()[2].rstrip(":")
     assert isinstance(run(name), Result)
@@ -303,8 +303,8 @@ def test_the_ledger_goes_on(tmp_path: Path) -> None:
         ("op_db", 0, Outcome.WRONG),
         ("programs", 8, Outcome.REFUSED),
     ):
-        ledger.add(ledger.Row.current_value(source, 0, number, outcome), path)
-    ledger.add(ledger.Row.current_value("programs", 1, 9, Outcome.EXACT), path)
+        ledger.add(ledger.Row.now(source, 0, number, outcome), path)
+    ledger.add(ledger.Row.now("programs", 1, 9, Outcome.EXACT), path)
     assert [ledger.end_of(source, path=path) for source in ("programs", "op_db", "faults")] == [9, 1, 0]
     rows = [line for line in path.read_text().splitlines() if line.startswith(("| programs", "| op_db"))]
     assert [line.split(" | ")[1:3] for line in rows] == [["0", "7-8"], ["0", "0-0"], ["1", "9-9"]]

@@ -27,12 +27,12 @@ from sp_compile.runtime.guard import GuardedProgram
 CHECKSUMS = """
 import torch
 from sp_compile.lowering.collectives import checksums
-from sp_compile.lowering.triton import checksum
+from sp_compile.lowering.triton import checksum_kernel
 for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
     for n in (1, 1024, 40_000):
         x, out = torch.randint(-100, 100, (n,)).to(dtype), torch.zeros((), dtype=torch.int64)
-        checksum.add(x, out)
-        assert out == checksums.total(x), (dtype, n)
+        checksum_kernel.add_checksum(x, out)
+        assert out == checksums.checksum_of(x), (dtype, n)
 """
 
 

@@ -18,7 +18,6 @@ OTHER_MEANINGS = {
         "sp_compile.passes.boundary.outputs",
         "sp_compile.pipeline",
         "sp_compile.planner.dry_run",
-        "sp_compile.passes",  # the pass that gathers what no other takes
         "sp_compile.passes.strategies.gather_demands",
         "sp_compile.passes.cost.scan_cost",  # how scans exchange
         "sp_compile.functional.scan_shards",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Monoid, Pair, accumulate_dtype
-from sp_compile.lowering.scan.scan_table import SMALL_SCAN, ScanProblem, register_lowering
+from sp_compile.lowering.scan.scan_table import SMALL_SCAN, ScanLowering, ScanProblem, register_lowering
 
 from .generic import DIM
 
-TORCH_SCANS_BY_OP = True
 MIN_LINE_LENGTH = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
 
 
@@ -76,4 +73,4 @@ def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pai
     return values.flip(DIM), x.shape[DIM] - 1 - indices.flip(DIM)
 
 
-register_lowering("aten", sys.modules[__name__], _launch_rank)
+register_lowering("aten", ScanLowering(fits_aten, scan_aten, extremes_aten, is_torch=True), _launch_rank)

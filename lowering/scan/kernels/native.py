@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair
-from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering, start_strides
+from sp_compile.lowering.scan.scan_table import ScanLowering, ScanProblem, register_lowering, start_strides
 from sp_compile.lowering.torch_compat import compile_cpp, has_cpp_compiler
 
 CPP_FLAGS = ("-ffp-contract=fast", "-g0")
@@ -52,7 +52,7 @@ def fits_native(problem: ScanProblem) -> bool:
         return False
     if _compute_dtype(problem) is None:
         return False
-    dtype = problem.dtype if problem.kind.startswith("linear") else _operand_dtype(problem.dtype, problem.result)
+    dtype = problem.dtype if problem.kind.startswith("linear") else _kernel_dtype(problem.dtype, problem.result)
     return _native_kernel(problem, dtype) is not None
 
 
@@ -103,7 +103,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
 
 def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     """Return the scan of x, and the combination of the last segment."""
-    x = x.to(_operand_dtype(x.dtype, problem.result))
+    x = x.to(_kernel_dtype(x.dtype, problem.result))
     out = x.new_empty(x.shape, dtype=problem.result)
     states = _run_native(problem, x, starts=starts, out=out)
     total = states[0] + states[1].log1p() if problem.op == "logsumexp" else states[0]
@@ -132,7 +132,7 @@ def linear_total_native(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     return factor, state
 
 
-def _operand_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
+def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
     """Return `dtype` if its values are those of `result`, else `result`, to which operands are rounded."""
     wider = torch.promote_types(dtype, result) == result
     return dtype if wider and dtype.is_floating_point == result.is_floating_point else result
@@ -171,4 +171,5 @@ def _use_large_pages(result: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
-register_lowering("native", sys.modules[__name__], rank=lambda problem: 10)
+NATIVE_LOWERING = ScanLowering(fits_native, scan_native, extremes_native, linear_native, linear_total_native)
+register_lowering("native", NATIVE_LOWERING, rank=lambda problem: 10)

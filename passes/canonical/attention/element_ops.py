@@ -222,8 +222,8 @@ def _relate(p: ElementReader, relation: Compare, x: sympy.Expr, y: sympy.Expr) -
     return relation(p.box, x, y)
 
 
-_compare_element(lambda box, x, y: box.zero(x - y), "eq")
-_compare_element(lambda box, x, y: Not(box.zero(x - y)), "ne")
+_compare_element(lambda box, x, y: box.equals_zero(x - y), "eq")
+_compare_element(lambda box, x, y: Not(box.equals_zero(x - y)), "ne")
 _compare_element(lambda box, x, y: box.at_least_zero(y - x), "le")
 _compare_element(lambda box, x, y: box.at_least_zero(y - x - 1), "lt")
 _compare_element(lambda box, x, y: box.at_least_zero(x - y), "ge")

@@ -110,7 +110,8 @@ class MergeReductions(CollectivePass):
                 self._merge(chain, block, name)
                 groups = ", ".join(repr(link.group) for link in links)
                 size = self.groups.size(name)
-                why = f"over {groups}: one over {size} ranks ({name!r}), {format_predictions(best, unmerged_option(ways))}"
+                predicted = format_predictions(best, unmerged_option(ways))
+                why = f"over {groups}: one over {size} ranks ({name!r}), {predicted}"
                 self.note(links[-1].node, why)
         return True
 

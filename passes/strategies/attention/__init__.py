@@ -2,12 +2,12 @@
 
 A file holds all that is known of its strategy and registers it; no other file names it. So can one of yours:
 
-    from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register
+    from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register_strategy
 
     class Mine(ShardedAttention):           # the pass: what it claims, and the op that it puts in an attention's place
         op = torch.ops.sp.mine.default      # of this file, too
 
-    register(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
+    register_strategy(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
 The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given
 and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`. A file of this folder

@@ -175,8 +175,8 @@ def _choose_candidate(
     allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
     asked = STRATEGIES.get(_requested_strategy(job))
     if has_fills(OpCall(node)):
-        allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges]
-        if asked is not None and asked.rewrite.merges:
+        allowed = [c for c in allowed if not STRATEGIES[c.kind].rewrite.merges_blocks]
+        if asked is not None and asked.rewrite.merges_blocks:
             return None
     legal = [c for c in allowed if c.legal is None]
     if legal:

@@ -136,7 +136,7 @@ def test_one_kernel_with_documents_and_without() -> None:
     torch.testing.assert_close(found, attend(x, ENDS, ENDS), rtol=1e-9, atol=1e-9)
     graph, (note,) = canonical(attend, x, ENDS, None)
     assert not attention_nodes(graph)
-    assert note.label == "not flash_functions"
+    assert note.label == "not replace_flash_functions"
 
 
 def test_slopes_of_documents() -> None:
@@ -148,7 +148,7 @@ def test_slopes_of_documents() -> None:
     assert OpCall(node)["score"] == "s - head0*Abs(q - k)"
     graph, (note,) = canonical(_with_slopes, floats(3, LENGTH, 4, 8), ENDS, FEWER)
     assert not attention_nodes(graph)
-    assert note.label == "not flash_functions"
+    assert note.label == "not replace_flash_functions"
 
 
 def _with_slopes(x: Tensor, ends: Tensor, k_ends: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_what_stays_is_reported(case: str) -> None:
     qkv = [floats(2, LENGTH, 4, 8).requires_grad_() for _ in range(3)]
     graph, (note,) = canonical(STAY[case], *qkv)
     assert not attention_nodes(graph)
-    assert note.label == "not flash_functions"
+    assert note.label == "not replace_flash_functions"
 
 
 class TestFlashGraph(expecttest.TestCase):

@@ -200,7 +200,7 @@ def test_what_stays_is_reported(name: str) -> None:
     graph, notes = canonical(STAYS[name], qkv(), torch.ones(LENGTH, LENGTH, dtype=torch.int64).tril())
     assert not attention_nodes(graph)
     (note,) = notes
-    assert note.label == "not flex_attention"
+    assert note.label == "not rewrite_flex_attention"
     assert "test_flex_attention.py" in note.where
 
 

@@ -186,5 +186,5 @@ def test_what_stays_is_said() -> None:
 
     graph, (note,) = canonical(attend, torch.randn(3, LENGTH, 4, 8), ENDS)
     assert not attention_nodes(graph)
-    assert note.label == "not varlen_attention"
+    assert note.label == "not rewrite_varlen_attention"
     assert "test_varlen_attention.py" in note.where

@@ -126,12 +126,12 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
     JITFunction.run(kernel, *args, grid=grid, warmup=True, **options)
 )
 
-from sp_compile.lowering.triton import move
+from sp_compile.lowering.triton import move_kernel
 
 bf16 = torch.bfloat16
 wide, narrow = torch.empty(1024, 8, 512, dtype=bf16).movedim(1, 0), torch.empty(8192, 8, 8, dtype=bf16).movedim(1, 0)
 for x in (wide, narrow, torch.empty(512, 512, dtype=bf16).mT, torch.empty(64, 8, 3, dtype=torch.bool).movedim(1, 0)):
-    assert move.copy(torch.empty(x.shape, dtype=x.dtype), x)
+    assert move_kernel.copy_strided(torch.empty(x.shape, dtype=x.dtype), x)
 assert len(compiled) == 4
 for kernel in (compiled[0], compiled[1]):  # 16 bytes at a time, both ways
     moves = set(re.findall(r"(?:ld|st)[.]global[.v2]*[.]b64", kernel.asm["ptx"]))

@@ -18,7 +18,7 @@ from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
 needs_compiler = pytest.mark.skipif(not has_native(), reason="no C++ compiler")
 
-DIRECT = Direct(native)
+DIRECT = Direct(native.NATIVE_LOWERING)
 INF, NAN = math.inf, math.nan
 
 # Columns: fewer than a vector has lanes, a vector, a tile and a rest of it, several tiles, more than one slab.

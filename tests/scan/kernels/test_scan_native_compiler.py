@@ -23,9 +23,9 @@ def test_processes_compile_at_the_same_time(tmp_path: Path) -> None:
     """As ranks do that start with an empty cache."""
     code = (
         "import torch; from sp_compile.lowering.scan.kernels import native; "
-        "from sp_compile.lowering.scan.scan_table import Problem; "
-        "x = torch.ones(1, 9, 3); problem = Problem.of('scan', x, torch.float32, torch.float64, op='sum'); "
-        "print(native.scan(problem, x, None)[0].sum())"
+        "from sp_compile.lowering.scan.scan_table import ScanProblem; "
+        "x = torch.ones(1, 9, 3); problem = ScanProblem.of('scan', x, torch.float32, torch.float64, op='sum'); "
+        "print(native.scan_native(problem, x, None)[0].sum())"
     )
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     work = [

@@ -59,7 +59,7 @@ def test_torch_runs_many_short_lines() -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "fits_native", lambda problem: False)
+    monkeypatch.setitem(LOWERINGS, "native", native.NATIVE_LOWERING._replace(fits=lambda problem: False))
     assert choose_lowering(problem(length=1 << 20)) == "aten"
     for changes in ({"inner": 64}, {"segmented": True}, {"kind": "linear"}, {"total": True}):
         assert choose_lowering(problem(**changes)) == "blocked"

@@ -46,10 +46,10 @@ def test_without_triton() -> None:
     python(
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from sp_compile.lowering.scan.scan_table import Problem\n"
-        "from sp_compile.lowering.scan.kernels.triton import scan\n"
+        "from sp_compile.lowering.scan.scan_table import ScanProblem\n"
+        "from sp_compile.lowering.scan.kernels.triton import triton_scan as row\n"
         "f32 = torch.float32\n"
-        "assert not scan.fits(Problem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
+        "assert not row.fits_triton(ScanProblem('scan', 'cuda', 1, 9, 1, f32, f32, f32))"
     )
 
 
@@ -82,15 +82,15 @@ JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **options: compiled
 )
 
 from measuring.scan_direct import Direct
-from sp_compile.lowering.scan.kernels.triton import scan as row
-from sp_compile.lowering.scan.kernels.triton.dispatch import using_way
+from sp_compile.lowering.scan.kernels.triton import triton_scan as row
+from sp_compile.lowering.scan.kernels.triton.dispatch import using_schedule
 
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
-scan = Direct(row)
+scan = Direct(row.TRITON_LOWERING)
 x, starts = torch.empty(1, 2**20, 1), torch.empty(1, 2**20, 1, dtype=torch.bool)
 few = torch.empty(1, 2**16, 8, dtype=torch.int32)
 for way in ("one", "parts"):
-    with using_way(way):
+    with using_schedule(way):
         scan.scan(x, None, "sum", False, False, f32, f32)
         scan.scan(x.to(bf16), starts, "max", True, True, bf16, f32)
         scan.scan(few, None, "sum", False, False, i64, i64)

@@ -80,11 +80,11 @@ def test_what_drops_nothing() -> None:
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
     found = sp_compile.verify(Undropped().double(), x, sp=2, tiles=2)
     assert found.worst < 1e-9
-    assert [note.label for note in found.notes if note.subject == "tiles"] == ["tiles"]
+    assert [note.label for note in found.notes if note.subject == "run_in_tiles"] == ["run_in_tiles"]
 
 
 @pytest.mark.parametrize("model", [Model, Rows])
 @pytest.mark.parametrize("n", [1, 2])
 def test_it_is_tiled(model: type[Model], n: int) -> None:
     found = sp_compile.explain(model(), torch.randn(2, 8, WIDTH), sp=n, tiles=2)
-    assert [note.label for note in found.notes if note.subject == "tiles"] == ["tiles"]
+    assert [note.label for note in found.notes if note.subject == "run_in_tiles"] == ["run_in_tiles"]

@@ -30,7 +30,7 @@ def blocks_on_gpu() -> Iterator[list[Seen]]:
         rest = [x for x in given if not isinstance(x, Tensor)]
         with Watch() as watch:
             out = body(*operands, *held.to_flat(), *rest)
-        seen.append(watch.last_fields)
+        seen.append(watch.seen)
         return tuple(map(give_back, out))
 
     def attend(self: LocalArgs, q: Tensor, k: Tensor, v: Tensor, k_span: Any, after: Any = None) -> Any:

@@ -160,7 +160,7 @@ class Fuzzing:
         self.counts[source][result.outcome] += 1
         if self.ledger is not None:
             number = self.begin[source] + self.counts[source].total() - 1
-            ledger.add(ledger.Row.current_value(source, self.seed, number, result.outcome), self.ledger)
+            ledger.add(ledger.Row.now(source, self.seed, number, result.outcome), self.ledger)
         with (self.folder / "cases.log").open("a") as log:
             log.write(f"{time.monotonic() - worker.begun:6.1f} s  {worker.name}: {result}\n")
         if result.outcome.is_bad:

@@ -132,7 +132,7 @@ class Mixture(Model):
     def experts(self, *shape: int, dim: int) -> nn.Parameter:
         mine = drawn(EXPERTS, *shape).chunk(self.other.n, 0)[self.other.rank]
         parameter = self.tp.part(mine, dim)
-        parameter.over, parameter.dim_shard = self.tp, self.other
+        parameter.over, parameter.outside = self.tp, self.other
         return parameter
 
     def weights(self) -> dict[str, nn.Parameter]:

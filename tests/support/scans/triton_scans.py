@@ -18,7 +18,7 @@ from sp_compile.lowering.scan.kernels.triton.dispatch import SERIES, TileSizes, 
 from sp_compile.lowering.scan.kernels.triton.triton_tiles import Sweep
 from sp_compile.lowering.scan.monoids import accumulate_dtype, result_dtype
 
-ROW = Direct(row)
+ROW = Direct(row.TRITON_LOWERING)
 ORDER = list(SERIES)
 SHAPES = (1, 90, 1), (3, 13, 2), (2, 9, 5), (1, 6, 17), (20, 4, 1), (1, 1, 3)
 FLAGS = tuple(itertools.product((False, True), repeat=3))

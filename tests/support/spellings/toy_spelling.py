@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from sp_compile.passes import Job, Spelling
+from sp_compile.passes import CanonicalPass, PassContext
 
 aten = torch.ops.aten
 
 
-class Doubled(Spelling):
+class Doubled(CanonicalPass):
     """x + x -> x * 2."""
 
     name = "doubled"
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "attention is fused"})
 
-    def apply(self, gm: GraphModule, job: Job) -> int:
+    def apply(self, gm: GraphModule, job: PassContext) -> int:
         added = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
         found = [node for node in added if node.args[0] is node.args[1] and not node.kwargs]
         for node in found:

@@ -6,14 +6,13 @@ x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, i
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sp_compile.lowering.scan.monoids import MONOIDS, Pair, is_scannable
-from sp_compile.lowering.scan.scan_table import ScanProblem, register_lowering
+from sp_compile.lowering.scan.scan_table import ScanLowering, ScanProblem, register_lowering
 from sp_compile.lowering.triton import AVAILABLE
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
     from .triton_tiles import State, Sweep
 
     dtype, accumulate = problem.result, problem.accumulate
-    neutral, compute = MONOIDS[problem.op].identity(accumulate), _compute_dtype(accumulate)
+    neutral, compute = MONOIDS[problem.op].identity(accumulate), _state_dtype(accumulate)
     out = x.new_empty(x.shape, dtype=compute if dtype is torch.bool else dtype)
     if not x.numel():
         return out.to(dtype), x.new_full((x.shape[0], x.shape[2]), neutral, dtype=accumulate)
@@ -50,7 +49,7 @@ def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     if x.numel():
         neutral = MONOIDS[problem.op].identity(x.dtype)
-        compute, index = _compute_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
+        compute, index = _state_dtype(x.dtype), torch.int32 if x.shape[1] < 2**31 else torch.int64
         sweep = Sweep(x, f"arg{problem.op}", neutral, compute, index, None, starts, False, problem.reverse)
         run_sweep(sweep, None, State(out, indices), False)
     return out, indices
@@ -83,15 +82,16 @@ def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
 def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
     from .triton_tiles import Sweep
 
-    compute = _compute_dtype(problem.accumulate)
+    compute = _state_dtype(problem.accumulate)
     return Sweep(a, "linear", 1, compute, torch.int32, b, None, problem.lagged, problem.reverse)
 
 
-def _compute_dtype(accumulate: torch.dtype) -> torch.dtype:
+def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
     """What states are held in: no narrower than 32 bits."""
     if accumulate.itemsize == 8:
         return accumulate
     return torch.float32 if accumulate.is_floating_point else torch.int32
 
 
-register_lowering("triton", sys.modules[__name__], rank=lambda problem: 20)
+TRITON_LOWERING = ScanLowering(fits_triton, scan_triton, extremes_triton, linear_triton, linear_total_triton)
+register_lowering("triton", TRITON_LOWERING, rank=lambda problem: 20)

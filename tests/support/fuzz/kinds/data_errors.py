@@ -167,7 +167,7 @@ def outcome(scene: DataError) -> Result:
     causes = [Cause.of(error) for error in raised if isinstance(error, Exception)]
     if scene.odd < 0 and len(causes) < len(raised):
         return Result(Outcome.SKIPPED, "one device, or torch.compile on it, raises nothing")
-    answers = pool().exchange(scene)
+    answers = pool().ask(scene)
     try:
         result = judged(scene, answers, [Cause("ValueError", ODD)] if scene.odd >= 0 else causes)
         if result.outcome.is_bad:
@@ -226,7 +226,7 @@ def _is_clear(failure: Failure, causes: Sequence[Cause]) -> bool:
 def _afterwards(scene: DataError, result: Result) -> Result:
     after = Afterwards(scene.world, False)
     expected = alone(after, eager)
-    answers = pool().exchange(after)
+    answers = pool().ask(after)
     for rank in range(scene.world):
         if rank not in answers:
             return Result(Outcome.HANG, f"rank {rank} does not come to another model afterwards")
