@@ -119,4 +119,5 @@ def user_line() -> str:
 
 @cache
 def _foreign_folders() -> tuple[Path, ...]:
-    return Path(torch.__file__).parent, Path(__file__).parent
+    package = Path(__file__).parents[2]  # sp_compile, whose links passes and lowering are not resolved here
+    return Path(torch.__file__).parent, package

@@ -118,7 +118,7 @@ def sources_digest(*folders: str) -> str:
 
     A compiler's caches see the operators' names only, and would bring back code made from an older body.
     """
-    places = [Path(__file__).resolve().parent, *(Path(folder).resolve() for folder in folders)]
+    places = [Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)]
     return _hash_sources(frozenset(places), frozenset(SOURCE_FOLDERS))
 
 

@@ -22,10 +22,10 @@ from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape
 from sp_compile.passes.graph.edit import erase_dead
 from sp_compile.passes.graph.sizes import as_sizes
-from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, value_origin
+from sp_compile.passes.sharding.matchers import PAD_OPS, match_pad, match_piece, stops_gradient, value_origin
 
 from .associative_scan import CombineOp, RewriteAssociativeScans, expression_of, operands_of, scan_of_leaf
-from .scan_trees import match_interleaving, outermost_trees
+from .scan_trees import match_interleaving, nodes_before, outermost_trees
 
 aten = torch.ops.aten
 KNOWN = ("sum", "prod", "logsumexp")  # a tree of maxima has other gradients than a scan where rows are equal
@@ -153,6 +153,8 @@ def _match(
         symbols[found] = (side, source)
         return found
 
+    if any(map(stops_gradient, nodes_before(value, lambda node: symbol(node) is not None))):
+        return None
     found = expression_of(value, symbol)
     left, right = sympy.Symbol(f"left {leaf.name}"), sympy.Symbol(f"right {leaf.name}")
     if found is None:

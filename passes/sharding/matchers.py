@@ -55,7 +55,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
 
     None of a detach that stops a gradient: what is behind it is another value to whoever differentiates.
     """
-    found = lookup_rule(node) if is_tensor(node) and not _is_private(node) and not _stops_gradient(node) else None
+    found = lookup_rule(node) if is_tensor(node) and not _is_private(node) and not stops_gradient(node) else None
     if found is None or node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
         return None
     call, rule = found
@@ -71,7 +71,8 @@ def _is_private(node: Node) -> bool:
     return node.target is aten.clone.default and is_written(node)
 
 
-def _stops_gradient(node: Node) -> bool:
+def stops_gradient(node: Node) -> bool:
+    """Return True if the node is a detach of a value that may need a gradient."""
     return node.target is aten.detach.default and carries_gradient(node.args[0])
 
 

@@ -100,10 +100,6 @@ ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], s
     "loop of multiply": (loop(torch.multiply, STACK), loop(torch.mul, STACK), SCAN),
     "loop to concat": (loop(torch.mul, joined(torch.concat, 1), True), loop(torch.mul, CAT, True), SCAN),
     "loop to hstack": (loop(torch.mul, torch.hstack, True), loop(torch.mul, CAT, True), SCAN),
-    "heads to concatenate": (one_by_one(joined(torch.concatenate, -1)), one_by_one(joined(torch.cat, -1)), ATTENTION),
-    "rounds of narrow": (rounds(narrowed, CAT), rounds(sliced, CAT), SCAN),
-    "rounds of split": (rounds(split, CAT), rounds(sliced, CAT), SCAN),
-    "rounds to hstack": (rounds(sliced, torch.hstack), rounds(sliced, CAT), SCAN),
     "subtract": (lambda x: torch.subtract(x.cumsum(1), x), lambda x: x.cumsum(1) - x, SCAN),
     "fliplr": (lambda x: torch.fliplr(x.fliplr().cumsum(1)), lambda x: x.flip(1).cumsum(1).flip(1), SCAN),
     "repeated zeros": (
@@ -153,14 +149,3 @@ def test_another_name_of_an_op_is_the_op(name: str) -> None:
     found = ops_of(other, ops)
     assert found == ops_of(plain, ops)
     assert found.total() == 1
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_heads_that_are_stacked(dim: int) -> None:
-    """They come from an unbind, too."""
-
-    def run(x: Tensor) -> Tensor:
-        heads = x.unflatten(2, (2, 4)).unbind(2)
-        return torch.stack([sdpa(h, h * 0.5, h * 2, is_causal=True) for h in heads], dim)
-
-    assert ops_of(run, ATTENTION).total() == 1

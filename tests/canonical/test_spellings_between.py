@@ -205,10 +205,6 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "multiplied with a mask": (multiplied, "aten.scaled_dot_product_attention(*, *, *, None, 0.0, True, scale=1.0)"),
     "repeated heads": (grouped, "aten.scaled_dot_product_attention(*, *, *, enable_gqa=True)"),
-    "one head at a time": (
-        one_by_one,
-        "aten.scaled_dot_product_attention(*, *, *, None, dropout_p=0.0, is_causal=False, scale=None)",
-    ),
     "padded convolution": (padded_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "cut convolution": (cut_convolution, "sp.conv1d(*, *, None, 2, 0, 1, 1, 3)"),
     "shift": (shift, "sp.shift(*, 1, 2, -2, 0)"),

@@ -129,7 +129,7 @@ def linear_total_native(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
     """Return factor and state of the map that all rows make."""
     a, b = _of_one_dtype(a, b)
     state, factor = _run_native(problem, a, b=b)
-    return factor, state
+    return factor.clone(), state.clone()  # results of an operator share no memory
 
 
 def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:

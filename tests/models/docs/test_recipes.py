@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "recipes"
 LOSS, WEIGHT = 2e-5, 1e-4  # float32; AdamW moves a weight whose gradient is next to nothing by as much as any other
 

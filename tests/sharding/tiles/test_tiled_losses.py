@@ -614,5 +614,5 @@ def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch
 
 def test_words_of_options() -> None:
     for wrong in (0, -2, 1.5, True, "sometimes"):
-        with pytest.raises(sp_compile.SpError, match="tiles="):
+        with pytest.raises(sp_compile.SpError, match="SP103: tiles"):
             sp_compile.SPConfig(tiles=wrong)
