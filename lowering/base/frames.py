@@ -1,13 +1,13 @@
-"""Describe the placement of a sharded sequence in a dim: padding, trimming and row order as tensor code.
+"""Describe the placement of a sharded sequence in a dim: padding, trimming and row order.
 
 A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner, and the sequence has
 ``size`` positions. Rank r of n stores s = ceil(size / n) positions from r * s on. The positions of the value itself are
 ``start <= position < start + length``. ``inner`` follows from the dim's length. All sizes may be symbolic.
 
-A fifth entry of 2 selects the zigzag order: the sequence is cut into 2n chunks, and rank r stores chunks r and 2n - 1 -
-r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth entry of 0
-selects a permutation that is computed at run time and does not affect shapes. `LAYOUTS` lists the other properties of
-each order.
+A fifth entry of 2 selects the zigzag order: the sequence is split into 2n chunks, and rank r stores the chunks r and
+2n - 1 - r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth
+entry of 0 selects a permutation that is computed at run time and does not affect shapes. `LAYOUTS` lists the other
+properties of each order.
 """
 
 from collections.abc import Sequence
@@ -224,7 +224,7 @@ def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim that holds all n * s * inner of them, in order (outer 1)."""
+    """View the window's rows of a dim with all n * s * inner rows, in order (outer 1)."""
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
@@ -242,6 +242,8 @@ def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Te
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
-    if not is_known(total > length):  # by nothing, a kernel keeps x's strides, and fake tensors are contiguous
+    if not is_known(
+        total > length
+    ):  # a kernel preserves x's strides if it pads by nothing; fake tensors are contiguous
         x = x.contiguous()
     return torch.constant_pad_nd(x, widths)

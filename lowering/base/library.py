@@ -106,8 +106,8 @@ def _record_body(body: Callable[..., object]) -> None:
 class LinearMap(torch.autograd.Function):
     """Linear map and its adjoint, both called as ``map(x, *where)``.
 
-    As in every backward of an operator, Dynamo must not trace it where eager code calls it between compiled graphs,
-    just as it does not trace torch's own.
+    As in every backward of an operator, Dynamo must not trace it. Eager code may call it between compiled graphs, where
+    Dynamo does not trace torch's own backwards, either.
     """
 
     @staticmethod

@@ -44,6 +44,7 @@ class _Reshard(NamedTuple):
     group: str  # name of the process group
 
     def inverse(self) -> "_Reshard":
+        """Return the reshard in the opposite direction."""
         return _Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 

@@ -155,7 +155,7 @@ def _element_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """Return a hash of each element's bits and index. Source: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    """Return a hash of each element's bits and index: SplitMix64's finalizer (Steele et al., 2014)."""
     z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
     for shift, factor in _ROUNDS:
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)

@@ -53,7 +53,7 @@ def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 
 
 def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Gather all ranks' rows of the window. Rows are sent as the first dim: the result is a view (outer 1)."""
+    """Gather all ranks' rows of the window, with rows as the first dim: a view (outer 1)."""
     outer = frame[0]
     inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
     rows = to_sequence_order(current_communicator().all_gather(to_rows_first(x, dim, outer), n, group), frame, n)

@@ -1,4 +1,4 @@
-"""Run the reductions of a tensor-parallel program with the backward of its author: ``sp::reduce_pair``.
+"""Run the reductions of a tensor-parallel program with its own backward: ``sp::reduce_pair``.
 
 The reductions run over other ranks than those that share the sequence. They are elementwise, so that shards are valid
 operands.

@@ -87,7 +87,7 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def full(self) -> Tensor:
-        """Return the full tensor, differentiable, in the memory that eager code reads. Every rank must call it.
+        """Return the full tensor, differentiable, in the memory that eager code reads. Collective.
 
         Raises:
             SpError: A rank runs something else instead.
@@ -96,7 +96,7 @@ class Sharded(Tensor):
 
     @torch.compiler.disable
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """Return the value as a DTensor on a mesh of one axis, Shard(dim). Differentiable, without an exchange.
+        """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable, without an exchange.
 
         Ranks store ceil(S / n) rows, the last ones fewer. Values of another layout are read first, on every rank.
 
@@ -411,7 +411,7 @@ def _local_rows(x: Tensor, layout: Layout) -> Tensor:
 
 
 def to_local(x: Sharded, layout: Layout) -> Tensor:
-    """Return this rank's rows in a layout, differentiable. Values of another layout are read, on every rank."""
+    """Return this rank's rows in a layout, differentiable. Every rank reads values of another layout."""
     return _ToLocalFunction.apply(x, layout)
 
 

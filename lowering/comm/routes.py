@@ -1,4 +1,4 @@
-"""Route exchanges between some ranks of a group over its own communicator, without creating sub-groups.
+"""Route exchanges between some ranks of a group over its own communicator, without sub-groups.
 
     "<group>/shift:<offset>:<stride>"   to the rank `offset` further on the ring of every stride-th rank
     "<group>/among:<size>"              between the `size` neighbors r // size * size ...

@@ -1,4 +1,4 @@
-"""Compile graphs with torch.compile's backends, add passes to them, and compile C++ by Inductor's cache."""
+"""Compile graphs with torch.compile's backends and added passes, and C++ by Inductor's cache."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile with Inductor, without its padding of strides on GPUs.
 
-    Torch 2.11 may lay out a tensor in two ways if it is viewed before it is read, such as heads in groups of ranks. It
-    then reads rows of odd length with padded strides that were written with other strides. The results are silently
+    Torch 2.11 may select two layouts for a tensor that is viewed before it is read, such as heads in groups of ranks.
+    It then reads rows of odd length with padded strides that were written with other strides. The results are silently
     wrong, seen on an H100 with 1,023 rows per rank. 2.13 is consistent there. The cost is small: rows are as wide as
     the model.
 
@@ -189,7 +189,7 @@ def wrap_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> Non
         callback_handler.register_end_callback(_finish_late_backward)
 
 
-@torch.compiler.disable  # torch holds a lock here, and Dynamo would trace a call from a backward in eager code
+@torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
 def _start_late_backward(told: Any) -> None:
     if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late_backwards:
         _entered_backwards.enter_context(_late_backwards.pop(told.compile_id)())
@@ -295,7 +295,7 @@ def joint_compiler(
 def _joint_inductor(
     transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: PartitionTransform | None
 ) -> Callable[..., Any]:
-    """Return Inductor with an additional pass on joint graphs, after the user's own, and one on partitions.
+    """Return Inductor with one more pass on joint graphs, after the user's own, and one on partitions.
 
     2.11 and 2.12 accept one pass, 2.13 and newer also a list: the additional pass calls the user's.
     """
@@ -412,7 +412,7 @@ def partition_joint_graph(
 
 
 def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """Run Inductor's passes on a joint or inference graph. 2.12 and older return None and change it in place.
+    """Run Inductor's passes on a joint or inference graph. 2.12 and older change it in place.
 
     Inputs on the meta device represent those of another device. Constant folding is off for them, as it would treat all
     values as constants.
@@ -438,9 +438,9 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def find_backward_nodes(
     outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
 ) -> list[tuple[Any, frozenset[int]]]:
-    """Return the autograd nodes of AOTAutograd that computed outputs, and run their backwards in `around()`.
+    """Return AOTAutograd's autograd nodes of outputs, and run their backwards in `around()`.
 
-    The context covers the compiled backward, which torch 2.13 saves where no hook reaches it, and the unpacking of
+    The context covers the compiled backward, which torch 2.13 stores where no hook reaches it, and the unpacking of
     saved tensors.
 
     Args:

@@ -211,7 +211,7 @@ _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
 def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
-    """Return the object passed to torch.compile if this is its code and no user code surrounds it, or None.
+    """Return the object passed to torch.compile if this is its code, outside of user code, or None.
 
     Args:
         code: The code that Dynamo compiles.

@@ -1,4 +1,4 @@
-"""Call torch's flex_attention below its public API, to compute a block's attention given all log-sum-exps.
+"""Call torch's flex_attention below its public API, for blocks with log-sum-exps of all keys.
 
 The public function differentiates only its own result. The backward of a ring's block requires the log-sum-exps of all
 rows' keys.
@@ -102,7 +102,7 @@ def flex_backward(
     reads: Sequence[Tensor],
     learned: Collection[int],
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk, dv for these keys, given out and lse over all keys, and gradients of captured tensors.
+    """Return dq, dk, dv for these keys from out and lse over all keys, and gradients of captured tensors.
 
     Args:
         grad: (B, Hq, Q, E), gradient of out.
@@ -156,7 +156,7 @@ def _make_block_mask(
 
 
 def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
-    """Return the kernel options. The kernel for few queries, which lacks log-sum-exps of blocks, is disabled.
+    """Return the kernel options, without the kernel for few queries, which lacks lse of blocks.
 
     Versions 2.11 to 2.15 use one of two names for this option.
     """

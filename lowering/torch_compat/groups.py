@@ -104,7 +104,7 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a CPU communicator that is in no table of torch's, so that it is neither destroyed nor listed.
+    """Return a CPU communicator outside of torch's tables, so that it is neither destroyed nor listed.
 
     Args:
         store: Store in which the ranks meet.
@@ -148,7 +148,7 @@ POLL_SECONDS = 0.002  # seconds between checks
 
 
 def _is_gloo_thread_busy(thread: Path) -> bool:
-    """Return True if a thread is Gloo's and runs or is runnable. Threads that wait for ranks or work sleep."""
+    """Return True if a thread is Gloo's and is runnable. Threads that wait for ranks or work sleep."""
     try:
         name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
     except OSError:  # the thread has ended
@@ -167,7 +167,7 @@ def flatten_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
 
 
 def symmetric_all_to_all() -> Callable[..., None] | None:
-    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), from 2.14 on; else None."""
+    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), or None before 2.14."""
     from torch.distributed import _symmetric_memory
 
     return getattr(_symmetric_memory, "all_to_all_nd", None)

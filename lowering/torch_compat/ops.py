@@ -71,7 +71,7 @@ def has_derivative(target: Any) -> bool:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Return True if autocast changes the dtype in which `op` computes. False for devices without autocast."""
+    """Return True if autocast changes the dtype in which `op` computes. False without autocast."""
     return torch.amp.is_autocast_available(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), f"Autocast{device_type.upper()}"
     )

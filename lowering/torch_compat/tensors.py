@@ -247,7 +247,7 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
 
 def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
-    """Evaluate an expression of sizes for these values of its symbols, which may be symbols of another program."""
+    """Evaluate an expression of sizes for values of its symbols, which may be symbols themselves."""
     found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
     return found
 
@@ -274,7 +274,7 @@ def is_wrapper(x: Any) -> bool:
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor as a plain tensor; for a wrapper the concatenated bytes of its tensors.
+    """Return the values of a tensor as a plain tensor; for a wrapper, the concatenated inner bytes.
 
     Waits for an asynchronous collective.
     """

@@ -75,6 +75,6 @@ def launch_merge(
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
-    """View as (batch, heads, S, E) with contiguous columns, without a copy for results of attention kernels."""
+    """View as (batch, heads, S, E) with contiguous columns. Results of attention kernels need no copy."""
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Copy between arrays of any strides with a tiled Triton kernel. Importing this module requires triton.
+"""Copy between arrays of any strides with a tiled Triton kernel. The import requires triton.
 
 Elements are moved as integers of 1 to 8 bytes, independent of their dtype. Tiles read and write full cache lines. After
 merging of dims, a tile is rows x columns x run, and the other dims are looped over. The *run* is contiguous on both
@@ -108,7 +108,7 @@ def choose_tiling(
 
 
 def _merge_strides(dims: list[Stride]) -> list[Stride]:
-    """Sort dims from the outermost of the target to the innermost, and merge those contiguous on both sides."""
+    """Sort dims from the outermost of the target to the innermost, and merge contiguous ones."""
     out: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
         last = out[-1] if out else None

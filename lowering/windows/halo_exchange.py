@@ -60,7 +60,7 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
 
 
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """Return positions [low, high) around this rank's shard, with ``fill`` outside the window. Differentiable.
+    """Return positions [low, high) around a rank's shard, ``fill`` outside the window. Differentiable.
 
     Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
     too.

@@ -1,4 +1,4 @@
-"""Run ops with a sliding window over a sharded sequence: fetch rows of neighbors, then call one torch op.
+"""Run sliding-window ops over a sharded sequence: fetch rows of neighbors, then call a torch op.
 
     row j of the result reads rows j * stride - before + [0, width) of x; rows outside x contain ``fill``
 
