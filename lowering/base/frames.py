@@ -242,8 +242,7 @@ def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Te
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
-    if not is_known(
-        total > length
-    ):  # a kernel preserves x's strides if it pads by nothing; fake tensors are contiguous
+    # Without padding, a kernel preserves x's strides, while fake tensors are contiguous.
+    if not is_known(total > length):
         x = x.contiguous()
     return torch.constant_pad_nd(x, widths)
