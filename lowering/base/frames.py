@@ -8,6 +8,8 @@ A fifth entry of 2 selects the zigzag order: the sequence is split into 2n chunk
 2n - 1 - r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth
 entry of 0 selects a permutation that is computed at run time and does not affect shapes. `LAYOUTS` lists the other
 properties of each order.
+
+In all functions, `n` is the number of ranks and `group` the name of their process group.
 """
 
 from collections.abc import Sequence
