@@ -65,7 +65,7 @@ class PendingChecksums:
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
-    """Start to compute checksums of non-empty tensors of one device, in one launch each with Triton."""
+    """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton."""
     out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     for x, place in zip(xs, out):
         if triton.can_use_triton(x):
