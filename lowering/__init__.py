@@ -1,1 +1,1 @@
-"""How the ``sp::`` operators run. `import sp_compile` registers them as ``torch.ops.sp``."""
+"""Implement the ``sp::`` operators, which `import sp_compile` registers as ``torch.ops.sp``."""

@@ -1,10 +1,11 @@
-"""``sp::offload`` and ``sp::reload``: a value waits in the host's memory for the backward, on streams of their own.
+"""Offload activations to host memory and reload them for the backward, on separate streams.
 
     h = offload(x); ...; offloaded(h, x)        ...        y = reload(h, device); ...; reloaded(y); reads of y
 
-The first of each pair begins a copy and returns; the second lets the device's own stream wait for it, and is where the
-memory of what was copied may be written again: a compiler reuses buffers by what reads them, and knows no streams.
-On a CPU the copies are made at once. Pinned buffers come from torch's cache, which rounds them up to powers of two.
+The first operator of each pair starts a copy and returns. The second makes the device's current stream wait for the
+copy. From there on the memory of the source may be reused: a compiler reuses buffers by their readers, and is not aware
+of streams. On a CPU the copies are synchronous. Pinned buffers come from torch's cache, which rounds sizes up to powers
+of two.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from sp_compile.lowering.base.library import opaque
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 _pending_copies: dict[int, torch.cuda.Event] = {}
-"""By the address of what is written, from the begin of a copy to the wait for it."""
+"""Events of running copies, by the address of their target."""
 
 
 def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
-    """Begin a copy behind all that the device has been given so far. device: the GPU among both."""
+    """Start a copy on a separate stream, after all work queued on the device so far.
+
+    Args:
+        to: Target of the copy.
+        of: Source of the copy, of equal shape and dtype.
+        device: The GPU among the two devices.
+    """
     key = device, of.device.type
     way = _streams[key] = _streams.get(key) or torch.cuda.Stream(device)
     way.wait_stream(torch.cuda.current_stream(device))
@@ -31,7 +38,7 @@ def _start_copy(to: Tensor, of: Tensor, device: torch.device) -> Tensor:
 
 
 def _wait_for_copy(written: Tensor, device: torch.device) -> None:
-    """What the device is given from now on runs when the copy is made."""
+    """Make the current stream of the device wait for a copy."""
     torch.cuda.current_stream(device).wait_event(_pending_copies.pop(written.data_ptr()))
 
 
@@ -41,9 +48,10 @@ def _wait_for_copy(written: Tensor, device: torch.device) -> None:
     replays=False,
 )
 def offload(x: Tensor) -> Tensor:
-    """The value in the host's memory, once ``offloaded`` has returned; until then `x` stays as it is.
+    """Start to copy a tensor to host memory.
 
-    Shapes: any, without gaps -> the same, with the same strides. Bytes: all of x, to the host.
+    Shapes: any, without gaps -> same, with the same strides. Bytes: all of x, to the host. The result is valid after
+    ``offloaded``; until then `x` must not change.
     """
     host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return _start_copy(host, x, x.device) if x.is_cuda else host.copy_(x)
@@ -51,7 +59,7 @@ def offload(x: Tensor) -> Tensor:
 
 @opaque("offloaded(Tensor(a!) host, Tensor x) -> ()", lambda host, x: None, replays=False)
 def offloaded(host: Tensor, x: Tensor) -> None:
-    """What follows on the device of x runs when `host` holds it: the last use of x."""
+    """Wait, on the device of x, for the copy to `host`. This is the last use of x."""
     if x.is_cuda:
         _wait_for_copy(host, x.device)
 
@@ -62,9 +70,9 @@ def offloaded(host: Tensor, x: Tensor) -> None:
     replays=False,
 )
 def reload(host: Tensor, device: torch.device) -> Tensor:
-    """The value on a device again, once ``reloaded`` has returned.
+    """Start to copy a tensor from host memory to a device.
 
-    Shapes: any -> the same, with the same strides. Bytes: all of it, from the host.
+    Shapes: any -> same, with the same strides. Bytes: all of it, from the host. The result is valid after ``reloaded``.
     """
     x = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     return _start_copy(x, host, x.device) if x.is_cuda else x.copy_(host)
@@ -72,6 +80,6 @@ def reload(host: Tensor, device: torch.device) -> Tensor:
 
 @opaque("reloaded(Tensor(a!) x) -> ()", lambda x: None, replays=False)
 def reloaded(x: Tensor) -> None:
-    """What follows on the device runs when `x` is there."""
+    """Wait, on the device of x, for the copy to `x`."""
     if x.is_cuda:
         _wait_for_copy(x, x.device)

@@ -1,1 +1,1 @@
-"""The base that all layers use: errors, ranks, registries, frames, progress."""
+"""Provide errors, ranks, registries, frames and progress lines to all layers."""

@@ -1,12 +1,12 @@
-"""The dtypes of half precision, what their sums are kept in, and what these lose."""
+"""Define half-precision dtypes and the dtypes of their accumulators."""
 
 import torch
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 MIN_FILL = 1e4
-"""A number of so much that stands for infinity: a float32 loses some of log(count) beside it."""
+"""Lower bound on a fill value that masks like infinity: next to it, float32 loses part of log(count)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half types, else the type itself."""
+    """Return float32 for half-precision dtypes, else the dtype itself."""
     return torch.float32 if dtype in HALF else dtype

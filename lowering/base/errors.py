@@ -1,4 +1,4 @@
-"""The one error of the package, and how it names the user's code."""
+"""Define the package's exceptions and locate the user's source lines for their messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .error_codes import ERRORS
 UNKNOWN_LINE = "unknown source line"
 PARAMETERS_LINE, RESULTS_LINE = "the parameters", "the results"
 TANGENTS_LINE = f"gradients of {RESULTS_LINE}"
-"""In a line's place: gradients of parameters, added up; what makes results whole; what the caller hands in for them."""
+"""Replacements for a source line: summed parameter gradients, gathered results, and tangents from the caller."""
 
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in .*\n((?:(?!\s*File ").*\n?)?)', re.MULTILINE)
 
@@ -28,12 +28,12 @@ _OUTERMOST_PATTERN = re.compile(r'^\s*File "([^"]+)", line (\d+), in (.*)$', re.
 
 
 class SpError(ValueError):
-    """The one error of the package: a code, its cause and its fix.
+    """Base error of the package: a code, a cause and a fix.
 
     Args:
         code: A key of `error_codes.ERRORS`, such as "SP101".
-        cause: What was expected and what was found, as sentences that begin with the option or the argument.
-        fix: What to do, where it depends on the case. The registry's fix of the code by default.
+        cause: The expected and the found value, as sentences that start with the option or argument.
+        fix: The remedy, if it depends on the case. Defaults to the registry's fix for the code.
     """
 
     def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
@@ -42,7 +42,14 @@ class SpError(ValueError):
         super().__init__(("\n" if "\n" in cause else " ").join((f"{code}: {cause}", self.fix)))
 
     def with_context(self, words: str) -> Self:
-        """Return the same error whose cause begins with `words`."""
+        """Return a copy of the error with text inserted before the cause.
+
+        Args:
+            words: Text that is prepended to the cause.
+
+        Returns:
+            An error of the same class, code and fix.
+        """
         return type(self)(self.code, f"{words}{self.cause}", self.fix)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,21 +57,21 @@ class SpError(ValueError):
 
 
 class CaptureError(SpError):
-    """A graph that cannot be captured. torch.compile alone may well compile it."""
+    """Failure to capture a graph. torch.compile without this backend may still compile it."""
 
 
 class WriteError(CaptureError):
-    """A write in place whose meaning depends on shared memory, or on autograd: only eager code is sure to be right."""
+    """In-place write that depends on aliasing or autograd and is only safe in eager mode."""
 
 
 class RemoteError(SpError):
-    """What failed on another rank, as that one told it."""
+    """Failure of another rank, as reported by that rank."""
 
 
 class RankMismatchError(SpError, ShortenTraceback):
-    """This rank and others of its group are of two minds about what to do now, or some of these did not come.
+    """Disagreement between ranks of a group on their next step, or absence of some of the ranks.
 
-    Raised while Dynamo compiles, which lets it out as it is and tries again at the next call.
+    Raised while Dynamo compiles. Dynamo propagates it unchanged and compiles again at the next call.
     """
 
     def __init__(self, code: str, cause: str, fix: str | None = None) -> None:
@@ -73,15 +80,20 @@ class RankMismatchError(SpError, ShortenTraceback):
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:
-    """A hint at the known word that is the closest; "" if none is close."""
+    """Return a hint at the closest known name, or "" if none is close.
+
+    Args:
+        word: The value that the user passed.
+        known: The valid names.
+    """
     close = difflib.get_close_matches(str(word), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def node_line(node: Node) -> str:
-    """The user's source line behind `node`: "file.py:12: code", or "unknown source line".
+    """Return the user's source line of a node: "file.py:12: code", or "unknown source line".
 
-    The innermost frame of the node's stack trace that lies neither in torch nor in this package.
+    The line is the innermost frame of the node's stack trace outside torch and this package.
     """
     return source_line(stack_trace(node))
 
@@ -92,28 +104,28 @@ def describe_node(node: Node) -> str:
 
 
 def stack_trace(node: Node) -> str:
-    """The stack trace of the call that made the node; "" if nobody noted it."""
+    """Return the stack trace of the call that created a node, or "" if none was recorded."""
     return node.meta.get("stack_trace") or ""
 
 
 def first_frame(trace: str) -> str:
-    """The outermost frame of a stack trace: "forward at FILE:12"; "" of none."""
+    """Return the outermost frame of a stack trace as "forward at FILE:12", or "" if it has none."""
     found = _OUTERMOST_PATTERN.search(trace)
     return f"{found[3]} at {Path(*Path(found[1]).parts[-2:])}:{found[2]}" if found else ""
 
 
 def source_line(trace: str) -> str:
-    """As `node_line`, of a stack trace."""
+    """Return the innermost user line of a stack trace, in the form of `node_line`."""
     for file, line, code in reversed(_FRAME.findall(trace)):
         path = Path(file)
         if not any(path.is_relative_to(folder) for folder in _foreign_folders()):
-            short = Path(*path.parts[-2:])  # enough to find it, the same wherever the program is started
+            short = Path(*path.parts[-2:])  # two path parts locate the file and do not depend on the working directory
             return f"{short}:{line}: {code.strip()}".rstrip(": ")
     return UNKNOWN_LINE
 
 
 def user_line() -> str:
-    """As `node_line`, of the call that is running."""
+    """Return the innermost user line of the running call, in the form of `node_line`."""
     return source_line("".join(traceback.format_stack()))
 
 

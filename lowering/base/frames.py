@@ -1,13 +1,15 @@
-"""Where a sharded sequence lies in a dim, as tensor code: padding, trimming, row order.
+"""Describe the placement of a sharded sequence in a dim: padding, trimming and row order.
 
-A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner; the sequence has
-``size`` positions, rank r of n holds the s = ceil(size / n) from r * s on, and the positions of the value itself are
+A frame argument is ``[outer, size, start, length]``. The dim is a product outer * window * inner, and the sequence has
+``size`` positions. Rank r of n stores s = ceil(size / n) positions from r * s on. The positions of the value itself are
 ``start <= position < start + length``. ``inner`` follows from the dim's length. All sizes may be symbolic.
 
-A fifth number 2 makes the frame zigzag: the sequence is cut into 2n chunks, and rank r holds chunks r and
-2n - 1 - r, so that ranks share causal attention's work equally (zhuzilin/ring-flash-attention's layout). A fifth
-number 0 says that positions are those of another order, which the program knows when it runs; shapes do not notice.
-`LAYOUTS` has what else is to be known of each.
+A fifth entry of 2 selects the zigzag order: the sequence is split into 2n chunks, and rank r stores the chunks r and
+2n - 1 - r. Ranks then share the work of causal attention equally (layout of zhuzilin/ring-flash-attention). A fifth
+entry of 0 selects a permutation that is computed at run time and does not affect shapes. `LAYOUTS` lists the other
+properties of each order.
+
+In all functions, `n` is the number of ranks and `group` the name of their process group.
 """
 
 from collections.abc import Sequence
@@ -23,79 +25,86 @@ from .registry import Table
 
 @dataclass(frozen=True)
 class RowOrder:
-    """An order in which ranks hold the rows of a sequence, under its name a row of `LAYOUTS`.
+    """Order in which ranks store the rows of a sequence; an entry of `LAYOUTS`."""
 
-    folds: the fifth number of its frames. chunks: how many a rank holds. dealt: a table deals positions to ranks when
-    the program runs, so nothing else knows them. evens: have all ranks as much to do of causal attention? in_order: is
-    what a rank holds one run of the sequence? said: of values that lie so, behind the number of ranks.
-    """
-
-    name: str
-    folds: int
-    label: str = ""
+    name: str  # key in `LAYOUTS`
+    folds: int  # fifth entry of the frames; 0: the program computes the order at run time
+    label: str = ""  # text after the number of ranks in descriptions of a value
 
     @property
     def chunks(self) -> int:
+        """Return the number of chunks that a rank stores."""
         return self.folds or 1
 
     @property
     def is_balanced(self) -> bool:
+        """Return True if the program computes the order at run time."""
         return self.folds == 0
 
     @property
     def is_in_order(self) -> bool:
+        """Return True if a rank stores one contiguous run of the sequence."""
         return self.folds == 1
 
     def balances_causal(self, documents: bool) -> bool:
-        """documents: queries attend to keys of their own document."""
+        """Return True if all ranks have about equal work in causal attention.
+
+        Args:
+            documents: True if queries attend only to keys of their own document.
+        """
         return self.is_balanced or (self.chunks > 1 and not documents)
 
 
 CONTIGUOUS = RowOrder("contiguous", 1)
 BALANCED = RowOrder("balanced", 0, " in an order of its own")
 LAYOUTS: Table[RowOrder] = Table("layout")
-"""By the value of the option that asks for them, those first that are taken where two are as fast."""
+"""Row orders by value of the option `layout`; of two equally fast ones, the first is chosen."""
 for _row in (CONTIGUOUS, RowOrder("zigzag", 2, " in zigzag order"), BALANCED):
     LAYOUTS.register(_row.name, _row)
 
 
 def row_order(folds: int) -> RowOrder:
-    """The one of frames with this fifth number."""
+    """Return the row order whose frames have this fifth entry."""
     return next(row for row in LAYOUTS.values() if row.folds == folds)
 
 
-FrameArg = Sequence[int]  # as an operator takes a `Frame`, and the factor outside of it
+FrameArg = Sequence[int]  # form of a frame, without its inner factor, in operator schemas
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether the condition holds for every size; asking adds no guard."""
+    """Return True if the condition holds for every size. Adds no guard."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def frame_folds(frame: FrameArg) -> int:
-    """Chunks that a rank holds: 1, or 2 in a zigzag frame."""
+    """Return the number of chunks per rank: 1, or 2 in a zigzag frame."""
     return frame[4] or 1 if len(frame) == 5 else 1
 
 
 def local_row_count(frame: FrameArg, n: int) -> int:
-    """Positions of the frame that each of ``n`` ranks holds, padding included: ceil(size / n) in one chunk."""
+    """Return the rows per rank, padding included: ceil(size / n) for frames of one chunk.
+
+    Args:
+        frame: The frame, see the module.
+        n: Number of ranks.
+    """
     chunks = frame_folds(frame) * n
     return frame_folds(frame) * ((frame[1] + chunks - 1) // chunks)
 
 
 def inner_rows(extent: int, rows: int) -> int:
-    """extent / rows, the inner factor of a dim; 1 wherever that is known, so that shapes stay simple."""
+    """Return extent / rows, the inner factor of a dim; the constant 1 if known, which keeps shapes simple."""
     return 1 if is_known(extent == rows) else extent // rows
 
 
 def is_padded(frame: FrameArg, n: int) -> bool:
-    """Whether some rank may hold positions outside the window; False only when proved."""
+    """Return True if a rank may store positions outside the window; False only if proved otherwise."""
     _, size, start, length = frame[:4]
     return not (is_known(start == 0) and is_known(length == size) and is_known(n * local_row_count(frame, n) == size))
 
 
 def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
-    """(rank that holds the position, its row there)."""
+    """Return the rank that stores a position, and its row on that rank."""
     chunks, folds = frame_folds(frame) * n, frame_folds(frame)
     chunk_rows = local_row_count(frame, n) // folds
     chunk = position // chunk_rows
@@ -109,10 +118,13 @@ def row_of_position(position: int, frame: FrameArg, n: int) -> tuple[int, int]:
 
 
 def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
-    """Does a rank hold padded rows, before or after the window, without its first or its last valid row?
+    """Return whether a rank has padding before or after the window but not the adjacent valid row.
 
-    Only of sequences of a few rows for each rank, and of windows that cut off all rows of one. For symbolic sizes the
-    answer becomes a guard.
+    This happens only for sequences of a few rows per rank, and for windows that exclude all rows of a rank. For
+    symbolic sizes the answer becomes a guard.
+
+    Returns:
+        One flag for padding before the first valid row, and one for padding after the last.
     """
     if n == 1:
         return False, False
@@ -125,9 +137,14 @@ def has_remote_edges(frame: FrameArg, n: int) -> tuple[bool, bool]:
 
 
 def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, stride: int = 1) -> Tensor:
-    """The positions this rank holds, int64 (s,), or those of its neighbourhood of ``stride`` ranks, in order.
+    """Return the positions that this rank stores, int64 (s,). The rank is read at run time.
 
-    The rank is read at run time: no graph holds it.
+    Args:
+        frame: The frame, see the module.
+        n: Number of ranks.
+        group: Name of the process group.
+        device: Device of the result.
+        stride: Number of adjacent ranks whose positions are returned together.
     """
     s = local_row_count(frame, n) * stride
     n = n // stride
@@ -141,7 +158,7 @@ def own_positions(frame: FrameArg, n: int, group: str, device: torch.device, str
 
 
 def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
-    """All ranks' rows, (n * s * inner, ...) in rank order -> in the sequence's order."""
+    """Reorder the rows of all ranks, (n * s * inner, ...), from rank order to sequence order."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
     chunks = rows.unflatten(0, (n, 2, rows.shape[0] // (2 * n)))
@@ -149,7 +166,7 @@ def to_sequence_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 
 
 def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
-    """All rows, (n * s * inner, ...) in the sequence's order -> rank 0's first, then rank 1's."""
+    """Reorder all rows, (n * s * inner, ...), from sequence order to rank order."""
     if frame_folds(frame) == 1 or n == 1:
         return rows
     first, second = rows.unflatten(0, (2, n, rows.shape[0] // (2 * n))).unbind(0)
@@ -157,10 +174,14 @@ def to_rank_order(rows: Tensor, frame: FrameArg, n: int) -> Tensor:
 
 
 def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
-    """Indices into a dim of outer * length * inner, int64 (outer * k * inner,), of k positions.
+    """Return the dim indices of k positions, int64 (outer * k * inner,), clamped to the window.
 
-    A position outside the window is given the nearest one inside: the definition of what a padded row holds, see
-    ``collectives/pad_rows.py``.
+    Clamping is the definition of padded rows, see ``collectives/pad_rows.py``.
+
+    Args:
+        positions: (k,), int64.
+        frame: The frame of the dim, of length outer * length * inner.
+        inner: The inner factor of the dim.
     """
     outer, _, start, length = frame[:4]
     offsets = positions if is_known(start == 0) else positions - start
@@ -173,12 +194,12 @@ def nearest_rows(positions: Tensor, frame: FrameArg, inner: int) -> Tensor:
 
 
 def column_along(vector: Tensor, dim: int, ndim: int) -> Tensor:
-    """A vector as a tensor of so many dims, all but this one of size 1: a view."""
+    """View a vector as a tensor of `ndim` dims whose only dim of size above 1 is `dim`."""
     return vector.view([-1 if d == dim else 1 for d in range(ndim)])
 
 
 def outside_window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Bool, broadcastable to the sharded ``x``: True at positions that the window does not hold."""
+    """Return a bool mask, broadcastable to the sharded ``x``, of positions outside the window."""
     outer, _, start, length = frame[:4]
     inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
     positions = own_positions(frame, n, group, x.device)
@@ -205,7 +226,7 @@ def from_rows_first(y: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def trim(x: Tensor, dim: int, frame: FrameArg, n: int, inner: int) -> Tensor:
-    """View the window's rows of a dim that holds all n * s * inner of them, in order (outer 1)."""
+    """View the window's rows of a dim with all n * s * inner rows, in order (outer 1)."""
     start, length = frame[2:4]
     return x.narrow(dim, start * inner, length * inner) if is_padded(frame, n) else x
 
@@ -223,6 +244,7 @@ def pad_to_frame(x: Tensor, dim: int, frame: FrameArg, n: int, edge: bool) -> Te
     if edge:
         return x.index_select(dim, nearest_rows(torch.arange(total, device=x.device), frame, inner))
     widths = [0, 0] * (x.ndim - 1 - dim) + [start * inner, (total - start - length) * inner]
-    if not is_known(total > length):  # by nothing, a kernel keeps x's strides, and fake tensors are contiguous
+    # Without padding, a kernel preserves x's strides, while fake tensors are contiguous.
+    if not is_known(total > length):
         x = x.contiguous()
     return torch.constant_pad_nd(x, widths)

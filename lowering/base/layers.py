@@ -1,4 +1,4 @@
-"""Which layer of a model a node is of, forward and backward, as Dynamo notes of the modules that call it."""
+"""Identify the model layer of a forward or backward node from Dynamo's module stack."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.fx import Node
 
 WORD_PATTERN = re.compile(r"[A-Za-z_]\w*|\d+")
 ROOT_PATTERN = re.compile(r"^[LG](\[[^\]]*\])+\.?")
-"""How Dynamo finds the model among what its function is given."""
+"""Prefix by which Dynamo's paths refer to the model."""
 
 
 def node_layer(node: Node) -> str:
-    """The outermost module that a number names, all of `layers.3`, by its path in the model; "" of none."""
+    """Return the path of the outermost numbered module, such as `layers.3`, or ""."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return next(filter(None, (_numbered_prefix(ROOT_PATTERN.sub("", path)) for path, *_ in stack.values())), "")
 
 
 def _numbered_prefix(path: str) -> str:
-    """`layers.3.mlp` up to its first number; "" without one."""
+    """Return the path up to its first number: `layers.3` of `layers.3.mlp`; "" without one."""
     words = WORD_PATTERN.findall(path)
     last = next((i for i, word in enumerate(words) if word.isdigit()), None)
     return "" if last is None else ".".join(words[: last + 1])

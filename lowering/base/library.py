@@ -1,4 +1,4 @@
-"""The ``sp`` operator namespace: how operators enter it, and a digest of what their bodies are."""
+"""Register operators in the ``sp`` namespace, and compute a digest of their sources."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from sp_compile.lowering.torch_compat import OpOverload
 LIBRARY = torch.library.Library("sp", "DEF")
 
 COMPOSITES: set[OpOverload] = set()
-"""Operators whose bodies are ordinary operators; all others are opaque."""
+"""Operators that decompose into ordinary operators. All others are opaque."""
 
 MOVE_OPS: dict[OpOverload, tuple[str, str]] = {}
-"""Exchanges of what they are given -> the collectives that they are, forward and backward; "" is none."""
+"""Collectives of each data-movement operator, forward and backward; "" for none."""
 
 PADDED: dict[OpOverload, str] = {}
-"""Operators whose results may be shards -> what padded rows of these hold, see ``collectives/pad_rows.py``.
+"""Contents of padded rows in the results of operators, see ``collectives/pad_rows.py``.
 
-"nearest": the nearest valid row, whatever the operands hold there. "finite": finite numbers, not those of a valid row.
-"as given": each row follows from the same row of the operands; between ``sort_rows`` and ``from_sorted``, which permute
-rows, from the row that was at its place before.
+"nearest": the nearest valid row, independent of the padding of the operands. "finite": any finite numbers. "as given":
+each row follows from the same row of the operands. Between ``sort_rows`` and ``from_sorted``, which permute rows, it
+follows from the row at its original index.
 """
 
 INTERNAL_OPS: dict[OpOverload, Callable[..., int]] = {}
-"""Opaque operators that take memory while they run -> its bytes, besides operands and results: see `opaque`."""
+"""Bytes of temporary memory of opaque operators, besides operands and results; see `opaque`."""
 
 SOURCE_FOLDERS: set[Path] = set()
-"""The files in which operators are defined, wherever they lie."""
+"""Source files in which operators are defined."""
 
 Body = TypeVar("Body", bound=Callable[..., object])
 
 
 def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | None = None) -> Callable[[Body], Body]:
-    """Decorator: register the function as ``sp::<schema>``.
+    """Return a decorator that registers a function as the composite operator ``sp::<schema>``.
 
-    The body is CompositeImplicitAutograd: one node in a rewritten graph, but autograd, fake tensors and
-    AOTAutograd trace through it, so that the collectives inside are visible to the compiler. moves: see `MOVE_OPS`.
-    padded: see `PADDED`.
+    The body is CompositeImplicitAutograd: it is one node in a rewritten graph. Autograd, fake tensors and AOTAutograd
+    trace through it, so that the compiler sees the collectives inside.
+
+    Args:
+        schema: Schema of the operator, without namespace.
+        moves: Entry of `MOVE_OPS`, if any.
+        padded: Entry of `PADDED`, if any.
     """
 
     def register(body: Body) -> Body:
@@ -66,12 +70,16 @@ def composite(schema: str, moves: tuple[str, str] | None = None, padded: str | N
 def opaque(
     schema: str, fake: Callable[..., object], replays: bool = True, inside: Callable[..., int] | None = None
 ) -> Callable[[Body], Body]:
-    """Decorator: register the function as ``sp::<schema>``, which no tracer looks into and no autograd derives.
+    """Return a decorator that registers a function as the opaque operator ``sp::<schema>``.
 
-    fake: the function on fake tensors. Results must not be views of operands. replays: may a CUDA graph launch again
-    what it launched once? Not if it waits for the device, nor if it launches by what its operands hold. inside: of the
-    bytes that its kernels take for themselves, and its operands: all that it takes while it runs, besides operands
-    and results.
+    Tracers do not enter it and autograd does not differentiate it. Results must not be views of operands.
+
+    Args:
+        schema: Schema of the operator, without namespace.
+        fake: The function on fake tensors.
+        replays: True if a CUDA graph may replay its launches. False if it synchronizes with the device, or if its
+            launches depend on the contents of its operands.
+        inside: Function of the bytes that its kernels allocate, and of its operands, that returns its temporary bytes.
     """
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None) if not replays else None
     tags = (torch.Tag.pt2_compliant_tag, *([] if unsafe is None else [unsafe]))
@@ -91,32 +99,34 @@ def opaque(
 
 def _record_body(body: Callable[..., object]) -> None:
     source = Path(inspect.unwrap(body).__code__.co_filename)
-    if source.is_file():  # what is typed at a prompt has none
+    if source.is_file():  # functions from an interactive prompt have no file
         SOURCE_FOLDERS.add(source.resolve())
 
 
 class LinearMap(torch.autograd.Function):
-    """A linear map and its adjoint, both called as ``map(x, *where)``.
+    """Linear map and its adjoint, both called as ``map(x, *where)``.
 
-    Here as in every backward of an operator: where eager code calls it between compiled graphs, Dynamo is to leave it
-    alone, as it leaves torch's own.
+    As in every backward of an operator, Dynamo must not trace it. Eager code may call it between compiled graphs, where
+    Dynamo does not trace torch's own backwards, either.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
+        """Return ``there(x, *where)`` and save both maps for the backward."""
         ctx.is_ready, ctx.back, ctx.where = there, back, where
         return there(x, *where)
 
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the adjoint of the gradient, differentiable again."""
         return (LinearMap.apply(grad, ctx.back, ctx.is_ready, *ctx.where), None, None, *[None] * len(ctx.where))
 
 
 def sources_digest(*folders: str) -> str:
-    """Changes with every edit of an operator, and of what else lies in these folders.
+    """Return a digest that changes with each edit of an operator or of a file in these folders.
 
-    A compiler's caches see the operators' names only, and would bring back code made from an older body.
+    Caches of compilers see only the operators' names, and would return code compiled from an older body.
     """
     places = [Path(__file__).resolve().parents[1], *(Path(folder).resolve() for folder in folders)]
     return _hash_sources(frozenset(places), frozenset(SOURCE_FOLDERS))
@@ -129,7 +139,7 @@ def _hash_sources(folders: frozenset[Path], sources: frozenset[Path]) -> str:
 
 
 def tag_programs() -> None:
-    """Programs compiled from now on are found in caches only by a process with the same operators."""
+    """Add the digest of the operators to the key of torch's compile caches."""
     config, tag = torch.compiler.config, f"sp_compile {sources_digest()}"
     if tag not in config.cache_key_tag:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()

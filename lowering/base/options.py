@@ -1,4 +1,4 @@
-"""The options of the backend."""
+"""Define and validate the options of the backend."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .errors import SpError, did_you_mean
 from .frames import LAYOUTS
 from .ranks import STRATEGIES, Ranks, resolve
 
-TILES = ("auto", "never")
+TILES = ("auto", "never")  # values of `tiles`, next to a number of tiles
 
 
-OFFLOAD = ("never", "auto")
+OFFLOAD = ("never", "auto")  # values of `offload`, next to a number from 0 to 1
 
 
-OUTPUTS = ("auto", "lazy", "gather", "local")
+OUTPUTS = ("auto", "lazy", "gather", "local")  # values of `outputs`, from the weakest to the strongest
 
 
+# Values of the options that take one of a fixed set.
 CHOICES = {
     "layout": ("auto", *LAYOUTS),
     "inputs": ("global", "local"),
@@ -37,7 +38,13 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class IOOptions:
-    """What the user says of a program's inputs and results, by their names; see `SPConfig`."""
+    """Options on a program's inputs and results, by name; see `SPConfig`.
+
+    Args:
+        seq_dims: "auto", or the sequence dim of each named input.
+        inputs: "global" or "local".
+        outputs: A value of `OUTPUTS`, or one for each named result.
+    """
 
     seq_dims: str | Mapping[str, int] = "auto"
     inputs: str = "global"
@@ -46,56 +53,63 @@ class IOOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SPConfig:
-    """What the backend may be told; every field has a default that works.
+    """Options of the backend. Every field has a working default.
 
-    mesh: the DeviceMesh whose ranks share the sequence; None is the default process group (or one rank without one).
-    mesh_dim: the axis of a mesh of several axes that splits the sequence; if None, "sp", or "ring" and "ulysses".
-    seq_dims: "auto", or {input name: dim} naming the sequence dim of the model's inputs.
-    attention: "ulysses" exchanges heads for sequence; "ring" sends keys and values round; "hybrid" does both on a mesh
-        with axes ("ring", "ulysses"), or on any that factors; "gather" gathers keys and values; "auto" takes what the
-        cost model predicts to be fastest, attention by attention. Others are registered, see
-        `sp_compile.passes.strategies.attention`.
-    layout: the order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n holds
-        chunks r and 2n - 1 - r of 2n; "auto" takes it where that pays and nothing else depends on the order. "balanced"
-        deals chunks so that all ranks attend to about as many pairs, as the documents of each batch have it; "auto"
-        takes it for masks of documents, where no other graph takes what stays in shards.
-    ulysses_chunks: groups of heads that Ulysses exchanges one by one, each while another is attended to. A number: so
-        many, wherever the heads on a rank are so many groups; "auto": as the cost model predicts that it pays.
-    cost: constants of the cost model, such as {"flops": 6e14}: the device's defaults with these replaced, instead of
-        what was measured on these ranks; {"memory": 8e10}, a device's bytes, alone leaves the rest as it was measured;
-        see sp_compile.passes.cost.machine.Machine.
-    inputs: "global": every rank passes the whole sequence; "local": each passes its own equal, contiguous shard of the
-        inputs named in seq_dims (or found), which needs a dynamic sequence length.
-    outputs: "auto": results of at least `LARGE_OUTPUT` bytes that lie in shards stay there, as tensors that know it
-        and become whole when eager code reads them, on every rank; "lazy": smaller ones, too. "gather": every rank
-        returns whole results. "local": each rank returns its own rows of them. Or {result: one of these}, by the name
-        that the result has in the model's code or by its place among the graph's results; the others are as by default.
-    param_grads: "reduce": parameter gradients are summed over the ranks in the backward; "partial": they are left
-        partial, scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
-    state: "sharded": FSDP shares parameters, their gradients and the optimizer's state over the ranks of the sequence,
-        and "auto" of other options counts a rank's shards, and one layer whole, as what lies on its device, with state
-        as large as AdamW's; "replicated": all of them, without a state, of which a program shows nothing.
-    fallback: "gather" does what cannot be sharded on the whole, and reports it; "error" refuses it.
-    sequence_parallel_linear: "auto": linears + all_reduce of a tensor-parallel program run scattered between them where
-        that is exact; "never": as they are written.
-    merge_reductions: whether reductions of a value over several axes of a mesh become one. "auto": where the cost model
-        predicts that this is faster; "always": wherever it is exact; "intra_node": over ranks of one machine; "never".
-        The axes have to be declared: `sp_compile.declare_groups(mesh)`.
-    tiles: in how many tiles, one behind the other, a rank does token-wise work whose inside is wide: a head with its
-        loss, an MLP. "auto": what ends in a number (its gradients are made in the same loop), if the step does not fit
-        the device without or that is an eighth of it, and all else, whose inside a backward computes again, if it still
-        does not; where the device's memory is unknown, what ends in a number and has an inside of at least 1 GiB. A
-        number: all of it; "never".
-    offload: what of the values that a forward keeps for its backward waits in the host's memory. A number: this share
-        of their bytes, as far as values are of that size; "auto": as few as let the step of each graph, with weights
-        and gradients, fit the device (cost={"memory": ...} says another size); "never". See `explain(memory=True)`.
-    activation_memory_budget: 0..1, handed to AOTAutograd's partitioner; None leaves it alone.
-    check_every: after how many calls the ranks compare checksums of all weights and buffers again, as on the first one;
-        0: never. Tokens, modes, sizes and options are compared on every call.
-    compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which gets the local graph;
-        only the two named have a place for passes on collectives, so with others those stay as the program has them.
+    Args:
+        mesh: The DeviceMesh whose ranks share the sequence. None selects the default process group, or a single rank
+            without one.
+        mesh_dim: The axis that splits the sequence, for a mesh of several axes. None selects "sp", or "ring" and
+            "ulysses".
+        seq_dims: "auto", or {input name: dim} with the sequence dims of the model's inputs.
+        attention: "ulysses" exchanges heads for sequence. "ring" circulates keys and values. "hybrid" does both, on a
+            mesh with axes ("ring", "ulysses") or on any number of ranks that factors. "gather" gathers keys and values.
+            "auto" selects the fastest predicted strategy for each attention. Others are registered, see
+            `sp_compile.passes.strategies.attention`.
+        layout: The order of the sequence over the ranks. "zigzag" balances causal rings and gathers: rank r of n stores
+            chunks r and 2n - 1 - r of 2n. "balanced" assigns chunks by the documents of each batch, so that all ranks
+            attend to about the same number of pairs. "auto" selects "zigzag" where it pays and nothing else depends on
+            the order, and "balanced" for document masks if no other graph consumes the sharded results.
+        ulysses_chunks: Number of head groups that Ulysses exchanges separately, each while another group is computed. A
+            number applies if it divides the heads of a rank; "auto" follows the cost model.
+        cost: Constants of the cost model, such as {"flops": 6e14}, see sp_compile.passes.cost.machine.Machine. They
+            replace those of the device's defaults, and the model is not measured on these ranks. {"memory": 8e10}, the
+            bytes of a device, alone keeps the measured constants.
+        inputs: "global": every rank passes the full sequence. "local": each rank passes its equal, contiguous shard of
+            the inputs in seq_dims (or of those found), which requires a dynamic sequence length.
+        outputs: "auto": sharded results of at least `LARGE_OUTPUT` bytes stay sharded, and are gathered on every rank
+            when eager code reads them. "lazy": smaller ones, too. "gather": every rank returns full results. "local":
+            each rank returns its own rows. Or {result: one of these}, by the result's name in the model's code or by
+            its index among the graph's results; other results keep the default.
+        param_grads: "reduce": the backward sums parameter gradients over the ranks. "partial": they stay partial,
+            scaled by the number of ranks, for a DDP or FSDP that averages over an axis that includes these ranks.
+        state: Placement that "auto" of other options assumes for training state. "sharded": FSDP shards parameters,
+            gradients and an optimizer state as large as AdamW's over these ranks; a device stores its shards and one
+            gathered layer. "replicated": every device stores parameters and gradients, and no optimizer state is
+            counted.
+        fallback: "gather": an operation that cannot be sharded runs on gathered operands and is reported. "error":
+            raise.
+        sequence_parallel_linear: "auto": linears and all_reduces of a tensor-parallel program run scattered where that
+            is exact. "never": they run as written.
+        merge_reductions: Merging of reductions of a value over several mesh axes. "auto": where the cost model predicts
+            a gain. "always": wherever it is exact. "intra_node": over ranks of one machine. "never". The axes must be
+            declared with `sp_compile.declare_groups(mesh)`.
+        tiles: Number of sequential tiles of token-wise work with wide intermediates, such as a head with its loss or an
+            MLP. "auto" tiles work that ends in a scalar, whose gradients are computed in the same loop, if the step
+            does not fit the device otherwise or the work is an eighth of the device. It then tiles work that the
+            backward recomputes, if the step still does not fit. If the memory of the device is unknown, it tiles work
+            that ends in a scalar and has intermediates of at least 1 GiB. A number tiles all of it. "never" tiles
+            nothing.
+        offload: Activations that wait in host memory for the backward. A number: this share of their bytes, as far as
+            their sizes allow. "auto": the smallest share for which the step of each graph, with weights and gradients,
+            fits the device (cost={"memory": ...} sets its size). "never". See `explain(memory=True)`.
+        activation_memory_budget: Budget of AOTAutograd's partitioner, from 0 to 1. None keeps its setting.
+        check_every: Number of calls between comparisons of checksums of all weights and buffers across ranks; the first
+            call always compares. 0: never. Tokens, modes, sizes and options are compared on every call.
+        compiler: "inductor", "aot_eager", or any torch.compile backend (a name or a callable), which compiles the local
+            graph. Only the two named ones run passes on collectives; with others the collectives stay unchanged.
 
-    Raises SpError for an unknown field or value.
+    Raises:
+        SpError: An option has an invalid value, or two options exclude each other.
     """
 
     mesh: DeviceMesh | None = None
@@ -174,25 +188,35 @@ class SPConfig:
 
     @property
     def has_place(self) -> bool:
-        """Has the compiler a place for passes on collectives?"""
+        """Return True if the compiler runs passes on collectives."""
         return self.compiler in JOINT_COMPILERS
 
     @property
     def io_options(self) -> IOOptions:
-        """Of the program's inputs and results."""
+        """Return the options on the program's inputs and results."""
         return IOOptions(self.seq_dims, self.inputs, self.outputs)
 
     def ranks(self) -> Ranks:
-        """Those that share the sequence; see `resolve`."""
+        """Return the ranks that share the sequence; see `resolve`.
+
+        Returns:
+            The ranks of `mesh`, or of the default group.
+
+        Raises:
+            SpError: The mesh and `mesh_dim` do not match, or this rank is not in the mesh.
+        """
         return resolve(self.mesh, self.mesh_dim)
 
     def refuse(self, entry: str, fix: str | None = None, **reasons: str) -> None:
-        """Raise SpError for an option that `entry` cannot honour and that is not left at its default.
+        """Raise SpError for a non-default option that an entry point does not support.
 
         Args:
-            entry: The name of the function.
-            fix: What to do, instead of leaving the option out.
-            **reasons: Why `entry` cannot honour each of these options.
+            entry: Name of the entry point.
+            fix: The remedy. Defaults to omitting the option.
+            **reasons: Reason for each unsupported option, as a predicate of `entry`.
+
+        Raises:
+            SpError: One of the options is not at its default.
         """
         for option in fields(self):
             value = getattr(self, option.name)
@@ -201,7 +225,17 @@ class SPConfig:
 
     @staticmethod
     def of(options: AnyOptions) -> SPConfig:
-        """A config from torch.compile's `options`."""
+        """Return a config for torch.compile's `options`.
+
+        Args:
+            options: An SPConfig, a mapping from option names to values, or None for the defaults.
+
+        Returns:
+            The validated config.
+
+        Raises:
+            SpError: An option is unknown or has an invalid value.
+        """
         if isinstance(options, SPConfig):
             return options
         if not isinstance(options, Mapping | None):
@@ -217,15 +251,23 @@ class SPConfig:
 
 
 AnyOptions: TypeAlias = SPConfig | Mapping[str, Any] | None
-"""What `torch.compile` is given: fields of an `SPConfig`, whose values nobody has looked at yet."""
+"""Options as passed to `torch.compile`: an SPConfig, or its fields before validation."""
 
 
 COMPILE_OPTIONS = "mode", "dynamic", "fullgraph", "backend", "disable"
-"""What torch.compile takes beside `options`."""
+"""Arguments of torch.compile next to `options`."""
 
 
 def stronger_output(a: str, b: str) -> str:
-    """Of two words of the option `outputs` for one value, the one that both are content with."""
+    """Return the stronger of two values of the option `outputs` for one result.
+
+    Args:
+        a: A value of `OUTPUTS`.
+        b: Another value of `OUTPUTS`.
+
+    Returns:
+        The value that satisfies both requests.
+    """
     return max(a, b, key=OUTPUTS.index)
 
 
@@ -234,6 +276,6 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _wrong(name: str, value: Any, expected: str, known: Sequence[str] = (), word: Any = None) -> SpError:
-    """Return the error of an option's value, with a hint at the known word that is close to it or to `word`."""
+    """Return the error for an option's value, with a hint at a known value close to it or to `word`."""
     hint = did_you_mean(value if word is None else word, known)
     return SpError("SP103", f"{name}: expected {expected}, got {value!r}{hint}.")

@@ -1,13 +1,11 @@
-"""One line on the terminal while something takes long: what a compilation, `explain` or `verify` is at, and since when.
+"""Show a progress line on the terminal during long compilations, `explain` and `verify`.
 
-It comes after `SHOW_AFTER` seconds, on rank 0, and goes at the end, when a line says how long it took and what torch
-had
-in its caches. There is none where stderr is no terminal, or where TORCH_LOGS asks for torch's own words.
+The line appears after `SHOW_AFTER` seconds, on rank 0. At the end another line reports the duration and the hits in
+torch's caches. There is none if stderr is not a terminal or TORCH_LOGS is set.
 
-`with show_progress("verify"):` is a piece of work, in which `set_step("one device")` says what comes now; outside of
-one it says
-nothing. Inside of AOTAutograd and Inductor, which take the longest, the line has the graph that torch compiles:
-"forward" or "backward".
+`with show_progress("verify"):` surrounds a piece of work, in which `set_step("one device")` sets the current step.
+Outside of such a block `set_step` has no effect. While AOTAutograd or Inductor runs, the line shows the graph that
+torch compiles: "forward" or "backward".
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from rich.text import Text
 from sp_compile.lowering.torch_compat import count_cache_hits, current_partition
 
 SHOW_AFTER = 3.0  # seconds before anything is shown
-UPDATE_INTERVAL = 0.25  # seconds between looks
+UPDATE_INTERVAL = 0.25  # seconds between updates
 
 
 @dataclass(eq=False)
 class ProgressLine:
-    """The line of one piece of work. clock: seconds, from any start. step: the current one."""
+    """Progress line of one piece of work."""
 
-    title: str
+    title: str  # name of the work
     console: Console
-    clock: Callable[[], float] = time.monotonic
-    step: str = "capture"
-    live: Live | None = None
+    clock: Callable[[], float] = time.monotonic  # current time in seconds, from any origin
+    step: str = "capture"  # current step of the work
+    live: Live | None = None  # None until the line is shown
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -46,18 +44,18 @@ class ProgressLine:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Return the seconds since the start of the work."""
         return self.clock() - self.begun
 
     def refresh(self) -> None:
-        """Show what it is at now, once it has taken long enough."""
+        """Show the current step, if the work has run for `SHOW_AFTER` seconds."""
         with self.lock:
             if self.seconds < SHOW_AFTER:
                 return
             words = Text(f"sp: {self.title}: {current_partition() or self.step} ({self.seconds:.0f} s)")
             words.truncate(self.console.width, overflow="ellipsis")
             if self.live is None:
-                # Whatever else is written meanwhile is left alone: it is not ours to lead it elsewhere.
+                # Other output of the process is not redirected.
                 self.live = Live(
                     console=self.console,
                     auto_refresh=False,
@@ -69,7 +67,7 @@ class ProgressLine:
             self.live.update(words, refresh=True)
 
     def end(self) -> None:
-        """Take it away and say what it took, if it was shown."""
+        """Remove the line and report the duration, if the line was shown."""
         with self.lock:
             if self.live is not None:
                 self.live.stop()
@@ -79,18 +77,22 @@ class ProgressLine:
 
 
 _active_lines: list[ProgressLine] = []
-"""What this process is at; one at a time: work inside of other work is a step of that."""
+"""Progress line of this process, at most one: nested work counts as a step of the outer one."""
 
 
 def set_step(step: str) -> None:
-    """What the work that is going on is at now, if any is."""
+    """Set the current step of the running work, if any."""
     for line in _active_lines:
         line.step = step
 
 
 @contextmanager
 def show_progress(title: str) -> Iterator[None]:
-    """A piece of work, with a line if it takes long and anybody is there to read it."""
+    """Show a progress line for the body of the block if it runs long on a terminal.
+
+    Args:
+        title: Name of the work.
+    """
     ended, line = threading.Event(), _start_line(title)
     if line is None:
         yield
@@ -105,14 +107,19 @@ def show_progress(title: str) -> Iterator[None]:
 
 
 def show_in_thread(title: Callable[[], str], ended: threading.Event) -> None:
-    """The same in a thread of its own, until the work of another one has ended."""
+    """Show a progress line in the calling thread until the work of another thread has ended.
+
+    Args:
+        title: Function that returns the name of the work.
+        ended: Event that is set at the end of the work.
+    """
     line = _start_line(title())
     if line is not None:
         _update_line(line, ended)
 
 
 def _start_line(title: str) -> ProgressLine | None:
-    """None where nobody reads it, or inside of other work."""
+    """Return a new line, or None inside of other work or without a terminal."""
     console = Console(stderr=True)
     if _active_lines or not _is_terminal(console):
         return None

@@ -1,4 +1,4 @@
-"""The ranks that share a sequence, and how a mesh names them."""
+"""Resolve the ranks that share a sequence from a mesh or process group."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from .errors import SpError
 from .registry import Table
 
 STRATEGIES: Table[Any] = Table("attention")
-"""Attention strategies (`passes.cost.attention_cost.Strategy`) by the value of the option `attention`."""
+"""Attention strategies (`passes.cost.attention_cost.Strategy`) by value of the option `attention`."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`n` ranks that hold one sequence between them; `group`: the process group's name ("" where there is none).
+    """Ranks that share one sequence."""
 
-    ulysses: how many neighbours share heads, where the mesh says so by a pair of axes (`Strategy.axes`).
-    """
-
-    n: int
-    group: str
-    ulysses: int | None = None
+    n: int  # number of ranks
+    group: str  # name of the process group; "" if there is none
+    ulysses: int | None = None  # adjacent ranks that share heads, if the mesh has a pair of axes
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group itself; None where there are no processes (a simulation, a single rank)."""
+        """Return the process group, or None in a simulation and for a single rank."""
         if not self.group or not dist.is_initialized():
             return None
         return process_group(self.group)
 
     @property
     def exchanges(self) -> bool:
-        """Are there other processes in the group? The "fake" backend has none."""
+        """Return True if the group has other processes. The "fake" backend has none."""
         group = self.process_group
         return self.n > 1 and group is not None and "fake" not in str(dist.get_backend(group))
 
     def check_carries(self, device: torch.device) -> None:
-        """Raises SpError where Gloo would exchange tensors of a GPU: its all-gather of them ends the process.
+        """Raise SpError if Gloo would exchange CUDA tensors, whose all-gather crashes the process.
 
-        A segmentation fault, seen with torch 2.11 on an H100.
+        The crash is a segmentation fault, seen with torch 2.11 on an H100.
+
+        Args:
+            device: Device of the tensors.
+
+        Raises:
+            SpError: The group uses Gloo for tensors of a GPU.
         """
         real = device.type == "cuda" and dist.is_initialized() and known_process_group(self.group)
         if real and self.exchanges and group_backend(process_group(self.group), device) == "gloo":
@@ -57,13 +60,17 @@ class Ranks:
 
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Ranks | None
-"""How the functions on local shards are told their ranks; None is the default group."""
+"""Ranks as passed to the functions on local shards. None selects the default group."""
 
 
 def ranks_of(mesh: Mesh) -> Ranks:
-    """The ranks of a function on local shards; see `resolve`. Inside torch.compile they are constants.
+    """Return the ranks for a function on local shards; constant inside torch.compile.
 
-    Raises SpError: what `resolve` raises, and this rank outside the process group.
+    Args:
+        mesh: A DeviceMesh, process group or Ranks; None for the default group.
+
+    Raises:
+        SpError: This rank is not in the process group, or `resolve` fails.
     """
     if isinstance(mesh, Ranks):
         return mesh
@@ -80,11 +87,16 @@ def _resolve_mesh(mesh: DeviceMesh | None) -> Ranks:
 
 
 def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
-    """The sequence-parallel ranks: the mesh's only axis or the named one; without a mesh, the default group.
+    """Return the sequence-parallel ranks of a mesh axis, or of the default group without a mesh.
 
-    A mesh with both axes of a strategy (next to others or not) is both of them as one axis, row-major.
+    A mesh that contains both axes of a strategy uses them as one flattened axis, row-major.
 
-    Raises SpError: a mesh of several axes without `mesh_dim`, an axis that the mesh lacks, this rank outside the mesh.
+    Args:
+        mesh: The mesh, or None.
+        mesh_dim: The axis that splits the sequence. May be None for a mesh of one axis, an axis "sp" or a pair of axes.
+
+    Raises:
+        SpError: The mesh lacks the axis, `mesh_dim` is missing, or this rank is not in the mesh.
     """
     if mesh is None:
         return _default_group(mesh_dim)
@@ -105,7 +117,7 @@ def resolve(mesh: DeviceMesh | None, mesh_dim: str | None) -> Ranks:
 
 
 def find_axis_pair(mesh: DeviceMesh) -> tuple[str, str] | None:
-    """The axes of a mesh that a strategy splits the sequence over together."""
+    """Return the pair of mesh axes over which a strategy splits the sequence, or None."""
     pairs: list[tuple[str, str]] = [strategy.axes for strategy in STRATEGIES.values() if strategy.axes]
     return next((pair for pair in pairs if set(pair) <= set(mesh.mesh_dim_names or ())), None)
 
@@ -119,7 +131,7 @@ def _default_group(mesh_dim: str | None) -> Ranks:
 
 
 def _chart_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
-    """The axis that splits the sequence, as a mesh of its own."""
+    """Return the submesh of the axis that splits the sequence."""
     names = mesh.mesh_dim_names
     if mesh.ndim > 1:
         if not names or (mesh_dim or "sp") not in names:
@@ -130,4 +142,4 @@ def _chart_axis(mesh: DeviceMesh, mesh_dim: str | None) -> DeviceMesh:
     return mesh
 
 
-SINGLE_RANK = Ranks(1, "")
+SINGLE_RANK = Ranks(1, "")  # ranks of a single-device program

@@ -1,4 +1,4 @@
-"""Tables of ways to do one thing. A way registers itself; the first that fits is taken, and tests can force one."""
+"""Provide registries of implementations, of which the first that fits runs and tests can force one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class Override(Generic[T]):
-    """What everything inside `with forced.to(value)` takes, on any thread: for tests and measurements."""
+    """Value that is forced on all threads inside `with forced.force(value)`, for tests and benchmarks."""
 
     def __init__(self) -> None:
         self._values: list[T] = []
 
     @property
     def value(self) -> T | None:
-        """Of the innermost block; None outside."""
+        """Return the value of the innermost block, or None outside."""
         return self._values[-1] if self._values else None
 
     @contextmanager
     def force(self, value: T) -> Iterator[None]:
-        """Force it inside."""
+        """Force the value inside the block."""
         self._values.append(value)
         try:
             yield
@@ -34,10 +34,11 @@ class Override(Generic[T]):
 
 
 class Table(dict[Any, TableRow]):
-    """Rows by name, in the order in which they were registered: the one way in which anything makes itself known.
+    """Registry of rows by name, in the order of registration.
 
-    title: what errors call it. again: a name may be registered anew, and the last row counts, as where a user runs a
-    cell of a notebook twice.
+    Args:
+        title: Name of the registry in error messages.
+        again: True if a name may be registered again, as by a notebook cell that runs twice; the last row counts.
     """
 
     def __init__(self, title: str, again: bool = False) -> None:
@@ -47,9 +48,19 @@ class Table(dict[Any, TableRow]):
         self._forced: Override[str] = Override()
 
     def register(self, name: Any, row: TableRow, rank: Callable[[Any], int] = lambda problem: 0) -> ExitStack:
-        """Add a row: for good, or `with table.register(...):` for a block. Raises SpError: the name is taken.
+        """Add a row, permanently or, with `with table.register(...):`, for a block.
 
-        rank: of rows with `fits(problem)`, those of low rank are tried first, and equal ones in the table's order.
+        Args:
+            name: Key of the row.
+            row: The row.
+            rank: Priority as a function of the problem, for rows with `fits(problem)`: rows of low rank are tried
+                first, and equal ones in the order of registration.
+
+        Returns:
+            A context manager that removes the row at its exit.
+
+        Raises:
+            SpError: The name is registered already.
         """
         if name in self and not self.again:
             raise SpError("SP901", f"{self.title}: {name!r} is registered already.")
@@ -59,7 +70,7 @@ class Table(dict[Any, TableRow]):
         return added
 
     def of(self, *names: Any) -> Callable[[T], T]:
-        """Decorator: what it stands on is the row of these names, and keeps its own type."""
+        """Return a decorator that registers a function or class under these names."""
 
         def register(row: Any) -> Any:
             for name in names:
@@ -69,13 +80,21 @@ class Table(dict[Any, TableRow]):
         return register
 
     def use_row(self, name: str) -> AbstractContextManager[None]:
-        """A block in which `choose` takes the named row: for tests and measurements. Raises SpError: there is none."""
+        """Return a context in which `choose` selects the named row, for tests and benchmarks.
+
+        Raises:
+            SpError: The registry has no such row.
+        """
         if name not in self:
             raise SpError("SP902", f"{self.title}: expected one of {', '.join(self)}, got {name!r}.")
         return self._forced.force(name)
 
     def choose(self, problem: Any) -> str:
-        """The name of the first row that fits. Raises SpError if the one that `using` names does not fit."""
+        """Return the name of the first row that fits.
+
+        Raises:
+            SpError: The row that `use_row` forces does not fit.
+        """
         rows: Mapping[str, Any] = self
         name = self._forced.value
         if name is None:

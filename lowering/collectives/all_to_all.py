@@ -1,13 +1,12 @@
-"""``sp::all_to_all``: move the split from one dim to another, for several tensors in one exchange.
+"""Move a split from one dim to another with ``sp::all_to_all``, for several tensors in one exchange.
 
-x       (..., g, ..., H, ...)      gather dim split, scatter dim whole
-pack    (n, g, cols)               H cut into n blocks, the block's rank in front, the rows next
-cat     (n, g, total)              the tensors side by side
-recv    (n * g, total)             rows of all ranks, in order
-unpack  (..., G, ..., h, ...)      split of the columns and a permute: views
+x       (..., g, ..., H, ...)      gather dim sharded, scatter dim full pack    (n, g, cols)               H cut into n
+blocks, one per rank, followed by the rows cat     (n, g, total)              tensors concatenated along the columns
+recv    (n * g, total)             rows of all ranks, in order unpack  (..., G, ..., h, ...)      split of the columns
+and a permute: views
 
-Of tensors that differ in g, as query and key heads do, the fewest are the rows and what the others have beyond them is
-columns: one exchange for all, and unpacking is one copy of those.
+Tensors may differ in g, as query and key heads do. The smallest g is the number of rows, and further rows of the others
+become columns: all tensors share one exchange, and unpacking copies only those with more rows.
 """
 
 import math
@@ -35,21 +34,22 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 
 class _Reshard(NamedTuple):
-    """From where to where: the arguments that all tensors of one exchange share."""
+    """Dims, frames and ranks that all tensors of one exchange share."""
 
-    scatter_dim: int
-    scatter_frame: FrameArg
-    gather_dim: int
-    gather_frame: FrameArg
-    n: int
-    group: str
+    scatter_dim: int  # dim that becomes sharded
+    scatter_frame: FrameArg  # frame of the scatter dim
+    gather_dim: int  # dim that becomes full
+    gather_frame: FrameArg  # frame of the gather dim
+    n: int  # number of ranks
+    group: str  # name of the process group
 
     def inverse(self) -> "_Reshard":
+        """Return the reshard in the opposite direction."""
         return _Reshard(self.gather_dim, self.gather_frame, self.scatter_dim, self.scatter_frame, self.n, self.group)
 
 
 class _AllToAllFunction(torch.autograd.Function):
-    """The exchange; its adjoint is the exchange along the way back, with zeros for padding."""
+    """Exchange. Its adjoint is the inverse exchange, with zeros for padding."""
 
     @staticmethod
     def forward(ctx: Any, reshard: _Reshard, edge: bool, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -70,7 +70,10 @@ class _AllToAllFunction(torch.autograd.Function):
 
 
 def _group_shareable(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
-    """Indices of the tensors that can share an exchange: same dtype, device and, but for columns, gather length."""
+    """Return groups of indices of tensors that can share an exchange.
+
+    Tensors of a group have one dtype and device, and one of their gather lengths divides all others.
+    """
     groups: list[list[int]] = []
     for i, x in enumerate(xs):
         for members in groups:
@@ -84,7 +87,7 @@ def _group_shareable(xs: Sequence[Tensor], gather_dim: int) -> list[list[int]]:
 
 
 def _common_divisor_rows(xs: Sequence[Tensor], gather_dim: int) -> int | None:
-    """The gather length that divides all others; None where none is known to."""
+    """Return the gather length that divides all others, or None if none is known to."""
     lengths = [x.shape[gather_dim] for x in xs]
     return next((a for a in lengths if all(_divides_rows(a, b) for b in lengths)), None)
 
@@ -94,12 +97,17 @@ def _divides_rows(few: int, many: int) -> bool:
 
 
 def equal_reshard(scatter_dim: int, gather_dim: int, n: int, group: str) -> _Reshard:
-    """The reshard of equal shares: the frame of n positions, one a rank, whatever the sizes are."""
+    """Return the reshard of equal shares: its frame has n positions, one per rank, for all sizes."""
     return _Reshard(scatter_dim, (1, n, 0, n), gather_dim, (1, n, 0, n), n, group)
 
 
 def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
-    """All of ``xs`` in one all_to_all_single. Their scatter dim is padded: n equal blocks. Not differentiable."""
+    """Exchange ``xs`` in one all_to_all_single. Not differentiable.
+
+    Args:
+        xs: Tensors of one dtype and device. Their scatter dims are padded to n equal blocks.
+        reshard: Dims, frames and ranks.
+    """
     held = local_row_count(reshard.gather_frame, reshard.n)
     if reshard.n == 1:
         gather, frame = reshard.gather_dim, reshard.gather_frame
@@ -116,9 +124,9 @@ def exchange(xs: list[Tensor], reshard: _Reshard) -> list[Tensor]:
 
 
 def _to_blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
-    """(..., g, ..., n * h, ...) -> (n, rows, ...), the other dims with h in place of the scatter dim; mostly a view.
+    """Reshape (..., g, ..., n * h, ...) to (n, rows, ...), in most cases a view.
 
-    What g has beyond so many rows is the first of the other dims.
+    The other dims follow, with h in place of the scatter dim. If g exceeds `rows`, the first of them is g / rows.
     """
     n, scatter, gather = reshard.n, reshard.scatter_dim, reshard.gather_dim
     if frame_folds(reshard.scatter_frame) == 2:
@@ -128,7 +136,7 @@ def _to_blocks(x: Tensor, reshard: _Reshard, rows: int) -> Tensor:
 
 
 def _pack_blocks(blocks: list[Tensor]) -> Tensor:
-    """(n, g, ...) of several tensors -> (n, g, cols), side by side; one copy of each."""
+    """Concatenate (n, g, ...) of several tensors to (n, g, cols), with one copy of each."""
     first = blocks[0]
     columns = [math.prod(b.shape[2:]) for b in blocks]
     if not all(map(triton.can_use_triton, blocks)):
@@ -141,7 +149,7 @@ def _pack_blocks(blocks: list[Tensor]) -> Tensor:
 
 
 def _unpack_block(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) -> Tensor:
-    """(G, cols) -> (..., G, ..., h, ...), a view where the block's rows are all that x has."""
+    """Reshape (G, cols) to (..., G, ..., h, ...), a view if the block's rows are all rows of x."""
     found = piece.unflatten(1, block.shape[2:])
     return (found if found.ndim == x.ndim else found.flatten(0, 1)).movedim(0, reshard.gather_dim)
 
@@ -155,14 +163,15 @@ def _unpack_block(piece: Tensor, block: Tensor, x: Tensor, reshard: _Reshard) ->
 def all_to_all(
     xs: list[Tensor], scatter_dim: int, scatter: FrameArg, gather_dim: int, gather: FrameArg, n: int, group: str
 ) -> list[Tensor]:
-    """Shard(gather_dim) -> Shard(scatter_dim), for every x.
+    """Convert Shard(gather_dim) to Shard(scatter_dim), for every x.
 
-    Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors
-    with more rows a position, such as the query heads of one key head, have a larger inner and share the
-    frames. Bytes: (n - 1) / n of the operands', in one all_to_all_single for all that agree in dtype and
-    divide in local gather length. Backward: the same exchange the other way, as many bytes.
+    Shapes: gather dim s_g * inner -> length_g * inner; scatter dim length_s * inner -> s_s * inner. Tensors with more
+    rows per position, such as the query heads of one key head, have a larger inner and share the frames.
+    Bytes: (n - 1) / n of the operands', in one all_to_all_single for all tensors that agree in dtype and divide in
+    local gather length.
+    Backward: the inverse exchange, of the same number of bytes.
     Source: one copy into the send buffer, all_to_all_single, views.
-    Errors: ValueError when the dims are equal or a frame's outer is not 1.
+    Errors: ValueError if the dims are equal or the outer factor of a frame is not 1.
     """
     ndim = xs[0].ndim
     reshard = _Reshard(scatter_dim % ndim, scatter, gather_dim % ndim, gather, n, group)

@@ -1,17 +1,17 @@
-"""``sp::all_to_all_permute``: move the split of one tensor from a dim to another, the permutes within the exchange.
+"""Move the split of one tensor between dims with ``sp::all_to_all_permute``, permutes included.
 
-x       (..., g, ..., A, ...)      gather dim split in equal shares, scatter dim whole
-result  (..., n * g, ..., A / n, ...)    rank r's rows from r * g on; this rank's block of the scatter dim
+x       (..., g, ..., A, ...)      gather dim sharded in equal shares, scatter dim full result  (..., n * g, ..., A / n,
+...)    rank r's rows from r * g on; this rank's block of the scatter dim
 
 The first row of the lowering table that fits runs it:
 
-torch       eager matrices on CUDA, in declared symmetric memory: torch's all_to_all_nd, from torch 2.14 on
-packed      ``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. Where the scatter dim leads,
-            the copy is behind the collective instead. Inside torch.compile the compiler writes it, from the kernel
-            that makes x or in the one that reads the result
+torch       eager matrices on CUDA, in declared symmetric memory: torch's all_to_all_nd, from torch 2.14 on packed
+``all_to_all.py``: one copy into the send buffer, all_to_all_single, a view. If the scatter dim is the
+            first one, the copy follows the collective instead. Inside torch.compile the compiler fuses it into the
+            kernel that computes x, or into the one that reads the result
 
-Symmetric memory is one buffer a group, declared once, together, never while running, by the collective
-``sp_compile.declare_symmetric_memory``. An exchange copies its operand there.
+Symmetric memory is one buffer per group. The collective ``sp_compile.declare_symmetric_memory`` declares it once on all
+ranks, before programs run. An exchange copies its operand there.
 """
 
 from __future__ import annotations
@@ -35,41 +35,39 @@ from .all_to_all import equal_reshard, exchange
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """Symmetric memory.
+    """Symmetric memory of a group."""
 
-    memory: uint8 (bytes,), this rank's. barrier: waits, on the current stream, until all ranks have reached it.
-    """
-
-    memory: Tensor
+    # uint8 (bytes,), this rank's memory
+    memory: Tensor  # waits, on the current stream, for all ranks
     barrier: Callable[[], None]
 
     def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the beginning of the memory as a contiguous tensor."""
+        """Return the first bytes of the memory as a contiguous tensor."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[:size].view(dtype).view(shape)
 
     def has_space(self, x: Tensor) -> bool:
-        """Return whether there is room for x, on its device."""
+        """Return True if x is on the device of the memory and fits into it."""
         same = x.device == self.memory.device
         return same and x.numel() * x.element_size() <= self.memory.numel()
 
 
 BUFFERS: dict[str, SymmetricBuffer] = {}
-"""What was declared, by group, on all of its ranks or on none: their exchanges may use it."""
+"""Declared buffers by group, on all of its ranks or on none."""
 
 
 class PermuteProblem(NamedTuple):
-    """One exchange of x; dims are not negative and not equal."""
+    """One exchange of x. Dims are not negative and not equal."""
 
-    x: Tensor
-    scatter_dim: int
-    gather_dim: int
-    n: int
-    group: str
+    x: Tensor  # any shape and dtype
+    scatter_dim: int  # dim that becomes sharded
+    gather_dim: int  # dim that becomes full
+    n: int  # number of ranks
+    group: str  # name of the process group
 
     @property
     def shape(self) -> list[int]:
-        """Of the result."""
+        """Return the shape of the result."""
         shape = list(self.x.shape)
         shape[self.scatter_dim] //= self.n
         shape[self.gather_dim] *= self.n
@@ -77,7 +75,7 @@ class PermuteProblem(NamedTuple):
 
     @property
     def buffer(self) -> SymmetricBuffer | None:
-        """Return the symmetric memory that this exchange may use, or None: the same on every rank."""
+        """Return the symmetric memory that this exchange may use, or None; equal on all ranks."""
         eager = triton.is_plain_memory(self.x) and self.x.numel() > 0 and not torch.compiler.is_compiling()
         real = isinstance(current_communicator(), FunctionalCommunicator)
         buffer = BUFFERS.get(self.group) if eager and real else None
@@ -99,7 +97,7 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
     x, scatter, gather, n, group = problem
     if not all(is_known(size == 1) for size in x.shape[:scatter]):
         return exchange([x], equal_reshard(*problem[1:]))[0]
-    # The scatter dim leads: its blocks can be sent as they lie, and only what arrives is permuted.
+    # The first dim is the scatter dim: its blocks can be sent without a copy, and the result is permuted.
     received = current_communicator().all_to_all(x.unflatten(scatter, (n, -1)).movedim(scatter, 0), n, group)
     blocks = received.movedim(0, gather)
     if not triton.can_use_triton(blocks):
@@ -110,8 +108,10 @@ def _packed_exchange(problem: PermuteProblem) -> Tensor:
 
 
 class PackingRow(NamedTuple):
-    fits: Callable[[PermuteProblem], bool]
-    run: Callable[[PermuteProblem], Tensor]
+    """Implementation of the exchange."""
+
+    fits: Callable[[PermuteProblem], bool]  # returns True if it supports the problem
+    run: Callable[[PermuteProblem], Tensor]  # runs the exchange
 
 
 PERMUTE_KERNELS: Table[PackingRow] = Table("all_to_all_permute")
@@ -126,13 +126,13 @@ choose_permute, using_permute = PERMUTE_KERNELS.choose, PERMUTE_KERNELS.use_row
 
 
 class _PermuteFunction(torch.autograd.Function):
-    """The exchange; its adjoint, and that one's, is the exchange along the way back."""
+    """Exchange. Its adjoint, and the adjoint of that, is the inverse exchange."""
 
     @staticmethod
     def forward(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
         problem = PermuteProblem(x.resolve_conj().resolve_neg(), scatter_dim, gather_dim, n, group)
         result = PERMUTE_KERNELS[choose_permute(problem)].run(problem)
-        # As a view of what arrived it could not be changed in place.
+        # A view of the received tensor could not be changed in place.
         return result.data if triton.is_plain_memory(result) else result
 
     @staticmethod
@@ -157,10 +157,10 @@ class _PermuteFunction(torch.autograd.Function):
 
 @composite("all_to_all_permute(Tensor x, int scatter_dim, int gather_dim, int n, str group) -> Tensor")
 def all_to_all_permute(x: Tensor, scatter_dim: int, gather_dim: int, n: int, group: str) -> Tensor:
-    """Shard(gather_dim) -> Shard(scatter_dim), on local shards of equal length.
+    """Convert Shard(gather_dim) to Shard(scatter_dim), on local shards of equal length.
 
-    Bytes: (n - 1) / n of x, in one collective; backward: as many, in one. n divides the scatter dim.
-    Errors: ValueError when the dims are equal, or n is known not to divide.
+    Bytes: (n - 1) / n of x, in one collective; in the backward the same. n divides the scatter dim.
+    Errors: ValueError if the dims are equal, or n is known not to divide.
     """
     scatter_dim, gather_dim = scatter_dim % x.ndim, gather_dim % x.ndim
     if scatter_dim == gather_dim:

@@ -1,6 +1,6 @@
-"""Checksums of tensors, piece by piece: some MiB of scratch, whatever the size of the tensor.
+"""Compute checksums of tensors in parts, with some MiB of scratch memory for tensors of any size.
 
-Those of a device are read when they are there: nobody waits for what the device still has to do.
+Checksums of a device are copied asynchronously: reading them does not wait for later work of the device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import torch
 
 from sp_compile.lowering import triton
 
-PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and what is made of them are 12 MiB of int64
+PIECE_ELEMENTS = 1 << 19  # elements; their bits, positions and hashes are 12 MiB of int64
 _GOLDEN = -0x61C8864680B583EB  # 2**64 over the golden ratio, as int64
 _ROUNDS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1))  # logical shift, then factor
 FREED_CHECKSUM = "none, its memory was freed"
-SUMMARY_PREFIX = "about "  # of a value of numbers that need not be the same to the bit
+SUMMARY_PREFIX = "about "  # prefix for floats that need not be bitwise equal
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(a: Any) -> str:
-    """A checksum of a tensor's bits and of their order; "" for anything else, no elements, and a number of the CPU."""
+    """Return a checksum of a tensor's elements and their order, or "".
+
+    Args:
+        a: Any value. Values that are not tensors, tensors without elements and scalars on the CPU have the checksum "".
+    """
     if not isinstance(a, torch.Tensor) or a.numel() == 0 or (a.ndim == 0 and a.device.type == "cpu"):
         return ""
     if a.device.type != "cpu":
@@ -39,19 +43,19 @@ def checksum(a: Any) -> str:
 
 
 def is_freed(a: torch.Tensor) -> bool:
-    """Has a tensor with elements no memory any more, as after `untyped_storage().resize_(0)`?"""
+    """Return True if the memory of a tensor was freed, as by `untyped_storage().resize_(0)`."""
     return a.layout == torch.strided and a.untyped_storage().nbytes() == 0
 
 
 @dataclass(frozen=True)
 class PendingChecksums:
-    """Checksums on their way from a device: (n,) int64, or (n, 3) of summaries. there: None if they are on the CPU."""
+    """Checksums that are copied from a device."""
 
-    values: torch.Tensor
-    is_ready: Any = None
+    values: torch.Tensor  # (n,) int64, or (n, 3) float64 for summaries
+    is_ready: Any = None  # event of the copy; None on the CPU
 
     def read(self) -> list[str]:
-        """One text each, "about ..." of a summary; waits for the device only where it has not come to them yet."""
+        """Return one text per tensor, "about ..." for a summary. Waits if the copy is not complete."""
         if self.is_ready is not None and not self.is_ready.query():
             self.is_ready.synchronize()
         return [
@@ -61,7 +65,7 @@ class PendingChecksums:
 
 
 def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
-    """Checksums of tensors of one device, each with elements: one launch a tensor where Triton is."""
+    """Start to compute checksums of non-empty tensors on a common device, one launch each with Triton."""
     out = torch.zeros(len(xs), dtype=torch.int64, device=xs[0].device)
     for x, place in zip(xs, out):
         if triton.can_use_triton(x):
@@ -74,7 +78,7 @@ def start_checksums(xs: Sequence[torch.Tensor]) -> PendingChecksums:
 
 
 def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
-    """Begin to copy a device's tensor to the CPU."""
+    """Start to copy a tensor of a device to the CPU."""
     if x.device.type == "cpu":
         return PendingChecksums(x)
     values, there = x.to("cpu", non_blocking=True), torch.Event(x.device.type)
@@ -83,10 +87,16 @@ def start_cpu_copy(x: torch.Tensor) -> PendingChecksums:
 
 
 def sample_view(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """A view of at most so many elements, spread over all dims of the tensor; at another turn of other ones."""
+    """Return a view of at most `most` elements, spread over all dims, and of others at another turn.
+
+    Args:
+        x: Any shape and dtype.
+        most: Maximum number of elements.
+        turn: Offset of the selection; successive turns select different elements.
+    """
     dims = sorted(range(x.ndim), key=x.shape.__getitem__) if x.numel() > most else []
     for i, dim in enumerate(dims):
-        kept = max(1, int(most ** (1 / (len(dims) - i))))  # this dim's share of what the smaller ones have left
+        kept = max(1, int(most ** (1 / (len(dims) - i))))  # share of this dim, after the smaller ones
         step = -(-x.shape[dim] // kept)
         x = x[(slice(None),) * dim + (slice(turn % step, None, step),)]
         most, turn = most // x.shape[dim], turn // step
@@ -94,9 +104,10 @@ def sample_view(x: torch.Tensor, most: int, turn: int) -> torch.Tensor:
 
 
 def summarize(x: torch.Tensor) -> torch.Tensor:
-    """How large a tensor of floats is, and two pseudo-random projections of it: (3,) float64. Read twice, not copied.
+    """Return the norm of a tensor of floats and two pseudo-random projections: (3,) float64.
 
-    Sums of the elements would not do: the gradient of a cross entropy has the same ones for any labels.
+    Plain sums would not suffice: the gradient of a cross entropy has the same sums for any labels. The tensor is read
+    twice and not copied.
     """
     x = _is_plain_tensor(x)
     if not x.numel():
@@ -105,23 +116,24 @@ def summarize(x: torch.Tensor) -> torch.Tensor:
     rows, columns = matrix.shape
     each = (
         matrix @ (_pseudo_random(columns, x.device) / columns**0.5).to(x.dtype)
-    ).double()  # of half precision no overflow
+    ).double()  # half-precision inputs do not overflow
     weights = _pseudo_random(rows, x.device)
     norm = torch.linalg.vector_norm(matrix, dtype=max(x.dtype, torch.float32, key=lambda dtype: dtype.itemsize))
     return torch.stack([norm.double() / columns**0.5, (each * weights).sum(), (each * weights.flip(0)).sum()])
 
 
 def _pseudo_random(n: int, device: torch.device) -> torch.Tensor:
-    """(n,) float64, from -1 to 1, as good as random and always the same."""
+    """Return fixed pseudo-random weights from -1 to 1, (n,) float64."""
     places = torch.arange(1, n + 1, dtype=torch.float64, device=device)
     return torch.cos(0.618 * places.square())
 
 
 def checksum_of(x: torch.Tensor) -> torch.Tensor:
-    """A checksum of any tensor: () int64 on x's device.
+    """Return a checksum of any tensor: () int64 on its device.
 
-    The sum of a hash of each element's bits and place, modulo 2**64: integer arithmetic, so exact whatever the order of
-    summing. A sum of the bits themselves would not do: masks and one-hots are few bits, and cancel.
+    The sum of a hash of each element's bits and index, modulo 2**64. Integer arithmetic is exact for any order of
+    summation. A sum of the bits alone would not suffice: masks and one-hot tensors have few distinct values, which
+    cancel.
     """
     out = torch.zeros((), dtype=torch.int64, device=x.device)
     done = 0
@@ -138,12 +150,12 @@ def _is_plain_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def _element_bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of each element as an integer."""
+    """Return the bits of each element as an integer."""
     return x.resolve_neg().view(_BITS[x.element_size()])
 
 
 def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """A hash of each word and its place. Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return a hash of each element's bits and index: SplitMix64's finalizer (Steele et al., 2014)."""
     z = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device).mul_(_GOLDEN).bitwise_xor_(bits)
     for shift, factor in _ROUNDS:
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
@@ -151,7 +163,7 @@ def _hash_bits(bits: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def is_constant(x: torch.Tensor) -> bool:
-    """Does the tensor hold one number throughout? Not without elements."""
+    """Return True if all elements are equal. False without elements."""
     if x.numel() == 0:
         return False
     first = _comparable_bits(x.detach()[(0,) * x.ndim])
@@ -163,7 +175,7 @@ def _comparable_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def flat_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in order, at most PIECE at a time, as 1-D tensors; views as far as the memory allows."""
+    """Yield the elements in order as 1-D tensors of at most PIECE_ELEMENTS; views where possible."""
     if x.numel() <= PIECE_ELEMENTS:
         yield x.reshape(-1)
     elif x.is_contiguous():

@@ -1,12 +1,12 @@
-"""The ``sp::`` collectives: one node an exchange, with the pair of gradients its type asks for.
+"""Define the ``sp::`` collectives: one node per exchange, with the backward that its types imply.
 
-Types. *Shard*: the dim is split over the ranks by a frame (see ``frames.py``); what padded rows hold is defined in
-``pad_rows.py``, and their cotangents are zero. *Partial*: the true value is the sum over the ranks. A value that is
-whole on every rank is *invariant* when its cotangent is too, and *replicated* when each rank's cotangent is a term of a
-sum.
+Types. *Shard*: the dim is sharded over the ranks by a frame (see ``frames.py``). ``pad_rows.py`` defines the contents
+of padded rows; their cotangents are zero. *Partial*: the true value is the sum over the ranks. A full tensor on every
+rank is *invariant* if its cotangent is a full tensor, too. It is *replicated* if each rank's cotangent is a term of a
+sum. *Varying*: the value differs between ranks.
 
-Every operator takes the number of ranks ``n`` and a process group's name; none has an edge that knows the
-rank. Bytes are what one rank sends with the usual ring algorithms; x is the local operand.
+Every operator has arguments for the number of ranks ``n`` and the name of a process group; no argument depends on the
+rank. Bytes are those that one rank sends with the usual ring algorithms; x is the local operand.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 from .pad_rows import fill_padding
 
-# The maps. Each pair below names two of them.
+# Linear maps. Each operator below uses a pair of them.
 
 
 def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """This rank's rows of a whole x; positions outside the window get the nearest row inside."""
+    """Return this rank's rows of a full x; positions outside the window repeat the nearest row inside."""
     if n == 1 and not is_padded(frame, n):
         return x
     inner = inner_rows(x.shape[dim], frame[0] * frame[3])
@@ -48,12 +48,12 @@ def _slice_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Ten
 
 
 def _slice_rows_zeroed(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """This rank's rows of a whole cotangent; zeros at positions outside the window."""
+    """Return this rank's rows of a full cotangent; zeros at positions outside the window."""
     return fill_padding(_slice_rows(x, dim, frame, n, group), dim, frame, 0, n, group)
 
 
 def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """All ranks' rows of the window. Rows travel in front, so that the result is a view (outer 1)."""
+    """Gather all ranks' rows of the window, with rows as the first dim: a view (outer 1)."""
     outer = frame[0]
     inner = inner_rows(x.shape[dim], outer * local_row_count(frame, n))
     rows = to_sequence_order(current_communicator().all_gather(to_rows_first(x, dim, outer), n, group), frame, n)
@@ -61,9 +61,9 @@ def _gather_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Te
 
 
 def _reduce_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str, edge: bool) -> Tensor:
-    """Sum whole tensors over the ranks; this rank's rows, with padding as `pad_to_frame` has it.
+    """Sum full tensors over the ranks and return this rank's rows, padded as by `pad_to_frame`.
 
-    Values (edge) by the collective of that name, for those who look for it; cotangents in the fastest way.
+    Values (edge) use the collective reduce_scatter, which users can find in the graph; cotangents use the fastest way.
     """
     rows = pad_to_frame(to_rows_first(x, dim, frame[0]), 0, [1, *frame[1:]], n, edge)
     return from_rows_first(
@@ -86,17 +86,17 @@ def _identity(x: Tensor, *where: Any) -> Tensor:
     return x.view_as(x)
 
 
-# The operators.
+# Operators.
 
 
 @opaque(
     "rank(str group, Device device) -> Tensor", lambda group, device: torch.empty((), dtype=torch.int64, device=device)
 )
 def rank(group: str, device: torch.device) -> Tensor:
-    """() -> varying: this rank's index in the group, read when the program runs.
+    """Return this rank's index in the group, read at run time: () -> varying.
 
-    Shapes: -> () int64 on ``device``. Bytes: none. Backward: none, an integer. Opaque on purpose: a graph
-    that holds this node instead of a number is the same on every rank.
+    Shapes: -> () int64 on ``device``. Bytes: none. Backward: none, an integer. The operator is opaque: a graph with
+    this node in place of a constant is the same on every rank.
     Source: ``dist.get_rank(group)``.
     """
     return torch.full((), current_communicator().rank(group), dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ def rank(group: str, device: torch.device) -> Tensor:
     "shard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("", "all_gather"), padded="nearest"
 )
 def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Invariant -> Shard(dim).
+    """Shard a value: invariant -> Shard(dim).
 
     Shapes: dim of outer * length * inner -> outer * s * inner, s = ceil(size / n). Bytes: none.
     Backward: all_gather of the shards, (n - 1) * bytes(result): the window's rows, invariant.
@@ -117,7 +117,7 @@ def shard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
 
 @composite("unshard(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""))
 def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Shard(dim) -> invariant: for values that every rank goes on to use alike.
+    """Gather a value that all ranks use equally: Shard(dim) -> invariant.
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
     Backward: this rank's rows of the cotangent, zeros at padding; no bytes.
@@ -130,10 +130,10 @@ def unshard(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
     "all_gather(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", "reduce_scatter")
 )
 def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Shard(dim) -> replicated: for values that each rank uses in its own way, as K and V.
+    """Gather a value that each rank uses differently, such as K and V: Shard(dim) -> replicated.
 
     Shapes: dim of outer * s * inner -> outer * length * inner. Bytes: (n - 1) * bytes(x).
-    Backward: reduce_scatter of the cotangents, as many bytes.
+    Backward: reduce_scatter of the cotangents, of the same number of bytes.
     Source: all_gather_into_tensor, then views (outer 1).
     """
     return LinearMap.apply(x, _gather_rows, _reduce_cotangents, dim % x.ndim, frame, n, group)
@@ -141,17 +141,18 @@ def all_gather(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tens
 
 @composite("reduce_scatter(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", padded="nearest")
 def reduce_scatter(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Partial(sum) -> Shard(dim): each rank gets its rows of the sum, and copies of valid rows as padding.
+    """Sum over the ranks and shard the result: Partial(sum) -> Shard(dim). Padding copies valid rows.
 
     Shapes: dim of outer * length * inner -> outer * s * inner. Bytes: (n - 1) / n * bytes(x).
-    Backward: all_gather of the shards, as many bytes. Source: reduce_scatter_tensor.
+    Backward: all_gather of the shards, of the same number of bytes.
+    Source: reduce_scatter_tensor.
     """
     return LinearMap.apply(x, _reduce_values, _gather_rows, dim % x.ndim, frame, n, group)
 
 
 @composite("all_reduce(Tensor x, int n, str group) -> Tensor", moves=("all_reduce", ""))
 def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
-    """Partial(sum) -> invariant.
+    """Sum over the ranks: Partial(sum) -> invariant.
 
     Shapes: any -> same. Bytes: 2 * (n - 1) / n * bytes(x). Backward: identity, no bytes; the derivative of
     ``_c10d_functional.all_reduce`` is another all_reduce and belongs to another pair of types.
@@ -162,10 +163,10 @@ def all_reduce(x: Tensor, n: int, group: str) -> Tensor:
 
 @composite("broadcast(Tensor x, str group) -> Tensor", moves=("broadcast", ""))
 def broadcast(x: Tensor, group: str) -> Tensor:
-    """Varying -> invariant: every rank gets rank 0's values, as random draws that must agree need.
+    """Copy rank 0's values to every rank, as for random draws that must agree: varying -> invariant.
 
-    Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes: the values were meant to
-    be equal, so each rank's own computation of them takes the invariant cotangent.
+    Shapes: any -> same. Bytes: bytes(x) from rank 0. Backward: identity, no bytes: the values were meant to be equal,
+    so that the invariant cotangent applies to each rank's own computation of them.
     Source: broadcast from the group's rank 0.
     """
     return LinearMap.apply(x, _broadcast_first, _identity, group)
@@ -173,10 +174,10 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 
 @composite("broadcast_grad(Tensor x, str group) -> Tensor", moves=("", "broadcast"))
 def broadcast_grad(x: Tensor, group: str) -> Tensor:
-    """Invariant -> invariant: the identity; every rank gets rank 0's cotangent.
+    """Return x, and copy rank 0's cotangent to every rank: invariant -> invariant.
 
-    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. With ``broadcast``
-    behind a random op it makes value and gradient those of rank 0's draw.
+    Shapes: any -> same, a view. Bytes: none. Backward: a broadcast, bytes(x) from rank 0. Together with ``broadcast``
+    after a random op, value and gradient are those of rank 0's draw.
     """
     return LinearMap.apply(x, _identity, _broadcast_first, group)
 
@@ -200,7 +201,7 @@ class _ReduceGradFunction(torch.autograd.Function):
 
 
 def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor | None]:
-    """Sum over the ranks: one all_reduce for all tensors of a dtype and device; None stays None."""
+    """Sum over the ranks with one all_reduce per dtype and device; None stays None."""
     sums = list(grads)
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
     for i, grad in enumerate(grads):
@@ -217,11 +218,11 @@ def _sum_flat(grads: Sequence[Tensor | None], n: int, group: str) -> list[Tensor
 
 @composite("reduce_grad(Tensor[] xs, str how, int n, str group) -> Tensor[]", moves=("", "all_reduce"))
 def reduce_grad(xs: list[Tensor], how: str, n: int, group: str) -> list[Tensor]:
-    """Invariant -> replicated: parameters and other whole values entering sharded computation.
+    """Return parameters and other full tensors for sharded computation: invariant -> replicated.
 
-    Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one
-    all_reduce a dtype, 2 * (n - 1) / n of their bytes; ``how="partial"`` multiplies them by n and leaves
-    the mean over the ranks to data parallelism. A cotangent that is nowhere needed stays None.
+    Shapes: any -> same, views. Bytes: none. Backward: ``how="reduce"`` sums the cotangents in one all_reduce per dtype,
+    2 * (n - 1) / n of their bytes. ``how="partial"`` multiplies them by n, and data parallelism averages over the
+    ranks. A cotangent of a value without readers stays None.
     Source: views; ValueError for any other ``how``.
     """
     if how not in ("reduce", "partial"):

@@ -1,9 +1,9 @@
-"""A result that is made when somebody reads it: the graph returns what it is made of, and not itself.
+"""Compute a result when it is read: the graph returns its operands instead.
 
-    h, w -> logits      beside a loss whose logits went through tiles: nobody may ever read these
+    h, w -> logits      next to a loss with tiled logits: the logits may never be read
 
-What makes it is a small graph of tensors, which runs as it is. Its operands are results of the program, which keeps
-them, or arguments. A gradient of the result becomes one of each operand, which is left for the program's backward.
+A small graph of tensors computes the result. Its operands are results of the program, which returns them anyway, or
+arguments. A gradient of the result becomes a gradient of each operand, stored for the program's backward.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from sp_compile.lowering.torch_compat import tensor_versions
 
 from .checksums import checksum, is_freed, sample_view
 
-SAMPLE_ELEMENTS = (
-    4096  # elements that are looked at: an optimizer's step changes some of so many, in half precision too
-)
+# Number of sampled elements. An optimizer step changes at least one of them, in half precision, too.
+SAMPLE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredGraph:
-    """graph: of operands -> a rank's rows. like: a value of the dtype and on the device of these.
+    """Graph of a deferred result."""
 
-    operands: where each is: (is it an argument of the program, or else a result; its number). tickets: the number of
-    the result that is a ticket for its gradient (`grad_tokens.py`), or None.
-    """
-
-    graph: GraphModule
-    like: Tensor
-    operands: tuple[tuple[bool, int], ...]
+    graph: GraphModule  # operands -> this rank's rows
+    like: Tensor  # a value of the dtype and device of the rows
+    operands: tuple[tuple[bool, int], ...]  # (True if an argument of the program, else a result; its index)
+    # Index of the result that is the token of the operand's gradient (`grad_tokens.py`).
     tickets: tuple[int | None, ...]
 
     def of(self, arguments: Sequence[Tensor], results: Sequence[Tensor], words: str) -> DeferredRows:
-        """Of one call."""
+        """Return the deferred rows of one call.
+
+        Args:
+            arguments: Arguments of the call.
+            results: Results of the program.
+            words: Description of the result in errors.
+        """
         given = [(arguments if is_argument else results)[i].detach() for is_argument, i in self.operands]
         wanted = [i for i, ticket in enumerate(self.tickets) if ticket is not None]
         like = given[0].new_empty((), dtype=self.like.dtype)
@@ -51,32 +53,40 @@ class DeferredGraph:
 
 @dataclass(eq=False)
 class DeferredRows:
-    """The rows of one call, which are not made yet.
+    """Rows of one call that are not computed yet."""
 
-    versions, some: of the operands, at that call. wanted: those that have a gradient. after: what is done to the rows.
-    """
-
-    graph: GraphModule
-    args: list[Tensor]
-    versions: list[int]
-    samples: list[Tensor]
-    wanted: list[int]
-    like: Tensor
-    text: str
-    after: tuple[Callable[[Tensor], Tensor], ...] = ()
+    graph: GraphModule  # operands -> rows
+    args: list[Tensor]  # operands of the call
+    versions: list[int]  # version counters of the operands at the call
+    samples: list[Tensor]  # some elements of each operand at the call
+    wanted: list[int]  # indices of the operands with a gradient
+    like: Tensor  # a value of the dtype and device of the rows
+    text: str  # description in errors
+    after: tuple[Callable[[Tensor], Tensor], ...] = ()  # functions to apply to the rows
 
     def map_rows(self, op: Callable[[Tensor], Tensor]) -> DeferredRows:
-        """What is made of these row by row, as late."""
+        """Return deferred rows to which a row-wise function is applied."""
         return replace(self, like=op(self.like), after=(*self.after, op))
 
     def compute(self) -> Tensor:
-        """The rows. Raises SpError: an operand is not what it was."""
+        """Compute the rows.
+
+        Raises:
+            SpError: An operand has changed since the call.
+        """
         self._check()
         with torch.no_grad():
             return reduce(lambda rows, op: op(rows), self.after, self._run(self.args))
 
     def gradients(self, rows: Tensor) -> list[Tensor]:
-        """Of the operands that want one, from the rows' gradient; what is made of them is made again."""
+        """Return the gradients of the wanted operands; recomputes the rows.
+
+        Args:
+            rows: Gradient of the rows.
+
+        Raises:
+            SpError: An operand has changed since the call.
+        """
         self._check()
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(i in self.wanted) for i, x in enumerate(self.args)]
@@ -89,8 +99,11 @@ class DeferredRows:
         return made
 
     def _check(self) -> None:
-        """FSDP gathers a step's weights into the memory of the last one's, and `.data` changes them, and torch counts
-        neither as a new version: then a few of the elements say it."""
+        """Raise SpError if an operand has changed since the call.
+
+        FSDP gathers the weights of a step into the memory of the last step's, and `.data` changes weights. torch does
+        not count either as a new version, so that a few elements are compared, too.
+        """
         freed = any(x.numel() and is_freed(x) for x in self.args)
         if (
             freed
@@ -105,11 +118,11 @@ class DeferredRows:
 
 
 def _sample_elements(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of a few elements of each, on their device: nobody waits for them."""
+    """Return copies of a few elements of each tensor on its device, without synchronization."""
     return [sample_view(x.detach(), SAMPLE_ELEMENTS, 0).clone() for x in xs]
 
 
 def _is_unchanged(some: Tensor, x: Tensor) -> bool:
-    """Are these elements what they were, to the bit?"""
+    """Return True if the sampled elements of x are bitwise equal to earlier ones."""
     (now,) = _sample_elements([x])
     return checksum(now) == checksum(some)

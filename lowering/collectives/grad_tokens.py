@@ -1,10 +1,10 @@
-"""``sp::tap``: a result that lies in shards has a gradient only if somebody reads it.
+"""Pass gradients of sharded results to the backward with ``sp::tap``, only for results that are read.
 
-    y, ticket = tap(x);  return detach(y), ticket        and the program goes on with y
+    y, ticket = tap(x);  return detach(y), ticket        and the program continues with y
 
-AOTAutograd compiles one backward, in which every result has a gradient: zeros, as large as the result, if nobody read
-it, as of the logits that are returned beside a loss. Here the result itself has none. Beside it comes a ticket of one
-number, whose gradient says which gradient has been left for the backward; 0: none.
+AOTAutograd compiles one backward, in which every result has a gradient: full-size zeros for results without readers,
+such as logits that are returned next to a loss. With ``tap`` the result itself has no gradient. A token of one element
+is returned next to it. The gradient of the token is the number of a gradient stored for the backward, or 0 for none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from sp_compile.lowering.base.library import composite, opaque
 
 _pending_grads: dict[int, Tensor] = {}
-"""Gradients that wait for the backward that takes them, which comes right behind: by number."""
+"""Stored gradients by number. The backward that follows immediately removes them."""
 _token_numbers = itertools.count(1)
 
 sp = torch.ops.sp
@@ -26,7 +26,7 @@ sp = torch.ops.sp
 
 @torch.compiler.disable
 def store_grad(grad: Tensor) -> Tensor:
-    """Leave a gradient for the backward; the gradient of the ticket."""
+    """Store a gradient for the backward and return the gradient of its token, (1,) float64."""
     number = next(_token_numbers)
     _pending_grads[number] = grad
     return torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -34,20 +34,20 @@ def store_grad(grad: Tensor) -> Tensor:
 
 @opaque("ticket(Tensor x) -> Tensor", lambda x: torch.empty(1, dtype=torch.float64, device="cpu"))
 def ticket(x: Tensor) -> Tensor:
-    """One number on the CPU, made where x is. Shapes: any -> (1,), float64. Backward: none."""
+    """Return a token on the CPU. Shapes: any -> (1,), float64. Backward: none."""
     return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 @opaque("add_left(Tensor(a!) grad, Tensor number) -> ()", lambda grad, number: None, replays=False)
 def add_stored_grad(grad: Tensor, number: Tensor) -> None:
-    """Add the gradient that was left under this number to another one, in place; nothing if it is 0."""
+    """Add the stored gradient of this number to `grad` in place; do nothing for 0."""
     key = int(number.item())
     if key:
-        grad.add_(_pending_grads.pop(key))  # which is there: no gradient is lost without an error
+        grad.add_(_pending_grads.pop(key))  # a missing number raises KeyError
 
 
 class _TapFunction(torch.autograd.Function):
-    """The identity, whose gradient is that of its value and what was left under the number on the ticket."""
+    """Identity whose gradient is that of its value plus the stored gradient of its token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,10 +67,11 @@ class _TapFunction(torch.autograd.Function):
 
 @composite("tap(Tensor x) -> (Tensor, Tensor)")
 def tap(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The value, and a ticket for a gradient that comes from elsewhere.
+    """Return the value, and a token for a gradient that is computed outside of the graph.
 
-    Shapes: any -> same, a view, and (1,). Bytes: none. Backward: the gradient of the value, to which is added what was
-    left under the number that is the ticket's gradient, in place. Source: view_as.
+    Shapes: any -> same, a view, and (1,). Bytes: none.
+    Backward: the gradient of the value, plus the stored gradient whose number is the token's gradient, in place.
+    Source: view_as.
     """
     value, own = _TapFunction.apply(x)
     return value, own

@@ -1,8 +1,8 @@
-"""``sp::pack`` and ``sp::pack_by_owner``: several tensors in one buffer that is about to be sent.
+"""Pack several tensors into one send buffer with ``sp::pack`` and ``sp::pack_by_owner``.
 
-A compiler that sees the same exchange of the same values twice makes it once, and keeps what arrived: the whole of K
-and V on every rank. Packing for a backward that sends again therefore waits for the cotangent, in an operator that
-stays opaque. So does packing whose order depends on the rank, because it is read when the program runs.
+A compiler that sees an exchange of the same values twice runs it once and saves the result: all of K and V on every
+rank. Packing for a backward that sends again therefore depends on the cotangent, in an opaque operator. Packing in an
+order that depends on the rank is opaque, too, as the rank is read at run time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ def _empty_by_owner(parts: list[Tensor], *_: object) -> Tensor:
 
 @opaque("pack(Tensor[] xs, int dim, Tensor after) -> Tensor", lambda xs, dim, after: torch.cat(xs, dim))
 def pack(xs: list[Tensor], dim: int, after: Tensor) -> Tensor:
-    """The tensors side by side along ``dim``, once ``after`` exists. Bytes: none."""
+    """Concatenate the tensors along ``dim``, after ``after`` is computed. Bytes: none."""
     return torch.cat(xs, dim)
 
 
 @opaque("pack_by_owner(Tensor[] parts, int stride, str group) -> Tensor", _empty_by_owner)
 def pack_by_owner(parts: list[Tensor], stride: int, group: str) -> Tensor:
-    """Gradients of the keys and values that started 0, 1, ... steps back on a ring of every stride-th rank.
+    """Stack gradients of keys and values by their owner on a ring of every stride-th rank.
 
-    Shapes: n times one shape -> (n, ...) of it, entry j those of the ring's rank j.
+    Shapes: n tensors of one shape -> (n, ...). Bytes: none.
+
+    Args:
+        parts: Entry i belongs to the rank i steps back on the ring.
+        stride: Distance between ranks of the ring.
+        group: Name of the process group.
+
+    Returns:
+        Entry j belongs to the ring's rank j.
     """
     n = len(parts)
     rank = current_communicator().rank(group) // stride % n

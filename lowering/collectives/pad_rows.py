@@ -1,18 +1,18 @@
-"""What a padded row holds: the one definition, the operator that restores it, and the one that fills padding.
+"""Define the contents of padded rows, and the operators that restore and fill them.
 
-A shard of s rows a rank has padded rows where the ranks do not divide the sequence, or where a value is a window of
-it. In every tensor of a local graph
+A shard of s rows per rank has padded rows if the ranks do not divide the sequence, or if a value is a window of it. In
+every tensor of a local graph
 
     row at position p  =  row at position clamp(p, start, start + length - 1)        (`frames.nearest_rows`)
 
-also on ranks that hold no valid row. So a function of rows is defined on a padded row, in its values and in its
-derivatives, wherever it is defined on that valid row, and an integer there is one that a valid row has. Cotangents of
-padded rows are zero by selection: a sum over rows reads a filled copy (``sp::mask``), and what removes padding has a
-zero there in its adjoint.
+also on ranks without valid rows. A function of rows is therefore defined on a padded row, in its values and in its
+derivatives, wherever it is defined on that valid row. An integer in a padded row is one of a valid row. Cotangents of
+padded rows are zero by selection: a sum over rows reads a filled copy (``sp::mask``), and operators that remove padding
+have zeros there in their adjoints.
 
-Operators that make rows of their own declare what their padded rows hold (`library.PADDED`): "nearest" keeps the
-definition; "finite" is any finite number, and `passes.localize.padding` puts ``sp::window`` after these where an
-operator that reads the result may notice. That pass names all values whose padded rows are other ones.
+Operators that create rows declare the contents of their padded rows (`library.PADDED`): "nearest" follows the
+definition; "finite" is any finite number. `passes.localize.padding` inserts ``sp::window`` after "finite" operators if
+an operator that reads the result depends on padding. That pass lists all values whose padded rows differ.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from sp_compile.lowering.comm.communicator import current_communicator
 
 @composite("mask(Tensor x, int dim, SymInt[] frame, Scalar value, int n, str group) -> Tensor", padded="finite")
 def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, group: str) -> Tensor:
-    """Shard(dim) -> Shard(dim): ``value`` at the positions outside the window.
+    """Write ``value`` to the positions outside the window: Shard(dim) -> Shard(dim).
 
-    Shapes: any -> same; dtype kept. Bytes: none. Backward: the cotangent, zero where masked.
-    Source: masked_fill; nothing when no position can be outside.
+    Shapes: any -> same; dtype unchanged. Bytes: none. Backward: the cotangent, zero where filled.
+    Source: masked_fill; nothing if no position can be outside.
     """
     if not is_padded(frame, n):
         return x
@@ -52,11 +52,13 @@ def fill_padding(x: Tensor, dim: int, frame: FrameArg, value: float, n: int, gro
     "window(Tensor x, int dim, SymInt[] frame, int n, str group) -> Tensor", moves=("all_gather", ""), padded="nearest"
 )
 def window(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> Tensor:
-    """Shard(dim) -> Shard(dim): padded rows are replaced by the nearest valid row.
+    """Replace padded rows by the nearest valid row: Shard(dim) -> Shard(dim).
 
-    Shapes: any -> same, any dtype. Bytes: none, unless a rank holds padded rows whose nearest valid row is on another
-    rank (`frames.has_remote_edges`): then one all_gather of the first or last valid row, or of both. Backward: the
-    cotangent, with exact zeros (whatever is there, NaN too) outside the window. Source: `where`.
+    Shapes: any -> same, any dtype.
+    Bytes: none, unless a rank has padded rows whose nearest valid row is on another rank (`frames.has_remote_edges`):
+    then one all_gather of the first or last valid row, or of both.
+    Backward: the cotangent, with exact zeros outside the window, also in place of NaN.
+    Source: `where`.
     """
     return LinearMap.apply(x, _fill_nearest_rows, _zero_outside, dim % x.ndim, frame, n, group)
 
@@ -83,9 +85,9 @@ def _fill_nearest_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str)
 
 
 def _edge_rows(x: Tensor, dim: int, frame: FrameArg, n: int, group: str) -> tuple[Tensor | None, Tensor | None]:
-    """The first and the last valid row, (..., 1, ...), None where no padded row needs it.
+    """Return the first and the last valid row, (..., 1, ...), or None if no padded row needs it.
 
-    On a rank that has no padded row next to it, a row that nothing reads.
+    On a rank without padded rows next to it, the row is arbitrary and not used.
     """
     start, length = frame[2:4]
     before, after = not is_known(start == 0), not is_known(start + length == n * local_row_count(frame, n))

@@ -1,4 +1,4 @@
-"""``sp::reorder``: the rows of a whole value in another order, and its gradient's rows back."""
+"""Permute the rows of a full tensor with ``sp::reorder``, and its gradient's rows back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def _undo_rows(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Ten
 
 @composite("reorder(Tensor x, int dim, SymInt[] frame, Tensor order, Tensor inverse) -> Tensor")
 def reorder(x: Tensor, dim: int, frame: FrameArg, order: Tensor, inverse: Tensor) -> Tensor:
-    """Replicate -> Replicate: the i-th row is that of the position order[i].
+    """Permute rows: the i-th row is that of position order[i]. Replicate -> Replicate.
 
-    Shapes: dim of outer * length * inner, as a frame [outer, size, start, length] tells -> same; order and its inverse
-    int64 (size,), which leave the positions outside of [start, start + length) where they are. Bytes: none. Backward:
-    the same with the two orders exchanged. Source: one index_select each way, which a compiler fuses into the reader.
+    Shapes: dim of outer * length * inner, for a frame [outer, size, start, length] -> same; order and its inverse are
+    int64 (size,) and do not move positions outside of [start, start + length).
+    Bytes: none.
+    Backward: the same with the two orders exchanged.
+    Source: one index_select each way, which a compiler fuses into the reader.
     """
     return LinearMap.apply(x, _take_rows, _undo_rows, dim % x.ndim, frame, order, inverse)

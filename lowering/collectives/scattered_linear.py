@@ -1,6 +1,7 @@
-"""sp::reduce_pair: the reductions of a tensor-parallel program, with the gradient that its author wrote for them.
+"""Run the reductions of a tensor-parallel program with its own backward: ``sp::reduce_pair``.
 
-Over other ranks than those that share the sequence, and of every element by itself, so that shards pass.
+The reductions run over other ranks than those that share the sequence. They are elementwise, so that shards are valid
+operands.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ def _reduce_twice_backward(x: Tensor, first: Sequence[str], then: Sequence[str])
 
 @composite("reduce_pair(Tensor x, str[] forward, str[] backward) -> Tensor", padded="as given")
 def reduce_pair(x: Tensor, forward: list[str], backward: list[str]) -> Tensor:
-    """All-reduces of x, one behind the other, each "op group"; backward: those of the cotangent.
+    """All-reduce x several times in sequence, and its cotangent in the backward.
 
     Megatron's f is ([], ["sum g"]) and its g (["sum g"], []). Shapes: any -> same. Bytes: those of the all-reduces.
     Source: _c10d_functional.all_reduce.
+
+    Args:
+        x: Any shape and floating dtype.
+        forward: Reductions of x in order, each "op group".
+        backward: Reductions of the cotangent.
     """
     return LinearMap.apply(x, _reduce_twice, _reduce_twice_backward, list(forward), list(backward))

@@ -1,4 +1,4 @@
-"""What stands behind a value in shards: how it lies over the ranks, this rank's rows, and where it comes from."""
+"""Store sharded values: their layout, this rank's rows and their origin."""
 
 from __future__ import annotations
 
@@ -20,33 +20,30 @@ sp = torch.ops.sp
 
 @dataclass(frozen=True, eq=False)
 class RowPermutation:
-    """The order in which ranks hold positions, its inverse, int64 (S,) each, and its runs: of ``sp::deal``."""
+    """Order in which ranks store positions, computed at run time by ``sp::deal``."""
 
-    order: Tensor
-    inverse: Tensor
-    chunks: Tensor
+    order: Tensor  # int64 (S,), position of each row
+    inverse: Tensor  # int64 (S,), row of each position
+    chunks: Tensor  # runs of the order
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Dim `dim` lies over the `n` ranks of a group: ceil(S / n) rows each, of which the last ranks' may be padding.
+    """Layout of a value whose dim is sharded over the ranks of a group, ceil(S / n) rows each.
 
-    folds: 1, a run of rows; 2, zigzag; 0, a run of the rows in the order of `dealt`, which each call tells.
-    order: the dims of the whole in memory, from the largest stride to the smallest.
-    outer, inner: the dim is `outer * S * inner`, of tokens that were flattened with a batch. before, after: rows that
-    ranks hold around the S of the value, which is a window: 0, 1 of `logits[:, :-1]`.
+    The last rows may be padding. The dim is `outer * S * inner`, for tokens flattened with a batch.
     """
 
-    dim: int
-    n: int
-    group: str
-    order: tuple[int, ...]
-    folds: int = 1
-    outer: int = 1
-    inner: int = 1
-    before: int = 0
-    after: int = 0
-    balanced: RowPermutation | None = field(default=None, compare=False)
+    dim: int  # the sharded dim
+    n: int  # number of ranks
+    group: str  # name of the process group
+    order: tuple[int, ...]  # dims of the full tensor in memory, from the largest stride to the smallest
+    folds: int = 1  # row order: 1 contiguous, 2 zigzag, 0 the order of `balanced`
+    outer: int = 1  # outer factor of the dim
+    inner: int = 1  # inner factor of the dim
+    before: int = 0  # rows stored before the S of the value, which is a window
+    after: int = 0  # rows stored after them: 1 for `logits[:, :-1]`
+    balanced: RowPermutation | None = field(default=None, compare=False)  # run-time order of one call
 
     def __str__(self) -> str:
         part = "a part of " if not self.is_plain else ""
@@ -54,112 +51,122 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Is the sequence all of the dim, and the dim all of the sequence?"""
+        """Return True if the dim is exactly the sequence, neither flattened nor a window."""
         return (self.outer, self.inner, self.before, self.after) == (1, 1, 0, 0)
 
     @property
     def is_balanced(self) -> bool:
-        """Does each call tell the order?"""
+        """Return True if the row order is computed at run time."""
         return row_order(self.folds).is_balanced
 
     def frame(self, length: int) -> list[int]:
-        """The frame of a whole whose dim is `length` long, as sp:: ops take it."""
+        """Return the frame of a full tensor whose dim is `length` long, for sp:: ops."""
         rows = length // (self.outer * self.inner)
         size = self.before + rows + self.after
         return [self.outer, size, self.before, rows, *([self.folds] if self.folds > 1 else [])]
 
     def has_same_rows(self, other: Layout) -> bool:
-        """Does each rank hold the same rows in both?"""
+        """Return True if each rank stores the same rows in both layouts."""
         return self == replace(other, order=self.order) and self.balanced is other.balanced
 
     def strides(self, shape: Sequence[int]) -> list[int]:
-        """Those of a whole of this shape, without gaps."""
+        """Return the strides of a full tensor of this shape, without gaps."""
         out, step = [0] * len(shape), 1
         for dim in reversed(self.order):
             out[dim], step = step, step * shape[dim]
         return out
 
     def gather(self, local: Tensor, length: int) -> Tensor:
-        """All ranks' rows: an all-gather."""
+        """Return the full tensor, by an all-gather.
+
+        Args:
+            local: This rank's rows.
+            length: Length of the dim in the full tensor.
+        """
         whole = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
         if self.balanced is not None:
             whole = sp.reorder.default(whole, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
         return self.as_dense(whole)
 
     def empty(self, local: Tensor, length: int) -> Tensor:
-        """One like all ranks' rows, whatever stands in it."""
+        """Return an uninitialized full tensor for these rows."""
         shape = [length if dim == self.dim else extent for dim, extent in enumerate(local.shape)]
         return local.new_empty_strided(shape, self.strides(shape))
 
     def local_rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a whole; padding holds copies of others."""
+        """Return this rank's rows of a full tensor; padding contains copies of valid rows."""
         frame = self.frame(whole.shape[self.dim])
         if self.balanced is not None:
             whole = sp.reorder.default(whole, self.dim, frame, self.balanced.order, self.balanced.inverse)
         return self.as_dense(sp.shard.default(whole, self.dim, frame, self.n, self.group))
 
     def as_dense(self, x: Tensor) -> Tensor:
-        """The same values without gaps in memory, in its order; also along dims of one element."""
+        """Return the values without gaps in memory, in the layout's order, also for dims of size 1."""
         back, strides = [self.order.index(dim) for dim in range(x.ndim)], self.strides(x.shape)
         found = x.permute(self.order).contiguous().permute(back)
         return found if list(found.stride()) == strides else found.as_strided(x.shape, strides)
 
 
 def _skip_meet(words: str) -> None:
-    """Ranks that are simulated, or trace, need not be asked."""
+    """Do nothing: simulated ranks and tracers do not compare reads."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from, in words. meet: ranks tell each other that they read it; raises SpError.
+    """Origin of a value."""
 
-    looked: is told of what reads it where it is whole already, as in a look at a program.
-    """
-
-    text: str = "a value in shards"
-    meet: Callable[[str], None] = _skip_meet
-    simulated: Callable[[str], None] = _skip_meet
+    text: str = "a value in shards"  # description in messages
+    meet: Callable[[str], None] = _skip_meet  # compares reads across ranks; raises SpError
+    simulated: Callable[[str], None] = _skip_meet  # called with the description when a full tensor is read in a dry run
 
 
 class StoredValue(Protocol):
-    """What stands behind a value: rows of it, or the whole."""
+    """Storage of a value or of a view."""
 
     layout: Layout
 
-    def rows(self) -> Tensor: ...
+    def rows(self) -> Tensor:
+        """Return this rank's rows."""
+        ...
 
-    def read(self) -> Tensor: ...
+    def read(self) -> Tensor:
+        """Return the full tensor."""
+        ...
 
 
 @dataclass(eq=False)
 class ShardStorage:
-    """What stands behind a value and all its aliases: this rank's rows, or the whole once somebody has read it.
+    """Storage of a value and its aliases: this rank's rows, or the full tensor once it is read.
 
-    The rows are gone then: eager code may write to the whole, and a graph that takes the value cuts its own.
-    late: what makes the rows when they are first asked for.
+    The rows are then dropped, as eager code may write to the full tensor. A graph that consumes the value slices it
+    again.
     """
 
-    layout: Layout
-    length: int
-    local: Tensor | None
-    origin: Origin = field(default_factory=Origin)
-    full: Tensor | None = None
-    deferred: DeferredRows | None = None
+    layout: Layout  # layout of the value
+    length: int  # length of the sharded dim in the full tensor
+    local: Tensor | None  # this rank's rows
+    origin: Origin = field(default_factory=Origin)  # origin of the value
+    full: Tensor | None = None  # the full tensor, once it is read
+    deferred: DeferredRows | None = None  # computation of the rows, until they are first read
 
     @property
     def local_like(self) -> Tensor:
-        """Of the same dtype, on the same device: what there is of it."""
+        """Return a tensor of the value's dtype and device."""
         found = self.deferred.like if self.deferred is not None else self.local if self.local is not None else self.full
         assert found is not None
         return found
 
     @property
     def _is_traced(self) -> bool:
-        """Is it a compiler's stand-in?"""
+        """Return True if the value is a fake or traced tensor."""
         return type(self.local_like) is not Tensor
 
     def rows(self) -> Tensor:
-        """This rank's, for real while something is traced. Raises SpError: they are made late, of what is no more."""
+        """Return this rank's rows, computed with real tensors while something is traced.
+
+        Raises:
+            SpError: The rows are deferred and their operands have changed.
+        """
         for_real = nullcontext() if self._is_traced else use_real_tensors()
         with torch.no_grad(), for_real:
             if self.deferred is not None:
@@ -167,9 +174,12 @@ class ShardStorage:
             return self.local if self.local is not None else self.layout.local_rows(self._check_known())
 
     def read(self) -> Tensor:
-        """The whole; every rank comes here. Raises SpError, on every rank that comes, if one does not.
+        """Return the full tensor. Every rank must call this.
 
-        Of a compiler's stand-in nothing is kept, and of a fake one only the shape is known: no guard is added on it.
+        Traced values are not cached. For a fake value only the shape is computed, without guards.
+
+        Raises:
+            SpError: A rank does not read the value. All reading ranks raise.
         """
         if self.full is not None:
             self.origin.simulated(self.origin.text)
@@ -186,9 +196,14 @@ class ShardStorage:
         return whole
 
     def assign(self, new: Tensor, held: StoredValue | None) -> None:
-        """Hold what was written to the value, and so to all its aliases. held: of a new value in shards, its own.
+        """Assign a value to this one and all its aliases.
 
-        Rows are replaced: graphs have kept the old ones for their backwards. Plain tensors share the memory of a whole.
+        Rows are replaced and not overwritten: graphs may have saved the old ones for their backwards. A full tensor is
+        overwritten, as plain tensors share its memory.
+
+        Args:
+            new: The new value.
+            held: Storage of the new value if it is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.full is None and held is not None and held.layout.has_same_rows(self.layout):
@@ -205,7 +220,12 @@ class ShardStorage:
         return self.full
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
-        """The same of another value, made of this one row by row."""
+        """Return the storage of the result of a row-wise function.
+
+        Args:
+            op: The function, applied to the full tensor or to the rows.
+            name: Description of the function in messages.
+        """
         origin = replace(self.origin, text=f"{name} of {self.origin.text}")
         if self.full is not None:
             return ShardStorage(self.layout, self.length, None, origin, op(self.full))

@@ -1,9 +1,9 @@
-"""A view of a value in shards that stays in shards: which rows of a rank are its rows, and how it is sharded.
+"""Keep views of sharded values sharded.
 
     h: [B, S, D] along dim 1      h.flatten(0, 1): [B * S, D] along a part of dim 0      h[:, 1:]: a window of dim 1
     h[:, 0]                       no such view: the value is read
 
-It keeps nothing of its own. Whether the value is read, is written, or is in shards, the view is of what there is.
+A view has no storage of its own. It refers to the storage of its base, before and after that is read or written.
 """
 
 from __future__ import annotations
@@ -25,39 +25,41 @@ from .shard_storage import Layout, Origin, ShardStorage, StoredValue
 
 @dataclass(eq=False)
 class ViewStorage:
-    """What stands behind a view, as `ShardStorage` behind a value.
+    """Storage of a view, with the interface of `ShardStorage`."""
 
-    base, shape: of the value. like: the view of the whole, as a meta tensor. layout: of the view.
-    """
-
-    base: ShardStorage
-    shape: Sequence[int]
-    like: Tensor
-    layout: Layout
+    base: ShardStorage  # storage of the viewed value
+    shape: Sequence[int]  # shape of the viewed value
+    like: Tensor  # view of the full tensor, on the meta device
+    layout: Layout  # layout of the view
 
     @property
     def length(self) -> int:
+        """Return the length of the sharded dim in the full view."""
         return self.like.shape[self.layout.dim]
 
     @property
     def origin(self) -> Origin:
+        """Return the origin of the view."""
         return replace(self.base.origin, text=f"a view of {self.base.origin.text}")
 
     @property
     def local_like(self) -> Tensor:
+        """Return a tensor of the value's dtype and device."""
         return self.base.local_like
 
     @property
     def deferred(self) -> DeferredRows | None:
+        """Return the deferred rows of the base, if any."""
         return self.base.deferred
 
     @property
     def full(self) -> Tensor | None:
+        """Return the full view, or None if the base is not gathered."""
         found = self.base.full
         return None if found is None else self._local_view(found)
 
     def rows(self) -> Tensor:
-        """This rank's; a view of the value's, as long as that is in shards."""
+        """Return this rank's rows; a view of the base's rows while that is sharded."""
         with torch.no_grad():
             whole = self.full
             if whole is not None:
@@ -66,17 +68,27 @@ class ViewStorage:
             return rows.as_strided(*self._local_geometry(rows))
 
     def read(self) -> Tensor:
-        """The whole, in the memory of the value's, which is read."""
+        """Return the full view, in the memory of its base, which is read."""
         return self._local_view(self.base.read())
 
     def assign(self, new: Tensor, held: StoredValue | None) -> None:
-        """Write it into the value, which is read for that."""
+        """Write a value into the base, which is read for that.
+
+        Args:
+            new: The new value.
+            held: Storage of the new value if it is sharded.
+        """
         with torch.inference_mode(False), torch.no_grad():
             whole = new if held is None else held.read()
             self.read().copy_(whole)
 
     def map_rows(self, op: Callable[[Tensor], Tensor], name: str) -> ShardStorage:
-        """The same of another value, made of this one row by row."""
+        """Return the storage of the result of a row-wise function.
+
+        Args:
+            op: The function, applied to the full view or to its rows.
+            name: Description of the function in messages.
+        """
         origin = replace(self.origin, text=f"{name} of {self.origin.text}")
         whole = self.full
         rows = None if whole is not None else op(self.rows())
@@ -87,7 +99,7 @@ class ViewStorage:
         return whole.as_strided(self.like.shape, self.like.stride(), start)
 
     def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
-        """Shape, strides and beginning of a rank's rows of the view among its rows of the value."""
+        """Return shape, strides and offset of the view's rows within this rank's rows of the base."""
         dim, own = self.base.layout.dim, self.layout
         step, held = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
         block, there = step * self.shape[dim], step * held
@@ -102,8 +114,13 @@ _views_enabled: ContextVar[bool] = ContextVar("makes_views", default=False)
 
 
 def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
-    """A result that is a view of another on one device, by the views in between; of one in shards it stays in shards
-    where that can be, and otherwise it is read.
+    """Apply view functions to a result, as single-device code does.
+
+    A view of a sharded value stays sharded if possible; otherwise the value is read.
+
+    Args:
+        base: The viewed result.
+        steps: View functions, applied in order.
     """
     token = _views_enabled.set(True)
     try:
@@ -113,14 +130,20 @@ def make_view(base: Tensor, steps: Iterable[Callable[[Any], Any]]) -> Any:
 
 
 def can_keep_views() -> bool:
-    """Do views of values in shards stay in shards now? Those of gradients, and of results that share memory."""
+    """Return True if views of sharded values stay sharded: gradients, and results that share memory."""
     return _views_enabled.get() or is_in_backward()
 
 
 def view_storages(held: ShardStorage | ViewStorage, shape: Sequence[int], op: Callable[[Tensor], Any]) -> Any:
-    """What stands behind the view, or the views, that an op makes of a value of this shape.
+    """Return the storage of the view or views that an op creates of a value.
 
-    None if one is of some positions alone, or of others than dims of the whole, or where nothing runs.
+    Args:
+        held: Storage of the value.
+        shape: Shape of the value.
+        op: The view op.
+
+    Returns:
+        None if a view selects single positions or combines other dims, and while a program is traced.
     """
     if any(isinstance(x, torch.SymInt) for x in shape) or type(held.local_like) is not Tensor:
         return None
@@ -138,7 +161,13 @@ def view_storages(held: ShardStorage | ViewStorage, shape: Sequence[int], op: Ca
 
 
 def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> ViewStorage | None:
-    """One of them. like: the view, as a meta tensor, of the whole in the memory of a value without gaps."""
+    """Return the storage of one view, or None.
+
+    Args:
+        base: Storage of the value.
+        shape: Shape of the value.
+        like: View of the full tensor, without gaps in memory, on the meta device.
+    """
     layout = (
         _view_layout(base.layout, shape, like) if base.layout.is_plain and like.dtype == base.local_like.dtype else None
     )
@@ -146,7 +175,7 @@ def _view_storage(base: ShardStorage, shape: Sequence[int], like: Tensor) -> Vie
 
 
 def _view_layout(base: Layout, shape: Sequence[int], like: Tensor) -> Layout | None:
-    """How a view lies over the ranks, by where its elements are in memory."""
+    """Return the layout of a view, derived from its strides and offset, or None if it has none."""
     length, step = shape[base.dim], base.strides(shape)[base.dim]
     block, start = step * length, int(like.storage_offset())
     if length < 2 or 0 in like.shape:

@@ -1,11 +1,11 @@
-"""A value between two compiled graphs that knows its shard: the tensor of one device to whoever looks at it.
+"""Define ``Sharded``, a value between compiled graphs that behaves as the single-device tensor.
 
-    y = compiled(x)        y.shape, y.dtype are one device's; this rank holds its rows
-    z = compiled_next(y)   takes the rows; so does y.detach(), y.to(dtype), y.clone()
+    y = compiled(x)        y.shape, y.dtype are the single-device ones; this rank stores its rows
+    z = compiled_next(y)   consumes the rows; y.detach(), y.to(dtype) and y.clone() map them
     y.mean()               reads: an all-gather, once for y and all its aliases, on every rank
 
-Autograd works above: it records what is done to the value of one device, so reading is differentiable, and a gradient
-on its way back is such a value too, or whole (then every rank has the same) and cut where it enters a graph.
+Autograd operates on the single-device value, so that reading is differentiable. In a backward, gradients are such
+values, too, or full tensors (equal on every rank), which are sliced where they enter a graph.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ BALANCED_PARTS = "order", "inverse", "chunks"
 
 
 class Sharded(Tensor):
-    """The value of one device, of which this rank holds rows until somebody reads it.
+    """Single-device value of which this rank stores its rows until the value is read.
 
-    Dynamo is to see none of this: it would compile what it meets between two graphs, and in its own guards.
-    Any op reads but those that only move it: detach, alias, a view of its own shape, clone, casts, record_stream, and
-    the sum of two that lie alike. Reading takes every rank. repr() does not read.
+    Dynamo must not trace the methods: it would compile code between two graphs and in its own guards. Every op reads
+    the value except those that only move it: detach, alias, a view of its own shape, clone, casts, record_stream, and
+    the sum of two values of one layout. Reading is collective. repr() does not read.
     """
 
     shard_storage: ShardStorage | ViewStorage
 
     @staticmethod
     def __new__(cls, held: ShardStorage | ViewStorage, shape: Sequence[int], strides: Sequence[int] = ()) -> Sharded:
-        """shape, strides: of the whole; without gaps if none are given."""
+        """Create a value. Shape and strides are those of the full tensor, by default without gaps."""
         if isinstance(held, ViewStorage):
             strides = held.like.stride()
         value: Sharded = make_wrapper(cls, shape, strides or held.layout.strides(shape), held.local_like)
@@ -71,35 +71,37 @@ class Sharded(Tensor):
 
     @property
     def sharding(self) -> Layout:
-        """How it lies over the ranks. Its `layout` is that of one device, torch.strided."""
+        """Return the layout over the ranks. `layout` is the single-device one, torch.strided."""
         return self.shard_storage.layout
 
     @property
     @torch.compiler.disable
     def local(self) -> Tensor:
-        """This rank's rows, padding included; without a gradient."""
+        """Return this rank's rows, padding included, without a gradient."""
         return self.shard_storage.rows()
 
     @property
     def is_gathered(self) -> bool:
-        """Has somebody read it?"""
+        """Return True if the value is gathered on this rank."""
         return self.shard_storage.full is not None
 
     @torch.compiler.disable
     def full(self) -> Tensor:
-        """The whole as a plain tensor, which shares the memory of what eager code reads. Every rank has to call it.
+        """Return the full tensor, differentiable, in the memory that eager code reads. Collective.
 
-        Differentiable. Raises SpError if a rank does something else instead.
+        Raises:
+            SpError: A rank runs something else instead.
         """
         return _FullFunction.apply(self)
 
     @torch.compiler.disable
     def to_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
-        """The same value as a DTensor on a mesh of one axis, Shard(dim); differentiable, without an exchange.
+        """Return the value as a DTensor on a 1-D mesh, Shard(dim). Differentiable, without an exchange.
 
-        Ranks hold ceil(S / n) rows, the last ones less. One that lies otherwise (in zigzag order, along a part of a
-        dim) is read first, on every rank.
-        mesh: of the ranks that hold it; made of their group if None.
+        Ranks store ceil(S / n) rows, the last ones fewer. Values of another layout are read first, on every rank.
+
+        Args:
+            mesh: Mesh of the ranks that store the value; created from their group if None.
         """
         layout = self.sharding
         if not (layout.folds == 1 and layout.is_plain) and not self.is_gathered:
@@ -119,12 +121,12 @@ class Sharded(Tensor):
         told = f"{tuple(self.shape)}, {self.dtype}, {self.sharding}"
         return f"Sharded({told}: .full() on every rank reads it)"
 
-    # What torch takes from memory, where no dispatcher sees it.
+    # Attributes that torch reads from memory, without a dispatcher.
 
     @property
     @torch.compiler.disable
     def data(self) -> Tensor:
-        """As `detach`. What is assigned has the shape, dtype and device of this one; its aliases keep theirs."""
+        """Return `detach()`. An assigned value must match shape, dtype and device; aliases do not change."""
         return self.detach()
 
     @data.setter
@@ -139,15 +141,15 @@ class Sharded(Tensor):
         self.shard_storage = ShardStorage(held.layout, held.length, None, held.origin, whole)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Of the whole."""
+        """Return the full tensor as a NumPy array."""
         return self.full().numpy(force=force)
 
     def tolist(self) -> Any:
-        """Of the whole."""
+        """Return the full tensor as nested lists."""
         return self.full().tolist()
 
     def share_memory_(self) -> Tensor:
-        """Of the whole."""
+        """Move the full tensor to shared memory."""
         self.shard_storage.read().share_memory_()
         return self
 
@@ -155,12 +157,12 @@ class Sharded(Tensor):
         return self.full().__dlpack__(**kwargs)
 
     def data_ptr(self) -> int:
-        """Of the whole."""
+        """Return the address of the full tensor."""
         return self.full().data_ptr()
 
     @torch.compiler.disable
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the whole; torch's compilers, which ask whether values share memory, get that of nothing."""
+        """Return the storage of the full tensor, or an empty one to compilers that check for aliases."""
         return super().untyped_storage() if is_compiling() else self.shard_storage.read().untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -171,7 +173,7 @@ class Sharded(Tensor):
             return super().__deepcopy__(memo)
         return memo.setdefault(id(self), self.detach().clone().requires_grad_(self.requires_grad))
 
-    # What torch.compile takes it apart into.
+    # Parts for torch.compile.
 
     @torch.compiler.disable
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -188,17 +190,17 @@ class Sharded(Tensor):
 
     @property
     def order(self) -> Tensor:
-        """Of the positions, where a call tells it."""
+        """Return the position of each row of a balanced layout."""
         return cast(RowPermutation, self.sharding.balanced).order
 
     @property
     def inverse(self) -> Tensor:
-        """Of the order."""
+        """Return the inverse of `order`."""
         return cast(RowPermutation, self.sharding.balanced).inverse
 
     @property
     def chunks(self) -> Tensor:
-        """Of the order, one behind the other."""
+        """Return the runs of `order`, concatenated."""
         return cast(RowPermutation, self.sharding.balanced).chunks
 
     @classmethod
@@ -233,7 +235,7 @@ def _describe(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device}"
 
 
-# What moves a value and does not read it; each returns None where it is not that simple.
+# Handlers that move a value without reading it. Each returns None for cases that it does not support.
 
 MoveHandler = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -242,7 +244,7 @@ def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     value = args[0]
     if func is aten.view.default and tuple(args[1]) != tuple(value.shape):
         return _view(func, args, kwargs) if can_keep_views() else None
-    with torch.inference_mode(value.is_inference()):  # as what it aliases
+    with torch.inference_mode(value.is_inference()):  # as for the aliased value
         return Sharded(value.shard_storage, value.shape, value.stride())
 
 
@@ -269,7 +271,7 @@ def _record_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Also, on the way back, of one that lies in rows and a gradient that is whole: every rank has the same."""
+    """Add two values of one layout or, in a backward, a sharded value and a full gradient."""
     a, b = args[:2]
     if kwargs or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None
@@ -292,7 +294,7 @@ def _sum_grads(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _make_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is made after the shape of a value, whatever stands in it."""
+    """Call a factory function with a value's shape, dtype and device."""
     value, *rest = args
     like = torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
     return func(like, *rest, **kwargs)
@@ -314,11 +316,11 @@ SHARDED_MOVES: dict[OpOverload, MoveHandler] = {
 }
 
 
-# Where values enter graphs and leave them.
+# Conversions at the boundaries of graphs.
 
 
 class _FullFunction(torch.autograd.Function):
-    """The whole of a value; its gradient is whole."""
+    """Value -> full tensor, whose gradient is a full tensor."""
 
     generate_vmap_rule = True
 
@@ -336,16 +338,15 @@ class _FullFunction(torch.autograd.Function):
 
 
 class _ToLocalFunction(torch.autograd.Function):
-    """Value -> this rank's rows, whose gradient is rows of the value's."""
+    """Value -> this rank's rows, whose gradient is rows of the value's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, layout: Layout) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.layout, ctx.origin = x.shape, layout, x.shard_storage.origin
         rows = _local_rows(x, layout).detach()
-        if isinstance(x.shard_storage, ViewStorage) and (
-            layout.before or layout.after
-        ):  # padded rows are rows of its value
+        if isinstance(x.shard_storage, ViewStorage) and (layout.before or layout.after):
+            # Padded rows of a view are rows of its base.
             rows = sp.window(rows, layout.dim, layout.frame(x.shape[layout.dim]), layout.n, layout.group)
         return rows
 
@@ -359,10 +360,10 @@ class _ToLocalFunction(torch.autograd.Function):
 
 
 class _FromLocalFunction(torch.autograd.Function):
-    """This rank's rows -> value; back come rows of its gradient, zeros in padding.
+    """This rank's rows -> value, whose gradient is rows with zeros in padding.
 
-    sources: the rows, or tickets for gradients. gradients: the rows' -> what each source is given. Raises SpError in a
-    backward inside of a transform.
+    The operands are the rows, or tokens of their gradients. `gradients` maps the gradient of the rows to those of the
+    operands. The backward raises SpError inside of a transform.
     """
 
     @staticmethod
@@ -388,12 +389,12 @@ class _FromLocalFunction(torch.autograd.Function):
         rows = sp.mask.default(_local_rows(grad, layout), layout.dim, frame, 0, layout.n, layout.group)
         gradients = list(ctx.gradients(rows))
         for ticket in gradients if rows.requires_grad else []:
-            ticket.requires_grad_()  # so that a backward through this one is refused, and not cut off
+            ticket.requires_grad_()  # a backward through this one raises, and is not cut off silently
         return None, None, None, *gradients
 
 
 def refuse_transforms(grads: Sequence[Any] = ()) -> None:
-    """Raise SpError inside of a transform of torch.func, or for a batch of gradients: a compiled program takes none."""
+    """Raise SpError inside of a torch.func transform or for a batch of gradients."""
     if is_in_transform() or any(isinstance(grad, Tensor) and is_batch(grad) for grad in grads):
         raise SpError(
             "SP323",
@@ -403,23 +404,28 @@ def refuse_transforms(grads: Sequence[Any] = ()) -> None:
 
 
 def _local_rows(x: Tensor, layout: Layout) -> Tensor:
-    """This rank's rows; of a value that lies otherwise, which is read."""
+    """Return this rank's rows of x in a layout. A value of another layout is read."""
     if not isinstance(x, Sharded):
         return layout.local_rows(x)
     return layout.as_dense(x.local) if x.sharding.has_same_rows(layout) else layout.local_rows(x.shard_storage.read())
 
 
 def to_local(x: Sharded, layout: Layout) -> Tensor:
-    """This rank's rows of a value, as a graph takes them; differentiable. One that lies otherwise is read, by all."""
+    """Return this rank's rows in a layout, differentiable. Every rank reads values of another layout."""
     return _ToLocalFunction.apply(x, layout)
 
 
 def from_local(
     local: Tensor, layout: Layout, length: int, origin: Origin | None = None, ticket: Tensor | None = None
 ) -> Tensor:
-    """What a rank's rows are rows of, S = length of them in all ranks; differentiable, and padding has no gradient.
+    """Return the value of which a tensor is this rank's rows, differentiable; padding has no gradient.
 
-    ticket: under which the gradient is left, see `tickets`; None: it goes to `local`.
+    Args:
+        local: Rows of this rank, any dtype.
+        layout: Layout of the value.
+        length: Length of the sharded dim in the full tensor.
+        origin: Origin of the value.
+        ticket: Token under which the gradient is stored, see `grad_tokens`. If None, the gradient flows to `local`.
     """
     shape = [length if dim == layout.dim else extent for dim, extent in enumerate(local.shape)]
     held = ShardStorage(layout, length, local.detach(), origin or Origin())
@@ -431,16 +437,22 @@ def from_local(
 def from_deferred(
     late: DeferredRows, shape: Sequence[int], layout: Layout, length: int, origin: Origin, tickets: Sequence[Tensor]
 ) -> Tensor:
-    """What a rank's rows will be rows of once somebody reads it.
+    """Return a value whose rows are computed when it is read, differentiable.
 
-    shape: of the whole. tickets: under which the gradients of what it is made of are left.
+    Args:
+        late: Computation of the rows.
+        shape: Shape of the full tensor.
+        layout: Layout of the value.
+        length: Length of the sharded dim in the full tensor.
+        origin: Origin of the value.
+        tickets: Tokens under which the gradients of the operands are stored.
     """
     held = ShardStorage(layout, length, None, origin, deferred=late)
     return _FromLocalFunction.apply(held, shape, lambda rows: map(store_grad, late.gradients(rows)), *tickets)
 
 
 class _WriteFunction(torch.autograd.Function):
-    """A value to which a graph has written, from here on the new one."""
+    """In-place assignment to a value. The gradient flows to the new value."""
 
     @staticmethod
     def forward(ctx: Any, x: Sharded, new: Tensor) -> Tensor:
@@ -454,19 +466,19 @@ class _WriteFunction(torch.autograd.Function):
 
 
 def write(x: Sharded, new: Tensor) -> None:
-    """What an in-place op of a graph does to a value that it was given: autograd sees it, and so do aliases."""
+    """Assign a new value in place, as an in-place op of a graph does. Visible to autograd and aliases."""
     _WriteFunction.apply(x, new)
     if not x.is_inference():
-        torch.autograd.graph.increment_version(x)  # what has been kept for a backward is told apart
+        torch.autograd.graph.increment_version(x)  # autograd detects that saved values have changed
 
 
 def from_replicated(x: Tensor, layout: Layout, origin: Origin | None = None) -> Tensor:
-    """A value that is whole, and says where its rows would lie: for a look at a program, which runs on none."""
+    """Return a full tensor as a value with a layout, for dry runs, which run on no ranks."""
     return _IdentityFunction.apply(x, layout, origin or Origin())
 
 
 class _IdentityFunction(torch.autograd.Function):
-    """The identity."""
+    """Identity that wraps a full tensor as a value."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, origin: Origin) -> Tensor:

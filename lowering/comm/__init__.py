@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives of a group, their routes, and simulated ranks."""
+"""Communicate between ranks: collectives of a group, their routes, and simulated ranks."""

@@ -1,8 +1,8 @@
-"""The primitive layer under every ``sp::`` operator: eight calls, and whose job it is to answer them.
+"""Define the communication primitives that every ``sp::`` operator uses.
 
-Every exchange works on dim 0 with equal shares, takes any strides and returns a new contiguous tensor.
-With one rank each returns its argument. No call is differentiable: the operators above hold the pairs.
-A shift is started first and waited for later. The group of an all-to-all may be a route (see ``routes.py``).
+Every exchange works on dim 0 with equal shares, accepts any strides and returns a new contiguous tensor. With a single
+rank each primitive returns its argument. None is differentiable: the operators define pairs of forward and backward. A
+shift is started first and waited for later. The group of an all-to-all may be a route (see ``routes.py``).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from sp_compile.lowering.torch_compat import process_group
 
 from . import routes
 
-# What every backend moves; bool is sent as one of these.
+# Dtypes that every backend supports; bool is sent as one of the others.
 _COMMON_DTYPES = frozenset(
     (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
     + (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,7 +26,7 @@ _COMMON_DTYPES = frozenset(
 
 
 class Communicator(ABC):
-    """Collectives over the ``n`` ranks of a group, as seen by one of them."""
+    """Collectives over the ``n`` ranks of a group, as called by one of them."""
 
     def all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
         """Sum over the ranks: (...) -> (...)."""
@@ -37,31 +37,36 @@ class Communicator(ABC):
         return x if n == 1 else self._all_gather(x, n, group)
 
     def reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool = False) -> Tensor:
-        """Sum over the ranks, keep this rank's share: (n * s, ...) -> (s, ...).
+        """Sum over the ranks and return this rank's share: (n * s, ...) -> (s, ...).
 
-        plain: by the collective of that name, for passes and people that look for it, whatever is faster.
+        Args:
+            x: (n * s, ...), any dtype that can be summed.
+            n: Number of ranks.
+            group: Name of the process group.
+            plain: True to call the collective of that name even where another way is faster, so that passes and readers
+                of a graph find it.
         """
         return x if n == 1 else self._reduce_scatter(x, n, group, plain)
 
     def all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
-        """Share p goes to rank p; the result holds rank p's at p: (n, ...) -> (n, ...)."""
+        """Send share p to rank p and return the received shares in rank order: (n, ...) -> (n, ...)."""
         return x if n == 1 else self._all_to_all(x, n, group)
 
     @abstractmethod
     def start_shift(self, x: Tensor, route: str) -> Tensor:
-        """Send x along a route of shifts: (...) -> (...), whose values may be read after ``wait``."""
+        """Start to send x along a route of shifts: (...) -> (...). The result is valid after ``wait``."""
 
     @abstractmethod
     def wait(self, x: Tensor) -> Tensor:
-        """What was started, once it has arrived."""
+        """Wait for the result of ``start_shift`` and return it."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, group: str) -> Tensor:
-        """Rank 0's tensor: (...) -> (...)."""
+        """Return rank 0's tensor: (...) -> (...)."""
 
     @abstractmethod
     def rank(self, group: str) -> int:
-        """This rank's index in the group. Only operators that stay opaque in a graph may ask."""
+        """Return this rank's index in the group. Only operators that are opaque in graphs may call it."""
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor: ...
@@ -77,12 +82,14 @@ class Communicator(ABC):
 
 
 class FunctionalCommunicator(Communicator):
-    """Real ranks: torch's functional collectives, which trace, compile and run in eager."""
+    """Communicator of real ranks: torch's functional collectives, traceable and compilable."""
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
+        """Broadcast with ``_c10d_functional.broadcast``."""
         return _run_collective(x, lambda y: torch.ops._c10d_functional.broadcast(y, 0, group))
 
     def rank(self, group: str) -> int:
+        """Return the rank in the process group."""
         return dist.get_rank(process_group(group))
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
@@ -92,17 +99,19 @@ class FunctionalCommunicator(Communicator):
         return _run_collective(x, lambda y: torch.ops._c10d_functional.all_gather_into_tensor(y, n, group))
 
     def _reduce_scatter(self, x: Tensor, n: int, group: str, plain: bool) -> Tensor:
-        if x.device.type == "cpu" and not plain:  # Gloo's own takes half as long again
+        if x.device.type == "cpu" and not plain:  # Gloo's own reduce_scatter takes 1.5 times as long
             return self._all_to_all(x.unflatten(0, (n, x.shape[0] // n)), n, group).sum(0, dtype=x.dtype)
         return _run_collective(
             x, lambda y: torch.ops._c10d_functional.reduce_scatter_tensor(y, "sum", n, group), summed=True
         )
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
+        """Start an all_to_all_single over the route, whose group has a single destination."""
         rows = [x.shape[0]]
         return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), rows, rows, routes.ensure_route(route))
 
     def wait(self, x: Tensor) -> Tensor:
+        """Wait with ``_c10d_functional.wait_tensor``."""
         return torch.ops._c10d_functional.wait_tensor(x)
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
@@ -112,8 +121,14 @@ class FunctionalCommunicator(Communicator):
 
 
 def to_wire(x: Tensor, summed: bool = False) -> Tensor:
-    """x as it is sent. What is only moved goes as bytes if its dtype is not everywhere."""
-    # Bool collectives give wrong values under Inductor, and not every backend knows complex numbers.
+    """Convert x to a dtype that every backend can send.
+
+    Bool collectives return wrong values under Inductor, and some backends do not support complex dtypes.
+
+    Args:
+        x: Any shape and dtype.
+        summed: True if the collective computes with the values. Otherwise other dtypes are sent as bytes.
+    """
     if x.dtype == torch.bool:
         return x.to(torch.uint8)
     if x.is_complex():
@@ -122,7 +137,7 @@ def to_wire(x: Tensor, summed: bool = False) -> Tensor:
 
 
 def from_wire(x: Tensor, like: Tensor) -> Tensor:
-    """What has arrived, in the dtype of what was sent."""
+    """Convert a received tensor to the dtype of the tensor that was sent."""
     if like.dtype == torch.bool:
         return x.to(torch.bool)
     if like.is_complex():
@@ -141,13 +156,13 @@ _active = threading.local()
 
 
 def current_communicator() -> Communicator:
-    """The communicator of this thread: a simulated rank's inside ``use_communicator``, the functional one otherwise."""
+    """Return this thread's communicator: that of ``use_communicator``, or the functional one."""
     return getattr(_active, "communicator", _FUNCTIONAL_COMMUNICATOR)
 
 
 @contextlib.contextmanager
 def use_communicator(communicator: Communicator) -> Iterator[None]:
-    """Answer this thread's collectives with ``communicator``."""
+    """Run this thread's collectives on ``communicator`` inside the block."""
     previous = current_communicator()
     _active.communicator = communicator
     try:

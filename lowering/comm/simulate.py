@@ -1,8 +1,8 @@
-"""Ranks of a group as threads of this process: the same operators, no process group, no waiting in vain.
+"""Simulate the ranks of a group as threads of this process, without process groups.
 
-The ranks take turns: each runs until its next collective, then the next rank does. A run is therefore
-deterministic, every rank has a random number generator of its own that starts from the caller's state, as
-processes with one seed do, and a rank that does not come to a collective is noticed instead of waited for.
+The ranks take turns: each runs until its next collective, then the next rank runs. Runs are therefore deterministic.
+Every rank has its own random number generator, which starts from the caller's state, as in processes with one seed. A
+rank that misses a collective raises an error instead of a timeout.
 """
 
 import threading
@@ -21,30 +21,37 @@ from . import routes
 from .communicator import Communicator, use_communicator
 
 SIMULATED_GROUP = "sim"
-"""A group name for programs that are only simulated. Any other name works as well."""
+"""Group name for programs that are only simulated. Any other name works as well."""
 
 T = TypeVar("T")
 Collective = Callable[[list[Tensor]], list[Tensor]]
 
 
 class SimulationError(SpError):
-    """The simulated ranks do not make the same collective calls."""
+    """Mismatch between the collective calls of the simulated ranks."""
 
 
 class _RankStopped(BaseException):
-    """Ends a rank's thread after another rank failed; no ``except Exception`` may swallow it."""
+    """Exit of a rank's thread after a failure of another rank. ``except Exception`` must not catch it."""
 
 
 def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None = None) -> list[T]:
     """Run ``fn(rank)`` on ``n`` simulated ranks and return their results in rank order.
 
-    threads: executors of one thread, one a rank, where ranks keep their threads from run to run; cuDNN builds its
-    programs anew in each thread. New threads if None.
+    Inside, every ``sp::`` operator communicates with the other simulated ranks, forward and backward. Tensors that
+    ``fn`` closes over are shared: create separate leaves for each rank, or ``backward`` adds all ranks' gradients.
 
-    Inside, every ``sp::`` operator talks to the other simulated ranks, forward and backward. Tensors that
-    ``fn`` closes over are shared: give each rank its own leaves, or ``backward`` adds all ranks' gradients.
+    Args:
+        n: Number of ranks.
+        fn: Function of the rank.
+        threads: Executors of one thread, one per rank, to reuse threads between runs: cuDNN builds its programs again
+            in each new thread. New threads if None.
 
-    Raises what a rank raised, with a note that names the rank, or SimulationError when the ranks' calls differ.
+    Returns:
+        The results in rank order.
+
+    Raises:
+        SimulationError: The ranks' collective calls differ. Exceptions of a rank are raised with a note that names it.
     """
     world = _SimulatedWorld(n)
     results: dict[int, T] = {}
@@ -74,31 +81,31 @@ def run_ranks(n: int, fn: Callable[[int], T], threads: Sequence[Executor] | None
 
 
 def _inherit_autocast() -> list[tuple[str, torch.dtype, bool, bool]]:
-    """The caller's autocast: a thread begins without."""
+    """Return the caller's autocast settings, which new threads do not inherit."""
     cached = torch.is_autocast_cache_enabled()
     on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind), True, cached) for kind in on]
 
 
 class _SimulatedWorld:
-    """Whose turn it is, what each rank has handed in, and what went wrong."""
+    """Turns, pending collective calls and first error of the simulated ranks."""
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(n)]  # rank 0's is the first
+        self._turns = [threading.Semaphore(int(rank == 0)) for rank in range(n)]  # rank 0 starts
         self._random_states = [torch.get_rng_state()] * n
         self._calls: list[tuple[str, Tensor] | None] = [None] * n
         self._answers: list[Tensor] = []
         self._error: BaseException | None = None
 
     def raise_failures(self) -> None:
-        """Raise what a rank raised. The caller's random state moves on as rank 0's did."""
+        """Raise the first error of the ranks, and set the caller's random state to that of rank 0."""
         torch.set_rng_state(self._random_states[0])
         if self._error is not None:
             raise self._error
 
     def run(self, rank: int, live: Callable[[int], None]) -> None:
-        """A thread's life: wait for the first turn, run, and leave the turn to the next."""
+        """Run a rank in its thread: wait for the first turn, run, and pass the turn on."""
         try:
             self._wait(rank)
             live(rank)
@@ -113,7 +120,14 @@ class _SimulatedWorld:
             self._stop(error)
 
     def exchange(self, rank: int, name: str, x: Tensor, combine: Collective) -> Tensor:
-        """Hand in ``x`` for the collective ``name``; this rank's entry of ``combine(all ranks' tensors)``."""
+        """Run the collective ``name`` and return this rank's entry of ``combine(all ranks' tensors)``.
+
+        Args:
+            rank: The calling rank.
+            name: Name of the collective, compared across ranks.
+            x: Operand of this rank.
+            combine: Function from the operands of all ranks to their results.
+        """
         self._calls[rank] = name, x
         if rank == self.n - 1:
             self._check_calls()
@@ -124,7 +138,7 @@ class _SimulatedWorld:
         return self._answers[rank]
 
     def _check_calls(self) -> None:
-        """The last rank has made its call or finished: the others must have done the same."""
+        """Raise SimulationError unless the calls of all ranks are equal. The last rank calls it."""
         made = [_describe_call(call) for call in self._calls]
         if len(set(made)) > 1:
             lines = "\n".join(f"  rank {r}: {call}" for r, call in enumerate(made))
@@ -137,7 +151,7 @@ class _SimulatedWorld:
     def _wait(self, rank: int) -> None:
         self._turns[rank].acquire()
         if self._error is not None:
-            # Whatever this rank still tries on its way out must not wait either.
+            # Collectives that this rank calls while it unwinds must not wait either.
             self._turns[rank].release()
             raise _RankStopped
         torch.set_rng_state(self._random_states[rank])
@@ -157,16 +171,18 @@ def _describe_call(call: tuple[str, Tensor] | None) -> str:
 
 
 class _SimulatedRank(Communicator):
-    """One rank's end of the exchange."""
+    """Communicator of one simulated rank."""
 
     def __init__(self, world: _SimulatedWorld, rank: int) -> None:
         self._world = world
         self._rank = rank
 
     def rank(self, group: str) -> int:
+        """Return the index of this rank."""
         return self._rank
 
     def broadcast(self, x: Tensor, group: str) -> Tensor:
+        """Return a copy of rank 0's tensor."""
         return self._exchange("broadcast", x, lambda xs: [xs[0].clone() for _ in xs])
 
     def _all_reduce(self, x: Tensor, n: int, group: str) -> Tensor:
@@ -179,10 +195,12 @@ class _SimulatedRank(Communicator):
         return self._exchange("reduce_scatter", x, lambda xs: [part.clone() for part in _sum_rounded_once(xs).chunk(n)])
 
     def start_shift(self, x: Tensor, route: str) -> Tensor:
+        """Exchange at once, as `wait` returns its argument."""
         sources = [routes.route_ends(route, rank, self._world.n)[1][0] for rank in range(self._world.n)]
         return self._exchange("shift", x, lambda xs: [xs[source].clone() for source in sources])
 
     def wait(self, x: Tensor) -> Tensor:
+        """Return x, which ``start_shift`` has received already."""
         return x
 
     def _all_to_all(self, x: Tensor, n: int, group: str) -> Tensor:
@@ -196,7 +214,7 @@ class _SimulatedRank(Communicator):
 
 
 def _route_blocks(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
-    """Block i of a rank's tensor goes to the i-th of its ends; what comes is ordered by rank."""
+    """Send block i of a rank's tensor to the i-th of its destinations. Received blocks are in rank order."""
     arriving: list[list[Tensor]] = [[] for _ in xs]
     for x, (to, _) in zip(xs, ends, strict=True):
         for block, rank in zip(x, to, strict=True):
@@ -205,7 +223,7 @@ def _route_blocks(xs: list[Tensor], ends: list[routes.Ends]) -> list[Tensor]:
 
 
 def _sum_rounded_once(xs: list[Tensor]) -> Tensor:
-    """Rounded once, and never all of them side by side: gradients of whole keys are large."""
+    """Sum with one rounding and without stacking the terms: gradients of gathered keys are large."""
     dtype = xs[0].dtype
     total = xs[0].to(accumulation_dtype(dtype), copy=True)
     for x in xs[1:]:

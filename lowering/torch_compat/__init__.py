@@ -1,7 +1,7 @@
-"""Every private torch name that the package uses, and nothing else: the only import point is this package.
+"""Collect every private torch name that the package uses; other folders import them from here.
 
-One module a subject; what a module imports or defines is what it gives. Tried on torch 2.13 unless an entry says more;
-imported on 2.11 to 2.15.
+Each module covers one subject and exports all that it imports or defines. Tested on torch 2.13 unless an entry states
+more; imported on 2.11 to 2.15.
 """
 
 from .checkpoints import *

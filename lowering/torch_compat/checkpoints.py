@@ -1,4 +1,4 @@
-"""What checkpointed regions keep: a selective policy is asked of each op while AOTAutograd traces it, as torch does."""
+"""Apply selective checkpoint policies to each op that AOTAutograd traces, as torch does in eager mode."""
 
 from __future__ import annotations
 
@@ -18,31 +18,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
 Policy = Callable[..., CheckpointPolicy | bool]
-_POLICY, _SAVE_POLICIES = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers hand on
-_POLICY_TAKES_OUTPUT = (
-    "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
-)  # 2.13 does, 2.11 does not
+_POLICY, _SAVE_POLICIES = "checkpoint_policy", "keeps_attention"  # keys of meta["custom"], which tracers propagate
+# torch 2.13 passes the output to policies, 2.11 does not.
+_POLICY_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
 RECOMPUTES_DRAWS = (run_with_rng_state, graphsafe_run_with_rng_state)
-"""Random operators in the backward of a checkpoint: what they draw is what its forward drew."""
+"""Random operators in the backward of a checkpoint, which repeat the draws of its forward."""
+# Ops of checkpointed regions in Dynamo's graphs.
 _CHECKPOINT_OPS = (tag_activation_checkpoint, wrap_activation_checkpoint)
-SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+SAVE_POLICY = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)  # answers of a policy that save a value
 
 
 def policy_of(context_fn: Callable[[], Any]) -> Policy | None:
-    """What `create_selective_checkpoint_contexts` was given, a list of ops as a function; None of other contexts."""
+    """Return the policy of `create_selective_checkpoint_contexts`, or None for other contexts.
+
+    A list of ops is returned as a function.
+    """
     forward, _ = context_fn()
     policy: Policy | None = getattr(forward, "policy_fn", None)
     return policy
 
 
 def recompute_tags(region: int, policy: Policy | None) -> dict[str, Any]:
-    """Meta of the nodes of a checkpointed region."""
+    """Return the meta of the nodes of a checkpointed region.
+
+    Args:
+        region: Number of the region.
+        policy: Its policy, if any.
+    """
     custom = {} if policy is None else {"custom": {_POLICY: policy}}
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": region, **custom}
 
 
 def checkpoint_of(node: Node) -> tuple[Any, str]:
-    """The checkpoint that a node is in, or whose body it names, and the name of its policy; None if there is none."""
+    """Return the checkpoint that contains a node, or whose body it is, and the name of its policy.
+
+    The checkpoint is None outside of all checkpoints, and the name is "" without a policy.
+    """
     if node.op == "get_attr":
         named = any(user.target in _CHECKPOINT_OPS for user in node.users)
         return (node, "") if named else (None, "")
@@ -52,16 +63,16 @@ def checkpoint_of(node: Node) -> tuple[Any, str]:
 
 
 def is_in_checkpoint() -> bool:
-    """Does what runs now run under a checkpoint, which will run it again in its backward?"""
+    """Return True if the running code is checkpointed, so that its backward will run it again."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == CheckpointPolicy.__module__
 
 
 def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a graph of Dynamo's; what is checkpointed in it is kept, and not run again by a backward.
+    """Run a Dynamo graph without recomputation of its checkpointed regions.
 
-    torch refuses to run again what has written its inputs in place. A buffer is an input where Dynamo has traced it, so
-    that is what a BatchNorm does in a checkpoint.
+    torch raises when it recomputes a region that has modified its inputs in place. Buffers are inputs of graphs that
+    Dynamo traces, so that a BatchNorm in a checkpoint modifies one.
     """
     graph = gm.graph
     if not any(graph.find_nodes(op="call_function", target=target, sort=False) for target in _CHECKPOINT_OPS):
@@ -71,37 +82,46 @@ def run_once(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 class _RunOnce(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run the body of a checkpoint inline."""
         return run_once(args[0], args[1:]) if target in _CHECKPOINT_OPS else super().call_function(target, args, kwargs)
 
 
 def has_policy(node: Node) -> bool:
-    """Is it of a region whose policy says what stays?"""
+    """Return True if the node belongs to a region with a policy."""
     return _POLICY in node.meta.get("custom", {})
 
 
 def mark_saved(node: Node) -> None:
-    """Mark an attention whose results stay, or what is traced of one."""
+    """Mark an attention whose results are saved, or a node traced from one."""
     node.meta["custom"] = {**node.meta.get("custom", {}), _SAVE_POLICIES: True}
 
 
 def is_saved(node: Node) -> bool:
+    """Return True if `mark_saved` has marked the node."""
     return bool(node.meta.get("custom", {}).get(_SAVE_POLICIES))
 
 
 def mark_must_save(node: Node) -> None:
-    """Have a partitioner keep the node's results; of several, those that a backward reads."""
+    """Make a partitioner save the node's results; of several, those that a backward reads."""
     for one in (node, *(user for user in node.users if user.target is operator.getitem)):
         one.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def has_checkpoint_regions(gm: torch.fx.GraphModule) -> bool:
-    """Is anything of it in a checkpointed region?"""
+    """Return True if any node is in a checkpointed region."""
     return any("ac_graph_id" in node.meta for node in gm.graph.nodes)
 
 
 @contextmanager
 def apply_policies(attention: Sequence[Any], named: Sequence[Any]) -> Iterator[None]:
-    """While AOTAutograd traces; its cache of compiled code knows graphs, and no policies."""
+    """Apply policies while AOTAutograd traces inside the block.
+
+    The autograd cache is off inside, as its keys do not include policies.
+
+    Args:
+        attention: The package's attention ops.
+        named: Ops that policies may name in their place.
+    """
     import torch._functorch.config as functorch_config
 
     with functorch_config.patch(enable_autograd_cache=False), PolicyMode(attention, named):
@@ -109,14 +129,18 @@ def apply_policies(attention: Sequence[Any], named: Sequence[Any]) -> Iterator[N
 
 
 class PolicyMode(TorchDispatchMode):
-    """Tags what AOTAutograd traces of nodes that have a policy.
+    """Tag the nodes that AOTAutograd traces under a policy with its answers.
 
-    Every op that a node's trace comes to is asked about before it is decomposed, and what is written for it into the
-    joint graph takes the answer. attention: ops of ours that no policy knows. Where a policy saves one of `named`, for
-    which they stand, or all but these, they are marked as `mark_saved` does.
+    The policy is called for every op before it is decomposed, and the nodes traced for the op get its answer. Policies
+    do not name the package's own attention ops. If a policy saves one of `named`, which they replace, or all ops except
+    these, the nodes are marked as by `mark_saved`.
+
+    Args:
+        attention: The package's attention ops.
+        named: Ops that policies may name in their place.
     """
 
-    supports_higher_order_operators = True  # a partitioner infers what draws again (DRAWS_AGAIN), still under this
+    supports_higher_order_operators = True  # a partitioner infers RECOMPUTES_DRAWS under this mode
 
     def __init__(self, attention: Sequence[Any], named: Sequence[Any]) -> None:
         super().__init__()
@@ -124,6 +148,7 @@ class PolicyMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Return True, so that the mode is not active while Dynamo compiles."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,13 +166,17 @@ class PolicyMode(TorchDispatchMode):
                 node.meta["recompute"] = answer
             elif answer in SAVE_POLICY:
                 mark_saved(node)
-        if func in self.attention and answer in SAVE_POLICY:  # what merges its blocks is marked, too
+        if func in self.attention and answer in SAVE_POLICY:  # the nodes that merge its blocks are marked, too
             meta = torch.fx.traceback.current_meta
             meta["custom"] = {**meta["custom"], _SAVE_POLICIES: True}
         return out
 
     def _tag_node(self, policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
-        """Of attention of ours: what is said of a kernel that it stands for, if that is not what is said of any op."""
+        """Return the answer of a policy for an op.
+
+        For an attention op of the package, the answer for an op that it replaces has priority if it differs from that
+        for the op itself.
+        """
         given = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
         answers = list[CheckpointPolicy]()
         for op in (func, *self.named) if func in self.attention else (func,):

@@ -1,4 +1,4 @@
-"""What compiles a graph: torch.compile's backends, a place for passes in them, and C++ through Inductor's cache."""
+"""Compile graphs with torch.compile's backends and added passes, and C++ by Inductor's cache."""
 
 from __future__ import annotations
 
@@ -24,26 +24,33 @@ JointTransform = Callable[[torch.fx.GraphModule], None]
 
 
 class PartitionTransform(Protocol):
-    """Changes a forward and its backward in place; so many of the forward's results are its caller's.
-
-    alone: the same for a forward without one. key: the same for what does the same.
-    """
+    """Pass that changes a forward and its backward in place."""
 
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """Return the key in caches of compiled code, equal for passes of equal effect."""
+        ...
 
-    def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None: ...
+    def run_training(self, forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, results: int) -> None:
+        """Change a forward and its backward. The first `results` outputs of the forward are the caller's."""
+        ...
 
-    def run_inference(self, forward: torch.fx.GraphModule) -> None: ...
+    def run_inference(self, forward: torch.fx.GraphModule) -> None:
+        """Change a forward without a backward."""
+        ...
 
 
-JOINT_COMPILERS = ("inductor", "aot_eager")
+JOINT_COMPILERS = ("inductor", "aot_eager")  # compilers that run passes on joint graphs
 
 
 def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's partitioner keeps at most this share of the activations; None leaves that to its own setting.
+    """Return a context that limits the share of activations that AOTAutograd's partitioner saves.
 
-    What it computes again it chooses by FLOPs, of our operators too: by default it takes what is not ATen for free.
+    The partitioner selects recomputed ops by FLOPs. The context includes the package's operators, as by default only
+    ATen ops have a cost.
+
+    Args:
+        budget: Share from 0 to 1. None keeps torch's setting.
     """
     import torch._functorch.config as functorch_config
 
@@ -52,7 +59,12 @@ def memory_budget(budget: float | None) -> contextlib.AbstractContextManager[Any
 
 
 def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """A torch.compile backend as a function of (graph, example inputs). patches: of Inductor's settings."""
+    """Return a torch.compile backend as a function of (graph, example inputs).
+
+    Args:
+        name: Name of the backend, or the backend.
+        patches: Changes of Inductor's settings.
+    """
     if name == "inductor":
         return partial(compile_with_inductor, patches=patches)
     from torch._dynamo.backends.registry import lookup_backend
@@ -61,13 +73,15 @@ def get_compiler(name: str | Callable[..., Any], patches: Mapping[str, Any] | No
 
 
 def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler for a graph of its own inside a compilation, which is to learn nothing of it.
+    """Return the compiler for independent graphs inside a compilation, isolated from its context.
 
-    Of fake tensors; without gradients.
+    The graphs have fake inputs and no gradients.
     """
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Theirs: torch 2.15 detects that of the compilation around it, whose guards would then have their symbols.
+        # Use the mode of the inputs. torch 2.15 would otherwise use that of the outer compilation, whose guards would
+        # then
+        # contain their symbols.
         mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
         with tracing(TracingContext(mode)), torch.no_grad():
             return compiler(gm, list(inputs))
@@ -78,11 +92,18 @@ def nested_compiler(compiler: Callable[..., Any]) -> Callable[..., Any]:
 def compile_with_inductor(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Inductor, without its padding of strides on GPUs. patches: of its settings, while it compiles.
+    """Compile with Inductor, without its padding of strides on GPUs.
 
-    Torch 2.11 may lay out a tensor that is viewed before it is read (heads in groups of ranks, say) in two ways, and
-    read rows of odd length by padded strides that were written by others: wrong numbers and no word of it, seen on an
-    H100 with 1,023 rows a rank. 2.13 agrees with itself there. What is lost is little: rows are as wide as the model.
+    Torch 2.11 may select two layouts for a tensor that is viewed before it is read, such as heads in groups of ranks.
+    It then reads rows of odd length with padded strides that were written with other strides. The results are silently
+    wrong, seen on an H100 with 1,023 rows per rank. 2.13 is consistent there. The cost is small: rows are as wide as
+    the model.
+
+    Args:
+        gm: The graph.
+        inputs: Example inputs.
+        patches: Changes of Inductor's settings while it compiles.
+        **options: Other arguments of compile_fx.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -93,41 +114,43 @@ def compile_with_inductor(
 
 
 def inductor_mode_options() -> dict[str, dict[str, Any]]:
-    """Inductor's settings for each `mode=` of torch.compile, by name."""
+    """Return Inductor's settings for each `mode=` of torch.compile, by name."""
     from torch._inductor import list_mode_options
 
     return list_mode_options()
 
 
 def current_partition() -> str:
-    """What AOTAutograd is compiling just now, in any thread: "joint", "forward", "backward", "inference", or ""."""
+    """Return the graph that AOTAutograd compiles in any thread.
+
+    Returns:
+        "joint", "forward", "backward", "inference", or "" if it compiles nothing.
+    """
     from torch._functorch._aot_autograd import logging_utils
 
     found = getattr(logging_utils, "graph_being_compiled", [])
     return str(found[0]).partition("_")[2] if found else ""
 
 
+# Comment of Inductor above a line.
 SOURCES_MARK = re.compile(r"\s*# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 
 
-KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")
+KERNEL_PATTERN = re.compile(r"\s*(?:cpp|triton_\w+?)_fused_(\w+)_\d+(?:\.run)?\(")  # call of a kernel of Inductor
 
 
 class CodeLine(NamedTuple):
-    """A line of compiled code. sources: its source nodes, by names in the graph that AOTAutograd was given. trace: the
-    stack trace of its own node, "" if there is none. kernel: the ops of a kernel of Inductor's, as its name has them,
-    if no comment names its sources; `sources` are then those of the line after it that has such a comment.
-    """
+    """Line of compiled code."""
 
-    sources: list[str]
-    trace: str = ""
-    kernel: str = ""
+    sources: list[str]  # source nodes, by names in AOTAutograd's input graph
+    trace: str = ""  # stack trace of the line's node, or ""
+    kernel: str = ""  # ops in the name of an Inductor kernel without a comment; sources are of the next such line
 
 
 def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
-    """The line of each frame of compiled code that the error has come through, outermost first.
+    """Yield the line of each frame of compiled code in an error's traceback, outermost first.
 
-    Of code of Inductor's the comment above a line has its sources, of a graph that runs as it is the line's node.
+    In Inductor's code the comment above a line names its sources. In an uncompiled graph the line belongs to one node.
     """
     step = error.__traceback__
     while step is not None:
@@ -144,7 +167,7 @@ def compiled_lines(error: BaseException) -> Iterator[CodeLine]:
 
 
 def _line_of_node(gm: torch.fx.GraphModule, name: str) -> CodeLine:
-    """A line that computes a node."""
+    """Return the line that computes a node of an uncompiled graph."""
     nodes = [node for node in gm.graph.nodes if node.name == name]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
     sources = [source.name for node in nodes for source in node.meta.get("from_node", [])[:1]]
@@ -156,17 +179,17 @@ _entered_backwards = contextlib.ExitStack()
 
 
 def wrap_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Have the backward of the graph that is compiled now compiled inside `around()`, if torch leaves it for later."""
+    """Compile the backward of the current graph inside `around()`, if torch compiles it lazily."""
     from torch._dynamo.callback import callback_handler
     from torch._guards import CompileContext
 
     _late_backwards[str(CompileContext.current_compile_id())] = around
-    if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo forgets them
+    if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo removes callbacks
         callback_handler.register_start_callback(_start_late_backward)
         callback_handler.register_end_callback(_finish_late_backward)
 
 
-@torch.compiler.disable  # torch holds a lock here, and eager code that goes backward is looked at by Dynamo
+@torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
 def _start_late_backward(told: Any) -> None:
     if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late_backwards:
         _entered_backwards.enter_context(_late_backwards.pop(told.compile_id)())
@@ -178,16 +201,16 @@ def _finish_late_backward(told: Any) -> None:
 
 
 def count_cache_hits() -> int:
-    """How many graphs this process has found in Inductor's and AOTAutograd's caches so far."""
+    """Return the number of graphs that this process has loaded from Inductor's and AOTAutograd's caches."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def on_recompile_limit(tell: Callable[[str], object]) -> None:
-    """Call `tell` with torch's words when Dynamo gives up compiling a function, which then runs eagerly.
+    """Call `tell` with torch's message when Dynamo reaches its recompile limit and falls back to eager.
 
-    Dynamo has no hook for that, but it warns.
+    Dynamo has no hook for this, but logs a warning.
     """
 
     def notice_partition(record: logging.LogRecord) -> bool:
@@ -199,7 +222,7 @@ def on_recompile_limit(tell: Callable[[str], object]) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Return whether Inductor finds a C++ compiler."""
+    """Return True if Inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -210,9 +233,9 @@ def has_cpp_compiler() -> bool:
 
 
 def compile_cpp(source: str, flags: Sequence[str]) -> Any:
-    """Return the shared library of C++ source, from Inductor's cache on disk if it is there.
+    """Return the shared library of C++ source, from Inductor's cache on disk if it contains it.
 
-    Of processes that need the same one, the first compiles and the others wait.
+    Of processes that compile the same source, the first one compiles and the others wait.
     """
     from torch._inductor.codecache import CppCodeCache
 
@@ -226,13 +249,18 @@ def joint_compiler(
     patches: Mapping[str, Any] | None = None,
     halves: PartitionTransform | None = None,
 ) -> Callable[..., Any]:
-    """As `get_compiler`, with the graph that AOTAutograd makes changed in place by `transform` before it is
-    partitioned.
+    """Return a compiler that changes AOTAutograd's graph in place before it is partitioned.
 
-    Forward and backward in one graph; of an inference, the forward. halves: what is done to the two when they are cut
-    apart; they are run in the order that it leaves. key: what both will do, for caches of compiled code; None if they
-    ask other ranks, since one that found its code in a cache would not answer them. Of backends, only JOINT_COMPILERS
-    have a place for it.
+    Args:
+        name: A compiler of `JOINT_COMPILERS`.
+        transform: Changes the joint graph, or the forward of an inference.
+        key: Key of `transform` in caches of compiled code. None disables caching, as required if it communicates with
+            other ranks: a rank with a cache hit would not respond.
+        patches: Changes of Inductor's settings.
+        halves: Changes forward and backward after the partition. The compiler keeps the resulting order of nodes.
+
+    Raises:
+        NotImplementedError: The compiler has no passes on joint graphs.
     """
     if name == "inductor":
         return _joint_inductor(transform, key, patches, halves)
@@ -267,9 +295,9 @@ def joint_compiler(
 def _joint_inductor(
     transform: JointTransform, key: str | None, patches: Mapping[str, Any] | None, halves: PartitionTransform | None
 ) -> Callable[..., Any]:
-    """Inductor with one more pass on the joint graph, after those of the user's own, and one on its halves.
+    """Return Inductor with one more pass on joint graphs, after the user's own, and one on partitions.
 
-    2.11 and 2.12 take one pass there, 2.13 and newer a list, too: ours calls theirs.
+    2.11 and 2.12 accept one pass, 2.13 and newer also a list: the additional pass calls the user's.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -289,7 +317,7 @@ def _joint_inductor(
                 halves.run_inference(graph.owning_module)
 
         def uuid(self) -> tuple[Any, ...] | None:
-            """None if one of them has none, so that no cache keeps what they did."""
+            """Return the keys of all passes, or None, which disables caching, if one has no key."""
             keys = (*(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier), key, after)
             return None if None in keys else keys
 
@@ -304,7 +332,7 @@ def _joint_inductor(
 
 
 def _make_partitioner(halves: PartitionTransform) -> Any:
-    """For Inductor: torch's, or the user's own, and then `halves`."""
+    """Return a partitioner for Inductor: torch's, or the user's own, followed by `halves`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -322,7 +350,7 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
             return None if None in keys else keys
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return tuple, (self.uuid(),)  # caches ask for it, and for no more
+            return tuple, (self.uuid(),)  # caches use only the key
 
     return Partitioner()
 
@@ -334,11 +362,17 @@ def partition_joint_graph(
     for_inductor: bool,
     halves: PartitionTransform | None = None,
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:
-    """The forward and the backward that AOTAutograd makes of a graph, not compiled; an inference has no backward.
+    """Return the forward and the backward of a graph, as AOTAutograd creates them, not compiled.
 
-    transform: changes the joint graph in place before it is cut. halves: the two, then.
-    for_inductor: in the ops that Inductor wants, and changed as it changes a graph before it is cut: what is kept for
-    the backward depends on that.
+    Args:
+        gm: The graph.
+        inputs: Example inputs.
+        transform: Changes the joint graph in place before the partition.
+        for_inductor: True for Inductor's decompositions and passes on joint graphs, on which saved values depend.
+        halves: Changes forward and backward after the partition.
+
+    Returns:
+        The two graphs; the backward of an inference is None.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -378,9 +412,10 @@ def partition_joint_graph(
 
 
 def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """A joint graph, or an inference, behind Inductor's passes over it; 2.12 and older give nothing back.
+    """Run Inductor's passes on a joint or inference graph. 2.12 and older change it in place.
 
-    Of values on the meta device, which stand for those on another one, it would take all for constants.
+    Inputs on the meta device represent those of another device. Constant folding is off for them, as it would treat all
+    values as constants.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes as changed
@@ -394,7 +429,7 @@ def _apply_inductor_passes(gm: torch.fx.GraphModule, inputs: Any) -> torch.fx.Gr
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor wants of the ATen ops that it is given."""
+    """Return Inductor's decompositions of ATen ops."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
@@ -403,11 +438,18 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def find_backward_nodes(
     outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
 ) -> list[tuple[Any, frozenset[int]]]:
-    """The autograd nodes of AOTAutograd that made these results, once each; what they run, they run inside `around()`.
-    With each: which of its results are, or make, the outputs of the numbers `some`.
+    """Return AOTAutograd's autograd nodes of outputs, and run their backwards in `around()`.
 
-    That is more than the compiled backward, which torch 2.13 keeps where nobody reaches it: also the look at what
-    autograd has saved.
+    The context covers the compiled backward, which torch 2.13 stores where no hook reaches it, and the unpacking of
+    saved tensors.
+
+    Args:
+        outputs: Outputs of a compiled function.
+        some: Indices of selected outputs.
+        around: Returns the context of the backwards.
+
+    Returns:
+        Each node once, with the indices of its results that are, or compute, the selected outputs.
     """
     found: dict[int, tuple[Any, set[int]]] = {}
     for i, x in enumerate(outputs):
@@ -423,12 +465,12 @@ def find_backward_nodes(
 
 
 def _backward_of_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
-    """The autograd node of AOTAutograd of which this is a result, and the number of that.
+    """Yield AOTAutograd's autograd node of a result and its output index.
 
-    Of several views of one value that is the value, from which the views are made when the program has run.
+    For several views of one value this is the value, from which the views are created after the program has run.
     """
     node, number, views = x.grad_fn, x.output_nr, 0
-    while node is not None and views < 8:  # of an input there are more nodes, of what was done before
+    while node is not None and views < 8:  # inputs have longer chains of nodes, from earlier ops
         if type(node).__name__ == "CompiledFunctionBackward":
             yield node, number
             return
@@ -438,7 +480,7 @@ def _backward_of_result(x: torch.Tensor) -> Iterator[tuple[Any, int]]:
 
 
 class _InContext:
-    """A function, run inside a context."""
+    """Function that runs inside a context."""
 
     def __init__(self, run: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]) -> None:
         self.run, self.around = run, around

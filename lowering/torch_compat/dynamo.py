@@ -1,4 +1,4 @@
-"""What Dynamo keeps to itself: where values come from, and which piece of a model a graph is."""
+"""Query Dynamo's private state: sources of values, graph breaks, and fallbacks to eager."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from torch.fx import GraphModule, Node
 
 
 def keep_source(new: Node, old: Node) -> None:
-    """Give a copied placeholder Dynamo's account of where its value comes from."""
+    """Copy Dynamo's source of a placeholder to its copy."""
     if hasattr(old, "_dynamo_source"):
         new._dynamo_source = old._dynamo_source
 
 
 def keep_state_sources(new: GraphModule, old: GraphModule) -> None:
-    """Give a new graph Dynamo's account of the old one's parameters and buffers, and one of its own buffers."""
+    """Copy Dynamo's sources of parameters and buffers to a new graph, and add those of its own buffers."""
     if hasattr(old, "_param_name_to_source"):
         constants = {name: ConstantSource(name) for name, _ in new.named_buffers()}
         new._param_name_to_source = {**old._param_name_to_source, **constants}
 
 
 def unmark_static(placeholder: Node) -> None:
-    """Drop the promise that the memory is constant: the min-cut partitioner would recompute from changed data."""
+    """Mark the memory of a placeholder as mutable: a partitioner would recompute from changed data."""
     if facts := placeholder.meta.get("tensor_dict"):
         kept = {name: fact for name, fact in facts.items() if name != "_dynamo_static_input_type"}
         placeholder.meta["tensor_dict"] = kept
 
 
 def is_module_state(node: Node) -> bool:
-    """Is the placeholder a parameter or buffer of the module, not an argument of its forward?"""
+    """Return True if the placeholder is a parameter or buffer, not an argument of a forward."""
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
 
 def is_argument(node: Node) -> bool:
-    """Is the placeholder an argument of what is compiled: no state of a module, no global and no closed-over value?"""
+    """Return True if the placeholder is an argument, not module state, a global or a closed-over value."""
     source = getattr(node, "_dynamo_source", None)
     while isinstance(source, ChainedSource):
         source = source.base
@@ -63,27 +63,27 @@ def is_argument(node: Node) -> bool:
 
 
 def is_fallback_error(error: BaseException) -> bool:
-    """Is it one on which Dynamo leaves a graph to eager code, where a backend raises it?"""
+    """Return True if Dynamo falls back to eager when a backend raises this error."""
     return isinstance(error, exceptions_allowed_to_be_fallback)
 
 
 def is_compiling() -> bool:
-    """Does Dynamo compile something in this thread, backends included?"""
+    """Return True if Dynamo or a backend compiles in this thread."""
     return CompileContext.try_get() is not None
 
 
 def hide_views(cls: Any) -> None:
-    """Let Dynamo take views that are of this wrapper subclass for tensors of their own.
+    """Make Dynamo treat views of this wrapper subclass as independent tensors.
 
-    It would repeat the view on a stand-in of its base, with symbols for the numbers of its ops: of these torch 2.13 can
-    neither write guards nor make inputs.
+    It would otherwise repeat the view on a fake base, with symbols for the integers of its ops. torch 2.13 can neither
+    write guards on them nor create inputs for them.
     """
     is_view = torch.Tensor._is_view
     cls._is_view = torch.compiler.disable(lambda x: not is_compiling() and is_view(x))
 
 
 def is_fragment(gm: GraphModule) -> bool:
-    """Is this Dynamo graph only a piece of a model: before or after a graph break, or a bucket of DDPOptimizer?"""
+    """Return True if a Dynamo graph is a part of a model: next to a graph break, or a DDP bucket."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         return True
@@ -91,16 +91,17 @@ def is_fragment(gm: GraphModule) -> bool:
 
 
 def is_cut_by_ddp(gm: GraphModule) -> bool:
-    """Is this Dynamo graph a bucket of DDPOptimizer?"""
+    """Return True if a Dynamo graph is a bucket of DDPOptimizer."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     return reason is not None and "DDPOptimizer" in reason.reason
 
 
 def keep_first_call_fake() -> None:
-    """See to it that DDPOptimizer's first call of the bucket that is compiled now computes on fake tensors.
+    """Make DDPOptimizer's first call of the current bucket compute on fake tensors.
 
-    Its sign for that is taken away when the frame in which the bucket before was compiled is collected. If that is only
-    now, torch takes the bucket for one without a backward and reads other gradients' memory. Collect it first.
+    Its flag is removed when the frame that compiled the last bucket is collected. If that happens during this
+    compilation, torch treats the bucket as one without a backward and reads the memory of other gradients. Collect the
+    frame first.
     """
     gc.collect()
     context = TracingContext.try_get()
@@ -109,9 +110,9 @@ def keep_first_call_fake() -> None:
 
 
 def _called_by_user_code() -> bool:
-    """Was Dynamo entered from a Python frame that it could not compile, inside the function given to torch.compile?
+    """Return True if Dynamo was entered from an uncompiled Python frame inside the compiled function.
 
-    The stack then holds, inwards: eval_frame's wrapper, that frame, convert_frame, the backend.
+    The stack then contains, inwards: eval_frame's wrapper, that frame, convert_frame, the backend.
     """
     dynamo = Path(torch._dynamo.__file__).parent
     entries, wrappers = str(dynamo / "convert_frame.py"), str(dynamo / "eval_frame.py")
@@ -127,10 +128,13 @@ def _called_by_user_code() -> bool:
 
 
 def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Have Dynamo trace the frame anew with symbols for these dims of inputs; raises what makes it do so.
+    """Make Dynamo trace the frame again with symbols for these dims of inputs, by raising its restart.
 
-    Returns where it was asked before, and has found a reason for a constant. It is the one restart that Dynamo lets out
-    of a backend.
+    Returns if Dynamo has marked all of them before and specialized them. The restart is the only one that Dynamo
+    accepts from a backend.
+
+    Args:
+        dims: Inputs and dims.
     """
     new = [(x, dim) for x, dim in dims if dim not in getattr(x, "_dynamo_weak_dynamic_indices", ())]
     for x, dim in new:
@@ -140,7 +144,7 @@ def retrace_with_symbols(dims: Iterable[tuple[torch.Tensor, int]]) -> None:
 
 
 def refuse_eager_fallback() -> None:
-    """Past its recompile limit Dynamo runs the model uncompiled, which is another program where inputs are shards."""
+    """Make Dynamo raise at its recompile limit: the eager model is wrong for inputs that are shards."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
@@ -149,14 +153,15 @@ def on_eager(
     tell: Callable[[Any, CodeType, str], None],
     tell_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
-    """Call `tell` when Dynamo leaves to Python what this backend was to compile, once for each piece of code.
+    """Call `tell` when Dynamo falls back to eager for code of this backend, once for each code object.
 
-    Dynamo has no hook for this, so the function that it calls when it first meets a piece of code is wrapped.
+    Dynamo has no hook for this, so that the function that it calls for new code is wrapped.
 
     Args:
-        tell: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for what was given
-            to torch.compile itself, not for what a graph break leaves out.
-        tell_of_piece: Called with the module during whose call code after a graph break is compiled.
+        backend: The backend.
+        tell: Called with the module, or the name of a function; its code; and Dynamo's reason. Only for the object that
+            was passed to torch.compile, not for code after a graph break.
+        tell_of_piece: Called with the module in whose call code after a graph break is compiled.
     """
     convert = CatchErrorsWrapper.__call__
 
@@ -180,14 +185,14 @@ def on_eager(
 
 
 def _backend_of(callback: Any) -> Any:
-    """What torch.compile was given as its backend, of what Dynamo calls for each piece of code."""
+    """Return the backend passed to torch.compile, from Dynamo's callback for new code."""
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend
     return getattr(callback, "compiler_fn", callback)
 
 
 def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
-    """The module, or the name of the function, that a call of `fn` runs, and its code."""
+    """Return the module, or the function's name, that a call of `fn` runs, and its code."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         return owner, getattr(owner.forward, "__code__", None)
@@ -195,7 +200,7 @@ def _describe_callee(fn: Any) -> tuple[Any, CodeType | None]:
 
 
 def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
-    """The module that was given to torch.compile and whose call has come to this frame; None: a function."""
+    """Return the compiled module whose call contains this frame, or None for a function."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
     what, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
@@ -206,9 +211,11 @@ _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"
 
 
 def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
-    """What was given to torch.compile, if this is its code and no code of a user is around it; None otherwise.
+    """Return the object passed to torch.compile if this is its code, outside of user code, or None.
 
-    caller: the innermost frame around the one that runs the code.
+    Args:
+        code: The code that Dynamo compiles.
+        caller: Innermost frame around the one that runs the code.
     """
     module = None
     while caller is not None and caller.f_code.co_filename == torch.nn.modules.module.__file__:
@@ -218,22 +225,26 @@ def _entered_model(code: CodeType, caller: FrameType | None) -> Any:
     if module is None:
         torchs = code.co_filename == torch.nn.modules.module.__file__ or code.co_filename == external_utils.__file__
         _, given = _describe_callee(caller.f_locals.get("fn"))
-        collected = given not in (code, None)  # a callback of the garbage collection, which may come at any time
+        collected = given not in (code, None)  # callbacks of the garbage collector can run at any time
         return None if torchs or collected else code.co_qualname
     return module if getattr(module.forward, "__code__", None) is code else None
 
 
 def _shorten_reason(words: str) -> str:
-    """The headings of what Dynamo says of code that it cannot trace."""
+    """Return the headings of Dynamo's message on unsupported code."""
     parts = words.split("*** While handling this graph break, another graph break occurred: ***")
     return ", and then: ".join(part.strip().partition("\n")[0] for part in parts)
 
 
 def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwargs: Any) -> None:
-    """`model.compile(**kwargs)`, in whose calls Dynamo leaves graphs whole under DistributedDataParallel.
+    """Run `model.compile(**kwargs)` such that DistributedDataParallel does not split graphs.
 
-    torch asks its `optimize_ddp` when a model is called, and has no other way to be told. before: what comes before
-    each call.
+    torch reads `optimize_ddp` when a model is called, and has no other switch.
+
+    Args:
+        model: The model.
+        before: Called before each call of the model.
+        **kwargs: Arguments of torch.compile.
     """
     model.compile(**kwargs)
     call = model._compiled_call_impl
@@ -248,12 +259,12 @@ def compile_in_place(model: torch.nn.Module, before: Callable[[], None], **kwarg
 
 
 def is_under_ddp() -> bool:
-    """Is the forward of a DistributedDataParallel running?"""
+    """Return True while the forward of a DistributedDataParallel runs."""
     return _running_ddp() is not None
 
 
 def is_under_no_sync() -> bool:
-    """Is it running, and will its backward leave gradients as they are?"""
+    """Return True while it runs and its backward will not reduce gradients."""
     ddp = _running_ddp()
     return ddp is not None and not ddp.require_backward_grad_sync
 
@@ -263,12 +274,12 @@ def _running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Is it what `torch.compile` made of a model, or has `model.compile(...)` been called?"""
+    """Return True if a model is a result of `torch.compile`, or `model.compile(...)` was called."""
     return isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
 
 
 def line_of_meta_constant(error: TorchRuntimeError) -> str | None:
-    """Return the line "file:12" whose `torch.tensor` on the meta device the error is about; None of other errors."""
+    """Return "file:12" of the `torch.tensor` on the meta device that an error is about, else None."""
     text = str(error)
     if "convert all Tensors to FakeTensors" not in text or "device='meta'" not in text:
         return None

@@ -1,6 +1,7 @@
-"""torch's flex_attention below its public face: a block's attention given the log-sum-exps of all, compiled.
+"""Call torch's flex_attention below its public API, for blocks with log-sum-exps of all keys.
 
-The public function has a backward of its own result only; a block of a ring needs that of the whole row.
+The public function differentiates only its own result. The backward of a ring's block requires the log-sum-exps of all
+rows' keys.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .compilers import inductor_decompositions
 
-LN2 = math.log(2)
+LN2 = math.log(2)  # flex_attention returns log-sum-exps to base 2
 _NO_MASK = {
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
@@ -32,15 +33,17 @@ _NO_MASK = {
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-"""What the public function sets, of which templates make code."""
+"""Template options that the public function sets."""
 
 ModFunction = Callable[..., Tensor]
 
 
 @contextmanager
 def flex_on_any_device() -> Iterator[None]:
-    """torch 2.11 to 2.15 refuse a flex_attention that trains on a CPU, and any on the meta device, by this function
-    alone: on a CPU its eager form has gradients, and a look at a program runs no kernel of it.
+    """Remove the device check of flex_attention inside the block.
+
+    torch 2.11 to 2.15 reject training on a CPU, and any call on the meta device, only by this function. On a CPU the
+    eager form has gradients, and a dry run does not run a kernel.
     """
     refused = public._validate_device
     public._validate_device = lambda query, key, value: None
@@ -62,9 +65,19 @@ def flex_forward(
     options: Mapping[str, int],
     reads: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """(B, Hq, Q, D), (B, Hkv, K, D), (B, Hkv, K, E) -> (B, Hq, Q, E) and its natural log-sum-exps (B, Hq, Q).
+    """Run flex_attention and return out (B, Hq, Q, E) and the natural log-sum-exps (B, Hq, Q).
 
-    tables: as BlockMask orders them. reads: what both functions take behind their indices.
+    Args:
+        q: (B, Hq, Q, D), any floating dtype.
+        k: (B, Hkv, K, D).
+        v: (B, Hkv, K, E).
+        score_mod: Function of a score, its indices and `reads`.
+        mask_mod: Function of indices and `reads`.
+        tables: Block tables in the order of BlockMask.
+        tile: Rows and keys of a tile.
+        scale: Factor of the scores.
+        options: Kernel options.
+        reads: Captured tensors of both functions.
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
     out, lse, *_ = torch.ops.higher_order.flex_attention(
@@ -89,9 +102,23 @@ def flex_backward(
     reads: Sequence[Tensor],
     learned: Collection[int],
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv of these keys, given out and lse over all of them; the function of the scores is differentiated.
+    """Return dq, dk, dv for these keys from out and lse over all keys, and gradients of captured tensors.
 
-    learned: which of what is read needs a gradient, too; these come behind, in order.
+    Args:
+        grad: (B, Hq, Q, E), gradient of out.
+        q: (B, Hq, Q, D), any floating dtype.
+        k: (B, Hkv, K, D).
+        v: (B, Hkv, K, E).
+        out: (B, Hq, Q, E), over all keys.
+        lse: (B, Hq, Q), natural, over all keys.
+        score_mod: Function of a score, its indices and `reads`; it is differentiated.
+        mask_mod: Function of indices and `reads`.
+        tables: Block tables in the order of BlockMask.
+        tile: Rows and keys of a tile.
+        scale: Factor of the scores.
+        options: Kernel options.
+        reads: Captured tensors of both functions.
+        learned: Indices of captured tensors whose gradients are returned after dv, in order.
     """
     mask = _make_block_mask(q, k, tables, tile, mask_mod)
     with torch.enable_grad():
@@ -118,7 +145,7 @@ def flex_backward(
 
 
 def flex_lookup(table: Tensor, indices: list[Tensor]) -> Tensor:
-    """Elements of a table inside of a score_mod, with the gradient that kernels of flex_attention add up."""
+    """Index a table inside of a score_mod, with the gradient that flex_attention's kernels accumulate."""
     return mod_index(table, indices)
 
 
@@ -129,17 +156,23 @@ def _make_block_mask(
 
 
 def _kernel_options(options: Mapping[str, int]) -> dict[str, Any]:
-    """Never its kernel for a few queries, which has no log-sum-exps of blocks. Torch 2.11 to 2.15 have either name."""
+    """Return the kernel options, without the kernel for few queries, which lacks lse of blocks.
+
+    Versions 2.11 to 2.15 use one of two names for this option.
+    """
     known = getattr(public, "FlexKernelOptions", None)
     named = "BACKEND" in getattr(known, "__annotations__", {})
     return _NO_MASK | ({"BACKEND": "TRITON"} if named else {"FORCE_USE_FLEX_ATTENTION": True}) | dict(options)
 
 
 class FlexProgram:
-    """A function of tensors as a graph, and what Inductor makes of it; equal lengths need not stay equal.
+    """Compiled program of a function of tensors, with static or dynamic lengths.
 
-    dynamic: for each tensor, the dims whose extents may be others in other calls. compile_graph: takes the graph, of
-    operators that are not decomposed, and its fake inputs, in the place of Inductor.
+    Args:
+        fn: The function.
+        xs: Example tensors.
+        dynamic: Dims of each tensor whose sizes may differ in other calls.
+        compile_graph: Compiler of the graph and its fake inputs, without decompositions, in place of Inductor.
     """
 
     def __init__(
@@ -157,10 +190,11 @@ class FlexProgram:
                 self._run = (compile_graph or _compile_fx)(graph, self._fakes)
 
     def fits(self, xs: Sequence[Tensor]) -> bool:
-        """Whether these may be given: what was found out about lengths holds for them."""
+        """Return True if the guards on lengths hold for these tensors."""
         return not self._dynamic or bool(self._env.evaluate_guards_for_args(self._fakes, list(xs)))
 
     def __call__(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the program."""
         found: Sequence[Tensor] = self._run(list(xs))
         return found
 

@@ -1,4 +1,4 @@
-"""What torch.distributed keeps to itself: process groups by name, flattened meshes, symmetric memory."""
+"""Access torch.distributed's private state: groups by name, flattened meshes, symmetric memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import torch.distributed._functional_collectives
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives know by this name."""
+    """Return the process group that functional collectives find by this name."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
 def known_process_group(name: str) -> bool:
-    """Can functional collectives find a process group of this name?"""
+    """Return True if functional collectives find a process group of this name."""
     try:
         return process_group(name) is not None
     except RuntimeError:
@@ -32,12 +32,12 @@ def known_process_group(name: str) -> bool:
 
 
 def register_process_group(name: str, group: dist.ProcessGroup) -> None:
-    """Let functional collectives find `group` by this name."""
+    """Register `group` under this name for functional collectives."""
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
 def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, global ranks in the order of the group, backends) of every group that this process is in, oldest first."""
+    """Return (name, global ranks in group order, backends) of every group of this process, oldest first."""
     world = dist.distributed_c10d._world
     return [
         (world.pg_names[group], tuple(sorted(ranks, key=ranks.__getitem__)), str(world.pg_backend_config[group]))
@@ -47,16 +47,16 @@ def process_groups() -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """Every group that this process is in, oldest first."""
+    """Return every group of this process, oldest first."""
     world = dist.distributed_c10d._world
     return [group for group in world.pg_group_ranks if group in world.pg_names]
 
 
 def abort_waits(group: dist.ProcessGroup) -> None:
-    """Let every collective of the group raise that waits in this process, from any thread; it is of no use afterwards.
+    """Abort every collective of the group that waits in this process; the group is unusable afterwards.
 
-    Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive that gives up ends all that waits for the
-    group's connections and closes these, which ends what the other ranks wait for as well.
+    Gloo cannot abort (torch 2.13: `abort()` does nothing). There a receive with a timeout ends all waits on the group's
+    connections and closes them, which also ends the waits of the other ranks.
     """
     for device in group._device_types:
         backend: Any = group._get_backend(device)
@@ -69,7 +69,7 @@ def abort_waits(group: dist.ProcessGroup) -> None:
 
 
 def _abort_peer(backend: Any, peer: int) -> bool:
-    """Give up to receive from a rank; False if the connection to that one, and perhaps no other, is closed already."""
+    """Time out a receive from a rank; return False if that connection was closed already."""
     never = torch.empty(1, device="cpu")
     with contextlib.suppress(RuntimeError):
         work = backend.recv([never], peer, NEVER_SENT)
@@ -81,17 +81,17 @@ def _abort_peer(backend: Any, peer: int) -> bool:
     return False
 
 
-NEVER_SENT = 0x5B_0057  # a tag
+NEVER_SENT = 0x5B_0057  # tag of a message that is never sent
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """After how long a collective of the group gives up."""
+    """Return the timeout of the group's collectives."""
     options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return min((one._timeout for one in options if hasattr(one, "_timeout")), default=timedelta(minutes=30))
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that moves the group's tensors of a device, as in "nccl"; "" where it has none for them."""
+    """Return the backend of the group for a device, such as "nccl"; "" if it has none."""
     try:
         return str(group._get_backend(device).name())
     except RuntimeError:
@@ -99,33 +99,44 @@ def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store that the ranks of the group have met in."""
+    """Return the key-value store in which the ranks of the group met."""
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A communicator on the CPU that is in no table of torch's: neither destroyed nor named with the others.
+    """Return a CPU communicator outside of torch's tables, so that it is neither destroyed nor listed.
 
-    timeout: of connecting, which no signal interrupts. Raises RuntimeError if a rank does not connect.
+    Args:
+        store: Store in which the ranks meet.
+        rank: Rank in the communicator.
+        size: Number of ranks.
+        timeout: Timeout of the connection, which signals do not interrupt.
+
+    Raises:
+        RuntimeError: A rank does not connect.
     """
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def leak(it: object) -> None:
-    """Never destroy it, at the end of the process either."""
+    """Leak an object, so that it is not destroyed at the end of the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(it))
 
 
 def drain_gloo_threads(seconds: float = 1.0) -> None:
-    """Give Gloo's threads, those of the user's groups too, so many seconds to drop what they exchanged last.
+    """Wait until Gloo's threads have released the tensors of their last exchange.
 
-    Whoever waits for an exchange goes on before its thread has dropped the tensors. For one that Python knows it
-    takes the GIL, and if Python has ended by then the process aborts ("terminate called without an active exception",
-    torch 2.13; pytorch/pytorch#190489). `destroy_process_group` waits for them, and is the user's to call.
+    A waiting caller resumes before the thread of its exchange has released the tensors. To release a tensor with a
+    Python object the thread takes the GIL. If Python has ended by then, the process aborts ("terminate called without
+    an active exception", torch 2.13; pytorch/pytorch#190489). `destroy_process_group` waits for the threads, but only
+    users may call it.
+
+    Args:
+        seconds: Maximum time to wait, in seconds. Includes threads of the user's groups.
     """
     deadline, idle = time.monotonic() + seconds, 0
     while idle < 2 and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)  # without the GIL: a thread that waits for it goes on here
+        time.sleep(POLL_SECONDS)  # releases the GIL, for which a thread may wait
         idle = (
             0
             if sys.platform == "linux" and any(map(_is_gloo_thread_busy, Path("/proc/self/task").iterdir()))
@@ -133,39 +144,47 @@ def drain_gloo_threads(seconds: float = 1.0) -> None:
         )
 
 
-POLL_SECONDS = 0.002  # seconds
+POLL_SECONDS = 0.002  # seconds between checks
 
 
 def _is_gloo_thread_busy(thread: Path) -> bool:
-    """Is it one of Gloo's, and does it run, or want to? One that waits for ranks, or for work, sleeps."""
+    """Return True if a thread is Gloo's and is runnable. Threads that wait for ranks or work sleep."""
     try:
         name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
     return name == "pt_gloo_runloop" and state[0] != "S"
 
 
 def group_names(mesh: dist.DeviceMesh) -> list[str]:
-    """The process group of every axis of a mesh that this rank is in."""
+    """Return the process group names of all axes of a mesh that contains this rank."""
     return [mesh.get_group(i).group_name for i in range(mesh.ndim)]
 
 
 def flatten_mesh(mesh: dist.DeviceMesh, name: str) -> dist.DeviceMesh:
-    """The mesh's axes as one, called `name`; creates a group once, so every rank of the mesh must call it."""
+    """Flatten the axes of a mesh to one, called `name`. The first call on a mesh is collective."""
     return mesh._flatten(name)
 
 
 def symmetric_all_to_all() -> Callable[..., None] | None:
-    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), from 2.14 on; None before."""
+    """Return torch's all_to_all_nd(input, out, scatter_dim, gather_dim, *, group), or None before 2.14."""
     from torch.distributed import _symmetric_memory
 
     return getattr(_symmetric_memory, "all_to_all_nd", None)
 
 
 def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch.Tensor, Any]:
-    """`size` bytes that all ranks of the group can reach, and the handle to the others'; every rank calls it.
+    """Allocate symmetric memory for the ranks of a group. Collective.
 
-    The handle has barrier(channel). Not run by the tests: it takes a GPU for each rank.
+    Not run by the tests, as it requires a GPU per rank.
+
+    Args:
+        size: Bytes.
+        device: Device of this rank.
+        group: Name of the process group.
+
+    Returns:
+        The memory, uint8 (size,), and the handle to that of other ranks, with barrier(channel).
     """
     from torch.distributed import _symmetric_memory
 
@@ -174,7 +193,7 @@ def symmetric_memory(size: int, device: torch.device, group: str) -> tuple[torch
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Has a collective waited for a rank in vain, or lost it?"""
+    """Return True if a collective timed out or lost a connection."""
     named = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
     words = """Timed out waiting, Application timeout, Connection closed by peer, Connection reset by peer, Broken pipe,
     Read error""".split(", ")

@@ -1,4 +1,4 @@
-"""Dynamo's graph in a person's words: what the signature and what is returned call its values, and where it ends."""
+"""Name values and graph breaks of Dynamo graphs as the user's code does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ATTRIBUTE_PATTERN = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]
 
 
 def argument_name(node: Node) -> str:
-    """The user's name of a placeholder: `input_ids` of an argument, `layers.0.weight` of a parameter of the model.
+    """Return the user's name of a placeholder: `input_ids`, or `layers.0.weight` for a parameter.
 
-    An argument that came through *args has its name in the signature of the model that is compiled now, if any is; one
-    of **kwargs its own. Parts of arguments are written as in Python: `batch['ids']`, `ids.size()[1]`.
+    Arguments from *args have the name in the signature of the model that is compiled now, if any; those from **kwargs
+    their own. Parts of arguments have Python syntax: `batch['ids']`, `ids.size()[1]`.
     """
     source: Any = getattr(node, "_dynamo_source", None)
     if isinstance(source, NumpyTensorSource):
@@ -47,7 +47,7 @@ def argument_name(node: Node) -> str:
 
 
 def is_python_number(node: Node) -> bool:
-    """Is the placeholder a number of Python's, a float as a tensor of no dims too? No size of a tensor is one."""
+    """Return True if the placeholder is a Python scalar, or a float as a 0-dim tensor, but not a size."""
     given = node.meta.get("grapharg")
     if given is None or isinstance(given.source, TensorPropertySource):
         return False
@@ -55,23 +55,22 @@ def is_python_number(node: Node) -> bool:
 
 
 def _positional_name(index: int) -> str:
-    """What the model that is compiled now calls its argument of this index; "" if it has no name for it."""
+    """Return the name of a positional argument of the model that is compiled now; "" if it has none."""
     locals_ = _compiled_locals()
     model = locals_.get("self", next(iter(locals_.get("args") or [None]), None))
     if not isinstance(model, torch.nn.Module):
         return ""
-    index -= "self" not in locals_  # it is the first of *args
+    index -= "self" not in locals_  # self is the first of *args
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
     return names[index] if 0 <= index < len(names) else ""
 
 
 def result_names(gm: GraphModule) -> dict[str, str]:
-    """What the value that the compiled function returns calls tensors in it, by the names of their nodes: keys of a
-    dict, fields of a dataclass, as transformers return them, or of a named tuple.
+    """Return names of the tensors in a compiled function's return value, by the names of their nodes.
 
-    Empty where it calls them nothing, of a piece that ends at a graph break, and where a torch keeps it elsewhere than
-    2.13.
+    Names are keys of a dict, and fields of a dataclass, as in transformers, or of a named tuple. Empty if there are
+    none, for a graph that ends at a graph break, and for torch versions whose internals differ from 2.13.
     """
     reason, locals_ = getattr(gm, "compile_subgraph_reason", None), _dynamo_locals("output_graph", "compile_subgraph")
     returned = locals_.get("stack_values_flat", ())
@@ -87,11 +86,11 @@ def result_names(gm: GraphModule) -> dict[str, str]:
 
 
 UNKNOWN_BREAK = {"step_unsupported": "something there that it does not trace; TORCH_LOGS=graph_breaks says what"}
-"""What Dynamo calls a break whose reason it keeps to itself, and what is said in its place."""
+"""Texts for graph breaks whose reason Dynamo does not record."""
 
 
 def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
-    """Where and why Dynamo ends this graph and goes on in Python: a stack trace, and its reason without advice."""
+    """Return the stack trace of the graph break after this graph and its reason, or None without a break."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -102,7 +101,12 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
 
 
 def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value that Dynamo tracks, by name. attributes: that it has set of objects that it has made."""
+    """Yield the parts of a value that Dynamo tracks, by name.
+
+    Args:
+        value: Dynamo's variable.
+        attributes: Attributes that Dynamo has set on objects that it created.
+    """
     yield from attributes.get(value, {}).items()
     items = getattr(getattr(value, "_base_vt", value), "items", None)
     if isinstance(items, dict):
@@ -113,12 +117,12 @@ def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _compiled_locals() -> dict[str, Any]:
-    """The local variables of the function that Dynamo compiles now."""
+    """Return the local variables of the function that Dynamo compiles now."""
     return _dynamo_locals("convert_frame", "_compile").get("locals", {})
 
 
 def _dynamo_locals(module: str, function: str) -> dict[str, Any]:
-    """The local variables of the innermost call of a function of Dynamo's that is running."""
+    """Return the local variables of the innermost running call of a Dynamo function."""
     file = str(Path(torch._dynamo.__file__).parent / f"{module}.py")
     frame: FrameType | None = sys._getframe()
     while frame is not None and not (frame.f_code.co_filename == file and frame.f_code.co_name == function):

@@ -1,4 +1,4 @@
-"""What torch keeps to itself about its operators and their schemas."""
+"""Access torch's private operators and schemas."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from torch.utils._sympy.functions import FloorDiv, Max
 
 try:
     from torch._higher_order_ops.register_hook import register_hook_op
-except ImportError:  # 2.11 and 2.12: there Dynamo writes a hook as an autograd function
+except ImportError:  # 2.11 and 2.12: Dynamo writes a hook as an autograd function
     register_hook_op = None
 
 try:
-    import torch.nn.attention.varlen  # registers it
+    import torch.nn.attention.varlen  # registers the operator
 
     varlen_attention: Any = torch.ops.torch_attn._varlen_attn.default
 except (ImportError, AttributeError):
     varlen_attention = None
 
-set_grad_enabled = torch._C._set_grad_enabled  # the function that Dynamo writes into its graphs
+set_grad_enabled = torch._C._set_grad_enabled  # the function in Dynamo's graphs
 
-# Calls that change Python state around attention; Dynamo leaves them in its graph and no dispatcher sees them.
+# Calls that change Python state around attention. Dynamo keeps them in its graph; dispatchers do not see them.
 PYTHON_STATE_CALLS = frozenset({torch.nn.attention._backend_from_string, torch.nn.attention._sdpa_kernel})
 
 
 def active_flash_attention() -> str:
-    """The implementation that a user has put behind aten's flash attention, "FA3" say; "" for torch's own."""
+    """Return the active implementation of aten's flash attention, such as "FA3"; "" for torch's own."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # from 2.11 or 2.12 on
     return "" if current is None else current() or ""
 
 
 def schema_of(op: OpOverload) -> Any:
-    """The schema of an operator: arguments, returns, is_mutable."""
+    """Return the schema of an operator: arguments, returns, is_mutable."""
     return op._schema
 
 
 def namespace_of(target: Any) -> str:
-    """`aten` of torch.ops.aten.add and of torch.ops.aten.add.Tensor, "" of what is no operator."""
+    """Return the namespace of an operator or packet, such as `aten`; "" for other values."""
     return getattr(target, "namespace", "") or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
 
 
 def has_derivative(target: Any) -> bool:
-    """May autograd know the derivative of a call? Of operators that are not torch's own, if one was registered."""
+    """Return True if autograd may differentiate a call. Operators outside of torch need a registration."""
     if not isinstance(target, OpOverload) or namespace_of(target) in ("aten", "prims", "_c10d_functional"):
         return True
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -71,7 +71,7 @@ def has_derivative(target: Any) -> bool:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Does autocast change the dtype that `op` computes in? Of no op on a device that it does not know ("meta")."""
+    """Return True if autocast changes the dtype in which `op` computes. False without autocast."""
     return torch.amp.is_autocast_available(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), f"Autocast{device_type.upper()}"
     )
@@ -79,9 +79,10 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 @contextmanager
 def enable_losses_on_meta() -> Iterator[None]:
-    """Give losses of classes their gradient on the meta device, where torch has a kernel of these that has none.
+    """Register gradients of class losses on the meta device inside the block, where torch has none.
 
-    Tried on 2.13. Under AOTAutograd they have a gradient of zeros there otherwise, of which no backward is needed.
+    Tested on 2.13. Under AOTAutograd the losses otherwise have gradients of zeros there, and the joint graph omits the
+    backward.
     """
     key = torch._C.DispatchKey.AutogradMeta
     aten: Any = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What torch keeps to itself about tensors, fake tensors and symbolic sizes."""
+"""Access torch's private state of tensors, fake tensors and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-get_data = torch._C._autograd._get_data_attr  # what `x.data` is in Dynamo's graphs
-no_torch_function = torch._C._disabled_torch_function_impl  # of a subclass whose results are plain tensors
+get_data = torch._C._autograd._get_data_attr  # `x.data` in Dynamo's graphs
+no_torch_function = torch._C._disabled_torch_function_impl  # for subclasses whose ops return plain tensors
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_in_backward() -> bool:
-    """Does this thread run a backward just now? Autograd has threads of its own for those of a device."""
+    """Return True if this thread runs a backward. Autograd has separate threads for backwards on a device."""
     return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Read the frames of other threads: each that is looked at is allocated, and a collection that this would begin may
-    run Python code, and so the other thread, which leaves the frame (CPython 3.11 ends with a segmentation fault then).
+    """Pause garbage collection inside the block, to read the frames of other threads.
+
+    Each frame that is read is allocated. A collection at that point could run Python code, so that the other thread
+    leaves the frame: CPython 3.11 then crashes with a segmentation fault.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -51,7 +53,7 @@ def pause_gc() -> Iterator[None]:
 
 
 def backward_threads() -> list[int]:
-    """The threads that have called a backward which runs now."""
+    """Return the threads that have called a running backward."""
     with pause_gc():
         return [thread for thread, frame in sys._current_frames().items() if _calls_backward(frame)]
 
@@ -63,13 +65,13 @@ def _calls_backward(frame: FrameType | None) -> bool:
 
 
 def is_in_transform() -> bool:
-    """Is one of torch.func's transforms at work?"""
+    """Return True inside of a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextmanager
 def enable_autograd() -> Iterator[None]:
-    """Autograd records inside, also in the body of an operator below it, and below a mode of torch_dispatch."""
+    """Enable autograd inside the block, also in operators below autograd and in a torch_dispatch mode."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
@@ -77,16 +79,16 @@ def enable_autograd() -> Iterator[None]:
         yield
 
 
-is_batch = torch._C._functorch.is_legacy_batchedtensor  # of gradients: is_grads_batched has a vmap of its own
+is_batch = torch._C._functorch.is_legacy_batchedtensor  # batched gradients of is_grads_batched, which has its own vmap
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """The identity of the memory that a strided tensor lies in, fake ones too."""
+    """Return the identity of the memory of a strided tensor, real or fake."""
     return x.untyped_storage()._cdata
 
 
 def tensor_versions(xs: Sequence[torch.Tensor]) -> numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]:
-    """How often each was changed in place; 0 of inference tensors, whose changes nobody counts."""
+    """Return the version counter of each tensor; 0 for inference tensors, which have none."""
     try:
         return numpy.fromiter(map(_get_version, xs), numpy.int64, len(xs))
     except RuntimeError:
@@ -98,7 +100,7 @@ _get_version = attrgetter("_version")
 
 @dataclass(frozen=True)
 class _ElementAddresses:
-    """Where the elements of a strided tensor are, for numpy, which does not read them."""
+    """Addresses of the elements of a strided tensor, for numpy, which does not read them."""
 
     of: torch.Tensor
 
@@ -111,47 +113,44 @@ class _ElementAddresses:
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Have two strided tensors an element in common? Also where that is too hard to find out."""
+    """Return True if two strided tensors may share an element; also if that is too expensive to decide."""
     one, other = (numpy.asarray(_ElementAddresses(x)) for x in (a, b))
     return bool(numpy.may_share_memory(one, other, max_work=10_000))  # type: ignore[arg-type]
 
 
 def follows_from_guards(mode: FakeTensorMode | None, fact: Any) -> bool:
-    """Does the fact (a sympy relation) follow from guards that the program already has?
-
-    Adds none.
-    """
+    """Return True if a sympy relation follows from the guards of the program. Adds no guard."""
     env = mode.shape_env if mode is not None else None
     return env is not None and bool(env._maybe_evaluate_static(fact) == True)  # noqa: E712  (None: not known)
 
 
 def length_guards(mode: FakeTensorMode) -> list[sympy.Basic]:
-    """What is assumed so far of the sizes that are symbols."""
+    """Return the guards on symbolic sizes so far."""
     env = mode.shape_env
     return [guard.expr for guard in env.guards] if env is not None else []
 
 
 def unify_symbols(mode: FakeTensorMode, fact: Any) -> Any:
-    """A fact about sizes, where symbols that were found to be equal are one."""
+    """Return an expression of sizes in which equal symbols are unified."""
     return mode.shape_env.replace(fact) if mode.shape_env is not None else fact
 
 
 def assume_fact(mode: FakeTensorMode, fact: Any) -> bool:
-    """Does a fact about sizes hold in this compilation? If so, it becomes a guard."""
+    """Return True if a relation of sizes holds in this compilation; it then becomes a guard."""
     return mode.shape_env is not None and bool(mode.shape_env.evaluate_expr(fact))
 
 
 WIDE_RANGE = 1 << 21
-"""`single_value` checks at most this many numbers."""
+"""Maximum number of values that `single_value` checks."""
 
 
 def single_value(size: torch.SymInt) -> int | None:
-    """The number that a symbol is, where the guards of the program admit no other; None where they do. Adds no guard.
+    """Return the value of a symbol if the guards admit no other, else None. Adds no guard.
 
-    A tree of every second row has a guard for each bit of its length. None of a wide range, too.
+    A tree reduction over every second row has a guard for each bit of its length. Returns None for wide ranges, too.
     """
     symbol, hint, env = size.node.expr, size.node.hint, size.node.shape_env
-    if symbol.is_Integer:  # in the meantime
+    if symbol.is_Integer:  # replaced by a constant since
         return int(symbol)
     bounds = env.var_to_range.get(symbol)
     if hint is None or bounds is None or not bounds.upper.is_finite or bounds.upper - bounds.lower > WIDE_RANGE:
@@ -172,13 +171,13 @@ def single_value(size: torch.SymInt) -> int | None:
 
 
 def _symbol_checks(size: torch.SymInt) -> list[CodeType]:
-    """What the program asks of a symbol alone, as expressions of Python."""
+    """Return the guards on this symbol alone, as compiled Python expressions."""
     facts = [guard.expr for guard in size.node.shape_env.guards if guard.expr.free_symbols == {size.node.expr}]
     return [compile(PythonPrinter().doprint(fact), "guard", "eval") for fact in facts]
 
 
 def depends_on_size(size: torch.SymInt) -> bool:
-    """Has the program asked for a size what other numbers answer otherwise? Also one that has become a number since."""
+    """Return True if guards distinguish values of a size, or if it has become a constant."""
     symbol, hint = size.node.expr, size.node.hint
     if symbol.is_Integer or hint is None or not symbol.is_Symbol:
         return bool(symbol.is_Integer)
@@ -189,9 +188,10 @@ def depends_on_size(size: torch.SymInt) -> bool:
 
 
 def _check_holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.ndarray:
-    """Of which of Python's numbers, which never overflow, may an expression be true? All at once, if it has no `and`.
+    """Return for which Python integers, which do not overflow, an expression may be true.
 
-    Of all where it calls what has another name here.
+    Evaluates all of them in one call if the expression contains no `and`. Returns True for all if it cannot be
+    evaluated.
     """
     names = {"math": math, "torch": torch}
     try:
@@ -205,22 +205,22 @@ def _check_holds(check: CodeType, symbol: str, numbers: numpy.ndarray) -> numpy.
 
 
 def is_symbolic(x: torch.Tensor) -> bool:
-    """Is a size of a fake tensor a symbol?"""
+    """Return True if a size of a fake tensor is symbolic."""
     return any(isinstance(extent, torch.SymInt) for extent in x.shape)
 
 
 SYMBOLIC_GRAPHS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Does a graph compiled with a symbol for a size, outside of Dynamo, take others? 2.11 writes the first down."""
+"""True if graphs compiled with symbolic sizes outside of Dynamo accept other sizes. 2.11 specializes."""
 
 
 def check_guards(fakes: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Does what was assumed of symbolic sizes, in a shape environment of their own, hold for those of real tensors?"""
+    """Return True if the guards of fake tensors, in their own shape environment, hold for real tensors."""
     symbolic = next(extent for x in fakes for extent in x.shape if isinstance(extent, torch.SymInt))
     return bool(symbolic.node.shape_env.evaluate_guards_for_args(list(fakes), list(given)))
 
 
 def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]:
-    """A fake mode of its own, and symbols of it, two or more, which are these in this call."""
+    """Return a new fake mode, and symbolic sizes of it, two or more, with these hints."""
     env = ShapeEnv()
     sources = [ConstantSource(f"size{i}") for i in range(len(hints))]
     symbols = [env.create_symbol(x, at, dynamic_dim=DimDynamic.DYNAMIC) for x, at in zip(hints, sources, strict=True)]
@@ -229,16 +229,17 @@ def make_symbolic_mode(*hints: int) -> tuple[FakeTensorMode, list[torch.SymInt]]
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """What a size is in the call that is being compiled: to weigh costs, never to prove anything. Adds no guard."""
+    """Return the value of a size in the current call, for cost estimates only. Adds no guard."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
-    """The number, where a symbol stands for the end of `x[:, 1:]` or `x[:, :-1]`.
+    """Return the constant of a symbol that represents the end of `x[:, 1:]` or `x[:, :-1]`.
 
-    So it does where torch 2.13 repeats a view of a wrapper for Dynamo, which can write no guard on such a symbol.
+    torch 2.13 creates such symbols when it repeats a view of a wrapper for Dynamo, which cannot write guards on them.
+    Other symbols are returned unchanged.
     """
-    hint = size.node.hint  # None: known when the program runs
+    hint = size.node.hint  # None: unbacked
     if hint is None or 0 <= hint < sys.maxsize:
         return size
     sources = size.node.shape_env.var_to_sources.get(size.node.expr, ())
@@ -246,7 +247,7 @@ def end_of_view(size: torch.SymInt) -> int | torch.SymInt:
 
 
 def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.SymInt]) -> int | torch.SymInt:
-    """What an expression of sizes is where its symbols are these, which may be symbols of another program."""
+    """Evaluate an expression of sizes for values of its symbols, which may be symbols themselves."""
     found: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(values), expr)
     return found
 
@@ -254,7 +255,7 @@ def evaluate_expr(expr: sympy.Expr, values: Mapping[sympy.Symbol, int | torch.Sy
 class _WaitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
-        return x.trigger_wait().detach()  # of its own, which autograd may mark
+        return x.trigger_wait().detach()  # a new tensor, which autograd may mark
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -262,20 +263,20 @@ class _WaitFunction(torch.autograd.Function):
 
 
 def wait_async_tensor(x: AsyncCollectiveTensor) -> torch.Tensor:
-    """What a collective that is on its way brings, differentiable: AOTAutograd of torch 2.13 drops the gradient."""
+    """Wait for an asynchronous collective, differentiable: AOTAutograd of torch 2.13 drops the gradient."""
     found: torch.Tensor = _WaitFunction.apply(x)
     return found
 
 
 def is_wrapper(x: Any) -> bool:
-    """Is it a tensor without memory of its own, whose values other tensors hold: one of a wrapper subclass?"""
+    """Return True if x is a wrapper subclass, whose values are stored in other tensors."""
     return is_traceable_wrapper_subclass(x)
 
 
 def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
-    """The values that a tensor holds, as one with memory: of several in a wrapper their bytes, one behind the other.
+    """Return the values of a tensor as a plain tensor; for a wrapper, the concatenated inner bytes.
 
-    A collective that is still on its way is waited for.
+    Waits for an asynchronous collective.
     """
     if isinstance(x, AsyncCollectiveTensor):
         return x.trigger_wait()
@@ -287,5 +288,12 @@ def to_plain_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_wrapper(cls: type, shape: Sequence[int], strides: Sequence[int], like: torch.Tensor) -> Any:
-    """A tensor without memory, of a subclass that says itself what ops do with it."""
+    """Create a tensor without memory, of a subclass that implements its own ops.
+
+    Args:
+        cls: The subclass.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor.
+        like: Tensor of its dtype and device.
+    """
     return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""Torch's state of a thread, which a trace changes and a failed one does not restore."""
+"""Preserve torch's thread state, which a failed trace does not restore."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def preserve_thread_state() -> Iterator[None]:
-    """Leave torch's thread state as it was before, also after an error.
+    """Restore torch's thread state at the end of the block, also after an error.
 
-    A graph of Dynamo's changes state in one node and restores it in a later one, which a failed trace does not reach:
-    grad mode, autocast with the nesting that clears its cache, transforms of torch.func, forward mode, disabled hooks
-    on saved tensors, the backends of attention.
+    Dynamo's graphs change state in one node and restore it in a later one, which a failed trace does not reach: grad
+    mode, autocast with the nesting that clears its cache, transforms of torch.func, forward mode, disabled hooks on
+    saved tensors, the backends of attention.
     """
     functorch, hooks = torch._C._functorch, torch._C._autograd
     devices = [d for d in torch._C._autocast_supported_devices() if torch.amp.is_autocast_available(d)]
@@ -57,13 +57,13 @@ def preserve_thread_state() -> Iterator[None]:
 
 
 def _autocast_nesting() -> int:
-    """How many autocast regions are open; only entering one tells."""
+    """Return the number of open autocast regions, which only entering one returns."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def _is_forward_mode_open() -> bool:
-    """Is a level of forward mode open? There is at most one, and only entering one shows it."""
+    """Return True if a level of forward mode is open. There is at most one; only entering one shows it."""
     try:
         level = torch._C._enter_dual_level()
     except RuntimeError:
@@ -73,15 +73,15 @@ def _is_forward_mode_open() -> bool:
 
 
 def _attention_state() -> tuple[Any, bool]:
-    """The backends that attention may take, in order, as `_sdpa_kernel` takes them."""
+    """Return the enabled attention backends in order, as arguments of `_sdpa_kernel`."""
     return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True), True
 
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """No hook on saved tensors, such as a checkpoint's around the compiled call, packs what a trace saves.
+    """Disable hooks on saved tensors inside the block, such as those of a checkpoint around the call.
 
-    They are taken off and put back: a hook on top of them would forbid torch.func inside of what is traced.
+    The hooks are removed and restored: another hook on top of them would forbid torch.func inside of the trace.
     """
     hooks, taken = torch._C._autograd, []
     while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:

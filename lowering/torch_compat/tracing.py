@@ -1,4 +1,4 @@
-"""What torch keeps to itself about running tracers, and about the graphs that they make."""
+"""Access torch's private state of running tracers and their graphs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .tensors import is_in_transform
 
 
 def is_tracing_enabled() -> bool:
-    """Does anybody collect structured traces (tlparse)? Graphs are printed for them alone."""
+    """Return True if structured traces (tlparse) are collected. Graphs are printed only for them."""
     return any(getattr(handler, "root_dir", "") is not None for handler in trace_log.handlers)
 
 
 def trace_graph(name: str, text: str) -> None:
-    """Hand a graph's text to tlparse."""
+    """Log a graph's text as an artifact for tlparse."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -45,25 +45,25 @@ def trace_graph(name: str, text: str) -> None:
 
 
 def active_tracer() -> Any:
-    """The tracer of the make_fx that is running."""
+    """Return the tracer of the running make_fx."""
     return get_proxy_mode().tracer
 
 
 def proxy_of(x: torch.Tensor) -> Any:
-    """What stands for a tensor in the graph that is being made; None if nothing does."""
+    """Return the proxy of a tensor in the graph that is traced, or None."""
     return active_tracer().tensor_tracker.get(x)
 
 
 def set_proxy(x: torch.Tensor, name: Any) -> None:
-    """Have what `proxy_of` gave stand for the tensor, whatever does now."""
+    """Set the proxy of a tensor to a value that `proxy_of` returned."""
     active_tracer().tensor_tracker[x] = name
 
 
 @contextmanager
 def skip_graph_printing() -> Iterator[None]:
-    """Graphs are made and changed, and few are run: spare their code, and AOTAutograd's text of each, if nobody logs.
+    """Skip code generation and printing of graphs inside the block, unless they are logged.
 
-    What `graph_module` and torch itself make gets its code when it is run.
+    Most graphs are created and changed but not run. Graphs of `graph_module` and of torch generate code when they run.
     """
     with _use_lazy_graph_module(True):
         if is_tracing_enabled() or log_state.artifact_names:
@@ -74,13 +74,13 @@ def skip_graph_printing() -> Iterator[None]:
 
 
 def resume_trace(context: TracingContext) -> AbstractContextManager[Any]:
-    """Inside the compilation of which this was the context, when it is over."""
+    """Return a context that restores a finished compilation's tracing context."""
     return tracing(context)
 
 
 @contextmanager
 def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Run without recording (no dispatch, pre-dispatch or torch-function modes), still on fake tensors."""
+    """Run without dispatch, pre-dispatch and torch-function modes inside the block, except `fake_mode`."""
     with (
         _temp_remove_pre_dispatch_torch_function_mode(),
         _temp_remove_metadata_torch_function_mode(),
@@ -92,12 +92,12 @@ def suspend_trace(fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def use_real_tensors() -> Iterator[None]:
-    """Compute for real inside a compilation or one of torch.func's transforms: no tracing, no fake tensors.
+    """Compute on real tensors inside a compilation or a torch.func transform.
 
-    Nor the Python dispatcher: under it c10d takes the GIL inside a collective, and then waits for a thread of Gloo that
-    waits for the GIL.
+    The Python dispatcher is off, too: with it c10d takes the GIL inside a collective, and then waits for a thread of
+    Gloo that waits for the GIL.
     """
-    if _has_no_modes():  # as on every call of a compiled program
+    if _has_no_modes():  # the case of every call of a compiled program
         yield
         return
     with torch._C._DisablePythonDispatcher(), temporarily_clear_interpreter_stack(), suspend_trace(nullcontext()):
@@ -105,7 +105,10 @@ def use_real_tensors() -> Iterator[None]:
 
 
 def _has_no_modes() -> bool:
-    """Is no mode, no transform of torch.func and no Python dispatcher at work? Torch 2.11 to 2.15 have all of these."""
+    """Return True without active modes, torch.func transforms and Python dispatcher.
+
+    All of the queries exist in torch 2.11 to 2.15.
+    """
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -116,20 +119,24 @@ def _has_no_modes() -> bool:
 
 
 def keep_calling_convention(new: Graph, old: Graph) -> None:
-    """Make a new graph take its inputs and return its results in the containers that the old one does."""
+    """Make a new graph use the input and output containers of the old one."""
     new.set_codegen(old._codegen)
 
 
 def rename_node(node: Node, name: str) -> None:
-    """Give a node this name, or the next free one like it."""
+    """Rename a node to this name, or to the next free similar one."""
     node._rename(name)
 
 
 def compiled_frame_id() -> tuple[int, int | None]:
-    """Numbers of the code that is compiled now, the same each time until Dynamo is reset; the second None outside."""
+    """Return identifiers of the code that is compiled now, stable until Dynamo is reset.
+
+    Returns:
+        The number of resets that were detected, and the frame's id, or None outside of compilations.
+    """
     from torch._dynamo.callback import callback_handler
 
-    if _ResetSentinel not in callback_handler.start_callbacks:  # a reset forgets them, and counts code from 0 again
+    if _ResetSentinel not in callback_handler.start_callbacks:  # a reset removes callbacks, and restarts frame ids at 0
         callback_handler.register_start_callback(_ResetSentinel)
         _reset_sentinels[0] += 1
     compiled = CompileContext.current_compile_id()
@@ -137,7 +144,7 @@ def compiled_frame_id() -> tuple[int, int | None]:
 
 
 def _ResetSentinel(told: Any) -> None:
-    """Is there as long as Dynamo is not reset."""
+    """Mark, as a callback, that Dynamo was not reset."""
 
 
 _reset_sentinels = [0]

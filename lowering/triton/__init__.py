@@ -1,4 +1,4 @@
-"""Kernels in Triton, where it is installed and the tensors are on a GPU in eager mode."""
+"""Provide Triton kernels for CUDA tensors in eager mode, if Triton is installed."""
 
 from torch import Tensor
 
@@ -8,7 +8,12 @@ __all__ = ["AVAILABLE", "can_use_triton", "copy_tensor", "is_plain_memory"]
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """target.copy_(source), of equal shape and dtype and any strides, reading and writing whole cache lines."""
+    """Run target.copy_(source), reading and writing full cache lines.
+
+    Args:
+        target: Any shape, dtype and strides.
+        source: Shape and dtype of target, any strides.
+    """
     if can_use_triton(source):
         from . import move_kernel as move
 

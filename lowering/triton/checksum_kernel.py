@@ -1,4 +1,4 @@
-"""Checksums as one Triton kernel a tensor. Importing this needs triton."""
+"""Compute checksums with one Triton kernel per tensor. Importing this module requires triton."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ from .device import use_device
 
 CHECKSUM_BLOCK = 1024
 STEPS = 32
-"""Blocks that one program of the kernel adds up before it adds to the result."""
+"""Blocks that one program of the kernel sums before it adds to the result."""
 
 
 @triton.jit
 def _add_kernel(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out += the sum of a hash of each of the n words of `bits` and its place, modulo 2**64."""
+    """Add to out the sum, modulo 2**64, of a hash of each of the n integers of `bits` and its index."""
     first = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     total = tl.zeros((BLOCK,), tl.uint64)
     for step in range(STEPS):
@@ -28,7 +28,12 @@ def _add_kernel(bits, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type
 
 
 def add_checksum(bits: Tensor, out: Tensor) -> None:
-    """Add a checksum of (n,) integers, contiguous, to () int64: what `checksums.total` gives, in one launch."""
+    """Add a checksum to `out` in one launch.
+
+    Args:
+        bits: (n,), integers, contiguous.
+        out: (), int64. The added value equals that of `checksums.checksum_of`.
+    """
     with use_device(bits):
         _add_kernel[(triton.cdiv(bits.numel(), CHECKSUM_BLOCK * STEPS),)](
             bits, out, bits.numel(), BLOCK=CHECKSUM_BLOCK, STEPS=STEPS

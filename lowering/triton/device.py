@@ -1,4 +1,4 @@
-"""Where Triton kernels may run."""
+"""Determine whether Triton kernels can run on a tensor, and select its device."""
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-AVAILABLE = find_spec("triton") is not None
+AVAILABLE = find_spec("triton") is not None  # Triton is installed
 
 
 def is_plain_memory(x: Tensor) -> bool:
-    """Whether ``x`` is memory and nothing else: a parameter is, a subclass with a mind of its own is not."""
+    """Return True if ``x`` is a plain tensor or parameter, not another subclass."""
     return type(x) in (Tensor, Parameter)
 
 
 def can_use_triton(x: Tensor) -> bool:
-    """Whether a Triton kernel may read ``x`` now: a compiler at work writes its own kernels."""
+    """Return True if a Triton kernel may read ``x`` now. A compiler generates its own kernels."""
     return AVAILABLE and x.is_cuda and is_plain_memory(x) and not torch.compiler.is_compiling()
 
 
 def use_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
+    """Return a context in which the device of ``x`` is current, as a launch requires."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""The merge of two attention results as one Triton kernel. Importing this needs triton."""
+"""Merge two attention results with one Triton kernel. Importing this module requires triton."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ELEMENTS = 2048
-"""What one program of the kernel merges."""
+"""Elements that one program of the kernel merges."""
 
 
 @triton.jit
@@ -14,7 +14,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     out_a, lse_a, out_b, lse_b, out, lse, rows, heads, length, width,
     batch_a, head_a, row_a, batch_b, head_b, row_b, ROWS: tl.constexpr, WIDTH: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of the batch * heads * length rows; ``batch_a`` to ``row_b`` are strides, all else is contiguous."""
+    """Merge ROWS of the batch * heads * length rows.
+
+    ``batch_a`` to ``row_b`` are strides; the other tensors are contiguous.
+    """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     here = row < rows
@@ -22,14 +25,14 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     batch, head, place = row // (heads * length), row // length % heads, row % length
 
     a, b = tl.load(lse_a + row, mask=here, other=0.0), tl.load(lse_b + row, mask=here, other=0.0)
-    if IN_PLACE:  # a row without keys in the second operand stays as it is
+    if IN_PLACE:  # rows without keys in the second operand are not written
         here = here & (b != float("-inf"))
         inside = inside & here
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp(a - finite), tl.exp(b - finite)
     total = a + b
-    # The larger of the two is 1, so that only the empty sum of 0 is below it.
+    # The larger of the two is 1, so that only the empty sum of 0 is smaller.
     divisor = tl.maximum(total, 1.0)
 
     at_a = batch * batch_a + head * head_a + place * row_a + column
@@ -37,16 +40,24 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(out_a + at_a, mask=inside, other=0.0).to(total.dtype)
     y = tl.load(out_b + at_b, mask=inside, other=0.0).to(total.dtype)
     tl.store(out + row * width + column, x * (a / divisor) + y * (b / divisor), mask=inside)
-    tl.debug_barrier()  # several threads read a row's lse, in whose place one of them writes
+    tl.debug_barrier()  # several threads read a row's lse, and one of them overwrites it
     tl.store(lse + row, finite + tl.log(total), mask=here)
 
 
 def launch_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(..., S, E), (..., S), (..., S, E), (..., S) -> (..., S, E), (..., S) in lse's dtype, contiguous.
+    """Merge two attention results; results are contiguous, in the dtype of lse.
 
-    into: where the results go; out_a and lse_a themselves may be that, as every element is read before it is written.
+    Args:
+        out_a: (..., S, E), any floating dtype.
+        lse_a: (..., S), floating.
+        out_b: (..., S, E).
+        lse_b: (..., S).
+        into: Tensors for the results. out_a and lse_a are allowed, as every element is read before it is written.
+
+    Returns:
+        out (..., S, E) and lse (..., S).
     """
     if into is None:
         into = tuple(torch.empty(x.shape, dtype=lse_a.dtype, device=x.device) for x in (out_a, lse_a))
@@ -64,6 +75,6 @@ def launch_merge(
 
 
 def _view_four_dims(x: Tensor) -> Tensor:
-    """(batch, heads, S, E) with neighbouring columns: a view of what attention kernels return."""
+    """View as (batch, heads, S, E) with contiguous columns. Results of attention kernels need no copy."""
     x = x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,15 +1,11 @@
-"""Copies between arrays of any strides. Importing this needs triton.
+"""Copy between arrays of any strides with a tiled Triton kernel. The import requires triton.
 
-Elements are moved as words, whatever their dtype is.
-
-How a copy between two arrays of any strides is cut into tiles that read and write whole cache lines.
-
-Of the dims that are left once all that can be merged are: the *run* is contiguous on both sides; `rows` lie next to
-it where it is written, `columns` where it is read, or, where these are few bytes, along any dim; a tile is rows x
-columns x run, the other dims are looped over.
+Elements are moved as integers of 1 to 8 bytes, independent of their dtype. Tiles read and write full cache lines. After
+merging of dims, a tile is rows x columns x run, and the other dims are looped over. The *run* is contiguous on both
+sides. `rows` are adjacent to it in the target, and `columns` in the source, or along any dim if these are few bytes.
 
     (n, g, h, D) <- (g, n, h, D)    run h * D, rows g: the pack of a head exchange
-    (n, g, h, D) <- (n, h, g, D)    run D, rows h, columns g: that of heads that lie before positions
+    (n, g, h, D) <- (n, h, g, D)    run D, rows h, columns g: the pack of heads stored before positions
     (n, g, 8)    <- (g, n, 8)       run 8, rows g, columns n: narrow, and still read and written in lines
     (g, A)       <- (A, g)          run 1, rows A, columns g: a transpose
 """
@@ -29,18 +25,18 @@ from torch import Tensor
 from .device import use_device
 
 MAX_WORD_BYTES = 16  # bytes that a thread moves at once
-CACHE_LINE = 128  # bytes of a run that needs no neighbours
-MOVE_TILE = 16384  # bytes
-MIN_PROGRAMS = 4096  # bytes of a tile, where there are as many
-MAX_LOOPS = 4
+CACHE_LINE = 128  # bytes of a run that needs no columns
+MOVE_TILE = 16384  # bytes of a tile
+MIN_PROGRAMS = 4096  # bytes of a tile, if the array has that many
+MAX_LOOPS = 4  # dims over which a kernel can loop
 
 
 class Stride(NamedTuple):
-    """Positions, and the distance between them where they are read and where they are written."""
+    """Size of a dim and its strides in the source and the target."""
 
-    size: int
-    read: int
-    written: int
+    size: int  # number of positions
+    read: int  # stride in the source
+    written: int  # stride in the target
 
 
 NO_STRIDE = Stride(1, 0, 0)
@@ -48,29 +44,28 @@ NO_STRIDE = Stride(1, 0, 0)
 
 @dataclass(frozen=True)
 class TileShape:
-    """unit: bytes in which distances are counted; run: its length in units; word: bytes of an element, `vector` a unit.
+    """Tiling of a copy, with all lengths and strides in units of `unit` bytes."""
 
-    tile: the powers of two (rows, columns, words of the run) that one program moves.
-    """
-
-    unit: int
-    run: int
-    rows: Stride
-    columns: Stride
-    loops: tuple[Stride, ...]
-    tile: tuple[int, int, int]
+    unit: int  # bytes
+    run: int  # length of the contiguous run
+    rows: Stride  # dim adjacent to the run in the target
+    columns: Stride  # dim adjacent to the run in the source
+    loops: tuple[Stride, ...]  # all other dims, looped over
+    tile: tuple[int, int, int]  # powers of two: rows, columns and elements of the run that one program moves
 
     @property
     def word(self) -> int:
+        """Return the bytes of the integers that are moved."""
         return min(self.unit, 8)
 
     @property
     def vector(self) -> int:
+        """Return the number of these integers per unit."""
         return self.unit // self.word
 
     @property
     def programs(self) -> int:
-        """Tiles in all."""
+        """Return the number of tiles."""
         sizes = self.rows.size, self.columns.size, self.run * self.vector
         return math.prod(map(triton.cdiv, sizes, self.tile)) * math.prod(loop.size for loop in self.loops)
 
@@ -83,10 +78,14 @@ def choose_tiling(
     itemsize: int,
     aligned: int = MAX_WORD_BYTES,
 ) -> TileShape | None:
-    """Tiles of a copy of `shape`, of elements of `itemsize` (1, 2, 4 or 8) bytes, between arrays of these strides.
+    """Return the tiling of a copy, or None if more than `MAX_LOOPS` dims remain to loop over.
 
-    aligned: bytes that divide both addresses, and every other distance that is added to them. None where too many
-    dims are left to loop over.
+    Args:
+        shape: Shape of both arrays.
+        read: Strides of the source.
+        written: Strides of the target.
+        itemsize: Bytes of an element: 1, 2, 4 or 8.
+        aligned: Bytes that divide both addresses.
     """
     dims = _merge_strides([Stride(*dim) for dim in zip(shape, read, written) if dim[0] != 1])
     run = next((dim.size for dim in dims if dim.read == dim.written == 1), 1)
@@ -109,7 +108,7 @@ def choose_tiling(
 
 
 def _merge_strides(dims: list[Stride]) -> list[Stride]:
-    """From the outermost of what is written to the innermost; neighbours on both sides as one."""
+    """Sort dims from the outermost of the target to the innermost, and merge contiguous ones."""
     out: list[Stride] = []
     for dim in sorted(dims, key=lambda dim: (-dim.written, -dim.read)):
         last = out[-1] if out else None
@@ -125,12 +124,12 @@ def _tile_shape(run: int, rows: int, columns: int, unit: int) -> tuple[int, int,
     run, rows, columns = (triton.next_power_of_2(max(n, 1)) for n in (run * (unit // word), rows, columns))
     run = min(run, MOVE_TILE // word)
     left = MOVE_TILE // word // run
-    # What rows leave, and no less than the root of all.
+    # Columns use the elements that rows do not use, and at least the square root of all.
     columns = min(columns, max(left // rows, 1 << left.bit_length() // 2))
     return min(rows, left // columns), columns, run
 
 
-WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # integer types by size in bytes
 
 
 @triton.jit
@@ -157,7 +156,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     read, written = read + at % loop_1 * read_1, written + at % loop_1 * written_1
     at = at // loop_1
     read, written = read + at * read_0, written + at * written_0
-    # The last dims of a tile are neighbours in memory: columns where it is read, rows where it is written.
+    # The last dims of a tile are adjacent in memory: columns in the source, rows in the target.
     row, column = row_0 + tl.arange(0, ROWS)[:, None, None], column_0 + tl.arange(0, COLUMNS)[None, :, None]
     given, inside = _word_offsets(source, read, word_0, row, column, run, rows, columns, read_row, read_column,
                            WORD, VECTOR, ALIGNED, RUN, WHOLE)  # fmt: skip
@@ -173,7 +172,7 @@ def _word_offsets(  # type: ignore[no-untyped-def]
     base, start, word_0, row, column, run, rows, columns, of_row, of_column,
     WORD: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Where one side of a tile is in memory, and which of it is inside."""
+    """Return the addresses of one side of a tile, and the mask of those inside the array."""
     word = (word_0 + tl.arange(0, RUN))[None, None, :]
     inside = (row < rows) & (column < columns)
     if not WHOLE:
@@ -183,7 +182,7 @@ def _word_offsets(  # type: ignore[no-untyped-def]
 
 
 def copy_strided(target: Tensor, source: Tensor) -> bool:
-    """target.copy_(source) of equal shape and dtype. False, and nothing done, where the kernel has no tiles for it."""
+    """Copy source to target, of equal shape and dtype, and return False if the kernel does not support it."""
     source = source.resolve_conj().resolve_neg()
     if target.is_conj() or target.is_neg():
         return False

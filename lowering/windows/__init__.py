@@ -1,3 +1,3 @@
-"""Convolutions, shifts and pools over shards: rows of the neighbours, and what runs on them."""
+"""Run convolutions, shifts and pools on shards, with rows of the neighboring ranks."""
 
 from . import window_ops  # noqa: F401  (registers the operators)

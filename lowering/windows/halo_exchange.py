@@ -1,11 +1,10 @@
-"""Rows of the neighbours: what a window needs beyond a rank's own shard, and the way back for its gradients.
+"""Exchange halos: the rows that a window reads beyond a rank's own shard, and their cotangents.
 
-    rank r holds positions [r * s, (r + 1) * s) and asks for [r * s + low, r * s + high)
+    rank r stores positions [r * s, (r + 1) * s) and reads [r * s + low, r * s + high)
 
-A causal convolution of width k asks for low = 1 - k, high = s: one shift of k - 1 rows to the next rank, and one back
-in the backward, where the rows' cotangents are added to those of their owner. Rows come by ``HaloPart``: one shift
-for each
-rank that any are needed from. Frames have one fold: in the zigzag layout the neighbours of a chunk are elsewhere.
+A causal convolution of width k reads low = 1 - k, high = s: one shift of k - 1 rows to the next rank. The backward
+shifts the cotangents of these rows back, and adds them to those of their owner. A ``HaloPart`` contains the rows of one
+rank, and takes one shift. Frames have one fold: in the zigzag layout adjacent chunks are not on adjacent ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +21,36 @@ from sp_compile.lowering.comm.communicator import current_communicator, from_wir
 
 
 class HaloPart(NamedTuple):
-    """Rows [first, last) of the rank that stands `hop` ranks before."""
+    """Rows [first, last) of the rank `hop` ranks before."""
 
-    hop: int
-    first: int
-    last: int
+    hop: int  # distance to the owner, in ranks
+    first: int  # first local row of the owner
+    last: int  # end of the local rows
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Return the number of rows."""
         return self.last - self.first
 
     def is_received(self, n: int, wraps: bool) -> bool:
-        """Does another rank send it? If not it is one's own, or lies beyond the first and the last rank."""
+        """Return True if another rank sends the part.
+
+        Other parts are this rank's own, or are beyond the first or the last rank.
+
+        Args:
+            n: Number of ranks.
+            wraps: True if rank 0 follows the last rank.
+        """
         return self.hop % n != 0 if wraps else 0 < abs(self.hop) < n
 
 
 def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
-    """The positions [low, high), counted from a rank's first, by their owners, each of whom has s; in order.
+    """Split the positions [low, high) by the ranks that own them, in order.
 
-    s may be symbolic: how many ranks lie in between becomes a guard.
+    Args:
+        low: First position, relative to a rank's first.
+        high: End of the positions, relative to a rank's first.
+        s: Rows per rank. May be symbolic: the number of ranks in between becomes a guard.
     """
     found = []
     for block in range(int(low // s), int((high - 1) // s) + 1):
@@ -51,9 +60,10 @@ def split_by_owner(low: int, high: int, s: int) -> list[HaloPart]:
 
 
 def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """Positions [low, high) around this rank's shard, and ``fill`` for those outside the window. Differentiable.
+    """Return positions [low, high) around a rank's shard, ``fill`` outside the window. Differentiable.
 
-    Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks hold, backward too.
+    Shapes: dim of s -> high - low; outer and inner 1. Bytes: those of the rows that other ranks own, in the backward,
+    too.
     """
     s = local_row_count(frame, n)
     found = split_by_owner(low, high, s)
@@ -66,7 +76,10 @@ def read_around(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill:
 
 
 def read_around_ring(x: Tensor, dim: int, low: int, high: int, s: int, n: int, group: str) -> Tensor:
-    """As ``read_around``, where rank 0 follows the last rank and every row is valid."""
+    """Return positions [low, high) around this rank's shard on a ring without padding. Differentiable.
+
+    As ``read_around``, but rank 0 follows the last rank and every row is valid.
+    """
     return _join_pieces(_collect_parts(x, dim, split_by_owner(low, high, s), True, 0, n, group), dim)
 
 
@@ -77,7 +90,7 @@ def _join_pieces(pieces: list[Tensor], dim: int) -> Tensor:
 def _collect_parts(
     x: Tensor, dim: int, parts: list[HaloPart], wraps: bool, fill: float, n: int, group: str
 ) -> list[Tensor]:
-    """Every part's rows: one's own, the neighbours', or ``fill`` beyond the ends."""
+    """Return the rows of every part: local ones, those of other ranks, or ``fill`` beyond the ends."""
     coming = tuple(part for part in parts if part.is_received(n, wraps))
     arrived = iter(())
     if coming:
@@ -97,7 +110,7 @@ def _collect_parts(
 
 
 def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fill: float, n: int, group: str) -> Tensor:
-    """``fill`` where the rows at [low, high) around a rank's shard lie outside the window of some rank."""
+    """Write ``fill`` to the rows at [low, high) around a shard that are outside the window on some rank."""
     s, (start, length) = local_row_count(frame, n), frame[2:4]
     early, late = not is_known(low >= start), not is_known((n - 1) * s + high <= start + length)
     if not early and not late:
@@ -111,17 +124,17 @@ def _fill_outside(x: Tensor, dim: int, low: int, high: int, frame: FrameArg, fil
     return x.masked_fill(column_along(outside, dim, x.ndim), fill)
 
 
-# The pair of linear maps: rows come, and their cotangents go home.
+# Pair of linear maps: fetch rows, and return their cotangents.
 
 
 def _fetch_parts(x: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
-    """(.., s, ..) -> (.., rows of all parts, ..)."""
+    """Fetch rows of other ranks: (.., s, ..) -> (.., rows of all parts, ..)."""
     sent = [x.narrow(dim, part.first, part.rows) for part in parts]
     return _join_pieces(_shift_all(sent, dim, [part.hop for part in parts], n, group), dim)
 
 
 def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n: int, group: str) -> Tensor:
-    """(.., rows of all parts, ..) -> (.., s, ..), the sum over the ranks that had fetched the rows."""
+    """Return rows to their owners and sum them: (.., rows of all parts, ..) -> (.., s, ..)."""
     sent = list(grad.split([part.rows for part in parts], dim))
     total = None
     for part, home in zip(parts, _shift_all(sent, dim, [-part.hop for part in parts], n, group), strict=True):
@@ -133,7 +146,7 @@ def _return_parts(grad: Tensor, dim: int, s: int, parts: tuple[HaloPart, ...], n
 
 
 def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) -> list[Tensor]:
-    """Each x sent to the rank `hop` further on, all on their way before the first is waited for."""
+    """Send each x to the rank `hop` further; start all shifts before waiting for the first."""
     coming = [
         current_communicator().start_shift(to_wire(x.movedim(dim, 0)), routes.shift_route(group, _shorter_way(hop, n)))
         for x, hop in zip(xs, hops, strict=True)
@@ -142,12 +155,12 @@ def _shift_all(xs: list[Tensor], dim: int, hops: list[int], n: int, group: str) 
 
 
 def _shorter_way(hop: int, n: int) -> int:
-    """The same rank of the ring, counted the short way round."""
+    """Return the offset of the same rank on the ring, in the shorter direction."""
     hop %= n
     return hop if 2 * hop <= n else hop - n
 
 
 def ring_shifts(low: int, high: int, s: int, n: int, wraps: bool = False) -> list[tuple[int, Any]]:
-    """(offset on the ring, rows) of every shift that a rank takes part in, forward; backward has the same negated."""
+    """Return (offset on the ring, rows) of each shift in the forward; the backward negates the offsets."""
     found = [part for part in split_by_owner(low, high, s) if part.is_received(n, wraps)]
     return [(_shorter_way(part.hop, n), part.rows) for part in found]

@@ -1,14 +1,14 @@
-"""Ops that slide along a sharded sequence: rows from the neighbours, then one op of torch.
+"""Run sliding-window ops over a sharded sequence: fetch rows of neighbors, then call a torch op.
 
-    row j of the result reads rows j * stride - before + [0, width) of x, of which those outside x hold ``fill``
+    row j of the result reads rows j * stride - before + [0, width) of x; rows outside x contain ``fill``
 
-Without ``frame`` x is whole and torch's own padding serves. With it, x is a shard that lies as ``frame`` says and the
-result is one that lies as ``result`` says: on rank r positions [r * s / stride, (r + 1) * s / stride) of an axis of
-size / stride positions. ``stride`` must divide s. The outer and inner factors of both are 1, and neither is zigzag.
+Without ``frame``, x is a full tensor and torch's own padding is used. With it, x is a shard placed by ``frame``, and
+the result is placed by ``result``: on rank r positions [r * s / stride, (r + 1) * s / stride) of an axis of size /
+stride positions. ``stride`` must divide s. The outer and inner factors of both are 1, and neither is zigzag.
 
-Bytes: those of the rows that other ranks hold, forward and backward: one shift for each rank that holds some (see
-``halo_exchange.py``): one for each direction while a window reaches no further than the next rank. Cotangents of rows
-outside the window are exact zeros. The dim of the sequence is the last one of x unless there is an argument ``dim``.
+Bytes: those of the rows that other ranks own, forward and backward, in one shift per owner (see ``halo_exchange.py``):
+one for each direction if a window reaches no further than the next rank. Cotangents of rows outside the window are
+exact zeros. The dim of the sequence is the last one of x unless there is an argument ``dim``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from sp_compile.lowering.collectives.pad_rows import window
 
 from .halo_exchange import read_around, read_around_ring, ring_shifts
 
+# Schema of the placement.
 WINDOW_ARGUMENTS = "SymInt[]? frame=None, SymInt[]? result=None, int n=1, str group='') -> Tensor"
 
 
 def _window_reach(
     before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
 ) -> tuple[int, int, int]:
-    """The rows [low, high) that the results of one rank read, counted from its first; and s, the rows of a rank.
+    """Return the rows [low, high) that one rank's results read, relative to its first row, and s.
 
-    Raises ValueError for the zigzag layout.
+    Raises:
+        ValueError: A frame is zigzag.
     """
     if frame_folds(frame) != 1 or frame_folds(result) != 1:
         raise ValueError("a window needs neighbours, which the zigzag layout parts")
@@ -51,27 +53,36 @@ def _window_reach(
 def window_shifts(
     before: int, width: int, stride: int, frame: FrameArg, result: FrameArg, n: int
 ) -> list[tuple[int, int]]:
-    """(ranks further on, rows) of every shift in the forward of a window on shards."""
+    """Return (offset in ranks, rows) of every shift in the forward of a window on shards.
+
+    Args:
+        before: Rows of padding before the first position.
+        width: Rows of a window.
+        stride: Distance between windows, in rows.
+        frame: Frame of the operand.
+        result: Frame of the result.
+        n: Number of ranks.
+    """
     return ring_shifts(*_window_reach(before, width, stride, frame, result, n), n)
 
 
 class WindowPlacement(NamedTuple):
-    """Where the operand and the result lie (``WINDOW_ARGUMENTS``), and how a window reads the one for the other."""
+    """Placement of the operand and the result of a window op (``WINDOW_ARGUMENTS``)."""
 
-    frame: FrameArg | None = None
-    result: FrameArg | None = None
-    n: int = 1
-    group: str = ""
+    frame: FrameArg | None = None  # frame of the operand; None for a full tensor
+    result: FrameArg | None = None  # frame of the result; None for that of the operand
+    n: int = 1  # number of ranks
+    group: str = ""  # name of the process group
 
     def rows(self, x: Tensor, dim: int, before: int, after: int, width: int, stride: int, fill: float) -> Tensor:
-        """The rows that the results here read: padded, or this rank's and its neighbours'."""
+        """Return the rows that the results of this rank read: padded, or fetched from other ranks."""
         if self.frame is None:
             return _pad_rows(x, dim, before, after, fill)
         low, high, _ = _window_reach(before, width, stride, self.frame, self.result or self.frame, self.n)
         return read_around(x, dim, low, high, self.frame, fill, self.n, self.group)
 
     def finish(self, y: Tensor, dim: int) -> Tensor:
-        """Padded rows of the result hold the nearest valid row, and have exact zeros as cotangents."""
+        """Replace padded rows of the result by the nearest valid row. Their cotangents become exact zeros."""
         result = self.result or self.frame
         if self.frame is None or result is None or not is_padded(result, self.n):
             return y
@@ -82,14 +93,14 @@ def _pad_rows(x: Tensor, dim: int, before: int, after: int, fill: float) -> Tens
     if before == 0 and after == 0:
         return x
     length = x.shape[dim]
-    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # nothing of x is left
+    if (before < 0 and length <= -before) or (after < 0 and length <= -after):  # x contributes no rows
         x, before, after = x.narrow(dim, 0, 0), length + before + after, 0
     return torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], fill)
 
 
 @composite(f"shift(Tensor x, int dim, int before, int after, Scalar fill, {WINDOW_ARGUMENTS}", padded="nearest")
 def shift(x: Tensor, dim: int, before: int, after: int, fill: float, *where: Any) -> Tensor:
-    """Row i of the result is row i - before of x, or ``fill`` where x has none.
+    """Shift the rows: row i of the result is row i - before of x, or ``fill`` outside x.
 
     Shapes: dim of length -> length + before + after, either of which may be negative. Any dtype.
     Source: constant_pad_nd.
@@ -114,10 +125,10 @@ def conv1d(
     groups: int = 1,
     *where: Any,
 ) -> Tensor:
-    """Convolution with ``before`` and ``after`` rows of zeros at the two ends.
+    """Convolve with ``before`` and ``after`` rows of zeros at the two ends.
 
-    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where
-    width = dilation * (K - 1) + 1.
+    Shapes: ([B,] C, S), (O, C / groups, K), (O,) -> ([B,] O, (S + before + after - width) // stride + 1), where width =
+    dilation * (K - 1) + 1.
     Source: aten.conv1d.
     """
     lies, width = WindowPlacement(*where), dilation * (weight.shape[-1] - 1) + 1
@@ -130,7 +141,7 @@ def conv1d(
 
 @composite(f"avg_pool1d(Tensor x, int before, int after, int width, int stride, {WINDOW_ARGUMENTS}", padded="nearest")
 def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *where: Any) -> Tensor:
-    """Means of ``width`` rows, zeros at the ends included.
+    """Average windows of ``width`` rows, zeros at the ends included.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.avg_pool1d.
     """
@@ -147,7 +158,7 @@ def avg_pool1d(x: Tensor, before: int, after: int, width: int, stride: int, *whe
 def max_pool1d(
     x: Tensor, before: int, after: int, fill: float, width: int, stride: int, dilation: int = 1, *where: Any
 ) -> Tensor:
-    """Maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's own padding.
+    """Return maxima of every ``dilation``-th of ``width`` rows; ``fill`` is usually -inf, torch's padding.
 
     Shapes: ([B,] C, S) -> ([B,] C, (S + before + after - width) // stride + 1). Source: aten.max_pool1d.
     """
@@ -161,7 +172,7 @@ def max_pool1d(
     padded="nearest",
 )
 def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int, stride: int, *where: Any) -> Tensor:
-    """Every window of ``width`` rows, as a last dim.
+    """Return every window of ``width`` rows, as a last dim.
 
     Shapes: dim of length -> (length + before + after - width) // stride + 1, and a last dim of width. Any dtype.
     Source: aten.unfold.
@@ -171,20 +182,17 @@ def unfold(x: Tensor, dim: int, before: int, after: int, fill: float, width: int
 
 
 class WrappedRows(NamedTuple):
-    """Rows that come round the end in a roll: to result positions [first, last) from `delta` positions further on.
+    """Rows of a roll that wrap around the end of the window."""
 
-    low, high: local rows [low, high) of the result hold some of them on some rank.
-    """
-
-    first: int
-    last: int
-    delta: int
-    low: int
-    high: int
+    first: int  # first result position
+    last: int  # end of the result positions
+    delta: int  # offset from a result position to its source
+    low: int  # first local row that wraps on some rank
+    high: int  # end of these local rows
 
 
 def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
-    """Of a roll by 0 < abs(shift) < length along the window, s rows a rank."""
+    """Return the wrapped rows of a roll by 0 < abs(shift) < length along the window, s rows per rank."""
     _, _, start, length = frame[:4]
     first = start if shift > 0 else start + length + shift
     delta = length - shift if shift > 0 else -(length + shift)
@@ -194,7 +202,7 @@ def wrapped_rows(shift: int, frame: FrameArg, s: int) -> WrappedRows:
 
 
 def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
-    """(ranks further on, rows) of every shift in the forward of a roll on shards."""
+    """Return (offset in ranks, rows) of every shift in the forward of a roll on shards."""
     s = local_row_count(frame, n)
     if shift == 0 or is_known(s == 0):
         return []
@@ -208,10 +216,10 @@ def roll_shifts(shift: int, frame: FrameArg, n: int) -> list[tuple[int, int]]:
     "roll(Tensor x, int dim, int shift, SymInt[]? frame=None, int n=1, str group='') -> Tensor", padded="nearest"
 )
 def roll(x: Tensor, dim: int, shift: int, frame: FrameArg | None = None, n: int = 1, group: str = "") -> Tensor:
-    """Row i of the result is row i - shift of x, counted round the end. Any dtype.
+    """Roll the rows: row i of the result is row i - shift of x, modulo the length. Any dtype.
 
-    Shapes: any -> same; abs(shift) < the length, and sizes must be numbers if the ranks do not divide the length.
-    Bytes: one shift forward and backward if they do; the rows that come round the end are sent apart if not.
+    Shapes: any -> same; abs(shift) < the length, and sizes must be integers if the ranks do not divide the length.
+    Bytes: one shift forward and backward if they do. Otherwise the rows that wrap around are sent separately.
     Source: narrow, cat, where.
     """
     dim = dim % x.ndim

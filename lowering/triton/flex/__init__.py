@@ -1,1 +1,1 @@
-"""Attention whose scores or pairs only a text describes, as one kernel: torch's flex_attention."""
+"""Run attention with textual score and mask functions as one kernel: torch's flex_attention."""

@@ -1,7 +1,7 @@
-"""Calls of the fused kernel, forward and backward: programs that are compiled once for the texts and shapes of a call.
+"""Call the fused kernel, forward and backward, through programs compiled once per text and shape.
 
-A program is of the first lengths that it meets, and one more of any: sequences whose lengths change would compile at
-every step. Steps of a ring differ in nothing that a program knows.
+The first program of a family is compiled for the lengths of its first call. The second one is dynamic in all lengths:
+sequences of varying length would otherwise compile at every step. Steps of a ring share a program.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from .flex_tables import BlockTables, build_tables, tile_size
 from .flex_texts import PairFunctions, PairTexts, pair_functions
 
 COMPILER: Override[Any] = Override()
-"""What compiles a graph (of fake tensors, without a device) in place of Inductor: for tests."""
+"""Compiler of a graph of fake tensors, without a device, in place of Inductor: for tests."""
 
 _programs: dict[Hashable, list[FlexProgram]] = {}
 _known_lengths: dict[Hashable, Hashable] = {}
 _programs_lock = threading.Lock()
 _failed = False
 
-# Of each operand and table, the dims that are lengths.
+# Dims of operands and tables that are lengths.
 _ROWS, _COUNTS, _INDICES = (2,), (2,), (2, 3)
 
 
 class CannotCompileError(SpError):
-    """The fused kernel could not be compiled here; from now on it is not tried."""
+    """Failure to compile the fused kernel. The process does not try again."""
 
 
 def is_flex_available() -> bool:
-    """Whether the fused kernel was compiled wherever it was tried."""
+    """Return True unless a compilation of the fused kernel has failed."""
     return not _failed
 
 
 def flex_block_forward(q: Tensor, k: Tensor, v: Tensor, pairs: PairTexts, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all rows of q over all of k that the pairs allow: out in q's dtype, and its lse in float32.
+    """Return attention of all rows of q over all allowed keys: out in q's dtype, and lse in float32.
 
-    Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). 0 and -inf
-    where a query attends to nothing. Raises CannotCompileError.
+    Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), Hkv divides Hq -> (B, Hq, Q, E), (B, Hq, Q). Queries
+    without keys have 0 and -inf.
+
+    Raises:
+        CannotCompileError: The kernel cannot be compiled.
     """
     out, lse = _call_program(_forward_program, [q, k, v], pairs, scale)
     return out, lse
@@ -57,9 +60,21 @@ def flex_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pairs: PairTexts, scale: float,
     totals: Mapping[str, Tensor] = {},
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in q's dtype, given out and lse over all keys, of which k holds some. Raises CannotCompileError.
+    """Return dq, dk, dv in q's dtype for the keys of k, given out and lse over all keys.
 
-    totals: where gradients of the score's tables are added, by their names.
+    Args:
+        grad: Gradient of out.
+        q: (B, Hq, Q, D).
+        k: (B, Hkv, K, D), a part of the keys.
+        v: (B, Hkv, K, E).
+        out: (B, Hq, Q, E), over all keys.
+        lse: (B, Hq, Q), float32, over all keys.
+        pairs: Texts and tables of the pairs.
+        scale: Factor of the scores.
+        totals: Tensors to which gradients of the score's tables are added, by table name.
+
+    Raises:
+        CannotCompileError: The kernel cannot be compiled.
     """
     dq, dk, dv, *learned = _call_program(_backward_program, [q, k, v, grad, out, lse], pairs, scale, tuple(totals))
     for total, found in zip(totals.values(), learned, strict=True):
@@ -68,10 +83,11 @@ def flex_block_backward(
 
 
 def _fit_options(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks, warps and stages that keep a text's values in registers, which torch's own for plain scores do not.
+    """Return blocks, warps and stages with which the values of a text fit in registers.
 
-    Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and documents. In float32, which tensor cores do not
-    take unless TF32 is allowed, it takes two stages: they hold rows in shared memory that were in registers.
+    torch's defaults for plain scores spill. Seen on sm_90, compiled by Triton 3.7, with soft-caps, slopes and
+    documents. In float32, which tensor cores do not support without TF32, two stages move rows from registers to shared
+    memory.
     """
     wide = head_dim > 128
     if dtype == torch.float32:
@@ -118,7 +134,7 @@ def _call_program(
 
 
 def _length_dims(name: str, told: PairFunctions) -> tuple[int, ...]:
-    """Which dims of what a text reads are lengths."""
+    """Return the length dims of a tensor that a text reads."""
     if name == "data":
         assert told.data is not None
         return tuple(i for i, axis in enumerate(told.data[0]) if axis in "qk")
@@ -130,7 +146,7 @@ def _length_dims(name: str, told: PairFunctions) -> tuple[int, ...]:
 def _get_program(
     fn: Callable[..., Any], of: Hashable, xs: list[Tensor], lengths: list[tuple[int, ...]]
 ) -> Sequence[Tensor]:
-    """Run the program for these tensors, made now if there is none."""
+    """Run the program for these tensors; compile it if there is none."""
     lengths = [tuple(dim % x.ndim for dim in dims) for x, dims in zip(xs, lengths)]
     fixed = tuple(tuple(0 if dim in dims else n for dim, n in enumerate(x.shape)) for x, dims in zip(xs, lengths))
     family = of, fixed, tuple((x.dtype, x.device) for x in xs), COMPILER.value
@@ -139,7 +155,7 @@ def _get_program(
         strides: Hashable = None
         if _known_lengths.setdefault(family, shapes) == shapes:
             lengths, strides = [()] * len(xs), tuple(x.stride() for x in xs)
-        else:  # any lengths: strides must follow from them
+        else:  # for dynamic lengths, strides must follow from the lengths
             xs = [x.contiguous() for x in xs]
         known = _programs.setdefault((family, strides), [])
         program = next((one for one in known if one.fits(xs)), None)

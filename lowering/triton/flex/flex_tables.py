@@ -1,7 +1,7 @@
-"""Which tiles of queries x keys a fused kernel visits: from a plan of blocks to the tables of torch's BlockMask.
+"""Build the tables of torch's BlockMask from a plan of blocks.
 
-A tile is EMPTY (no pair attends), FULL (all do: nobody asks the predicate) or PARTIAL (it is asked pair by pair). All
-rows of a FULL tile are valid: padding is never in one.
+A tile of queries x keys is EMPTY (no pair attends), FULL (all pairs do, and the predicate is not evaluated) or PARTIAL
+(the predicate is evaluated for each pair). All rows of a FULL tile are valid: it contains no padding.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from sp_compile.lowering.masks.pieces import copy_async
 
 EMPTY_TILE, PARTIAL_TILE, FULL_TILE = 0, 1, 2
 FLEX_TILE = 128
-"""Rows and keys of the smallest tile. A kernel's own blocks divide it."""
+"""Rows and keys of the smallest tile. The blocks of a kernel divide it."""
 MAX_TILES = 1 << 20
-"""Of one table, which has four bytes a tile; larger tiles where there would be more."""
+"""Maximum number of tiles of a table, of four bytes per tile. Larger problems use larger tiles."""
 
 
 class BlockTables(NamedTuple):
-    """Tiles of a call, int32 on its device: how many of a row or column there are, and which, ascending; all others
-    behind them. Shapes: numbers (1, 1, rows), indices (1, 1, rows, columns), or the other way round."""
+    """Tiles of a call as in torch's BlockMask, int32 on its device.
 
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
+    Number tables have shape (1, 1, rows), index tables (1, 1, rows, columns), or the transpose for ``q_*``. In each row
+    the selected columns come first, ascending, followed by all others.
+    """
+
+    kv_num_blocks: Tensor  # number of PARTIAL tiles of each row
+    kv_indices: Tensor  # columns of PARTIAL tiles of each row
+    full_kv_num_blocks: Tensor  # number of FULL tiles of each row
+    full_kv_indices: Tensor  # columns of FULL tiles of each row
+    q_num_blocks: Tensor  # number of PARTIAL tiles of each column
+    q_indices: Tensor  # rows of PARTIAL tiles of each column
+    full_q_num_blocks: Tensor  # number of FULL tiles of each column
+    full_q_indices: Tensor  # rows of FULL tiles of each column
 
 
 def tile_size(queries: int, keys: int) -> int:
-    """Rows and keys of a tile, so that the tables stay small."""
+    """Return the rows and keys of a tile, chosen such that the tables stay small."""
     tile = FLEX_TILE
     while -(-queries // tile) * -(-keys // tile) > MAX_TILES:
         tile *= 2
@@ -46,7 +49,15 @@ def tile_size(queries: int, keys: int) -> int:
 
 @lru_cache(maxsize=16)
 def build_tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: torch.device) -> BlockTables:
-    """Of so many local queries and keys. ask: have the predicate asked in every tile. Nothing waits for the device."""
+    """Return the tables of a plan, without synchronizing with the device.
+
+    Args:
+        plan: Blocks of the pairs that attend.
+        queries: Number of local queries.
+        keys: Number of local keys.
+        ask: True to evaluate the predicate in every tile.
+        device: Device of the tables.
+    """
     states = tile_kinds(plan, queries, keys, tile_size(queries, keys))
     states = states.clamp(max=PARTIAL_TILE) if ask else states
     states = copy_async(states, device)
@@ -55,7 +66,7 @@ def build_tables(plan: BlockPlan, queries: int, keys: int, ask: bool, device: to
 
 
 def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
-    """uint8 (tiles of queries, tiles of keys), on the host."""
+    """Return the kind of every tile, uint8 (tiles of queries, tiles of keys), on the CPU."""
     states = torch.zeros(-(-queries // tile), -(-keys // tile), dtype=torch.uint8, device="cpu")
     for block in plan.blocks:
         rows, full_rows = _covered_tiles(*block.query_rows, queries, tile)
@@ -74,14 +85,14 @@ def tile_kinds(plan: BlockPlan, queries: int, keys: int, tile: int) -> Tensor:
 
 
 def _covered_tiles(offset: int, length: int, of: int, tile: int) -> tuple[slice, slice]:
-    """The tiles that a stretch of rows touches, and those of which it is all rows; the last may have fewer."""
+    """Return the tiles that a range of rows touches, and those that it covers; the last may be partial."""
     end = offset + length
     first, behind = -(-offset // tile), -(-end // tile) if end == of else end // tile
     return slice(offset // tile, -(-end // tile)), slice(first, max(first, behind))
 
 
 def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
-    """1 where a tile's last query of a causal block comes to its first key."""
+    """Return 1 for tiles whose last query of a causal block is at or after its first key."""
     last = torch.arange(rows.start + 1, rows.stop + 1) * tile - 1
     first = torch.arange(columns.start, columns.stop) * tile
     last = last.clamp(max=block.q_off + block.q_len - 1) - block.q_off
@@ -90,14 +101,17 @@ def _touches_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> T
 
 
 def _is_below_diagonal(block: Block, rows: slice, columns: slice, tile: int) -> Tensor:
-    """Whether a tile's first query of a causal block sees its last key."""
+    """Return True for tiles whose first query of a causal block attends to its last key."""
     first = torch.arange(rows.start, rows.stop) * tile - block.q_off
     last = (torch.arange(columns.start + 1, columns.stop + 1) * tile).clamp(max=block.k_off + block.k_len) - 1
     return (last - block.k_off) <= first[:, None]
 
 
 def _sort_chosen(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are chosen in each row, and their columns in front: int32 (1, 1, rows) and (1, 1, rows, columns)."""
+    """Return the number of chosen columns per row, (1, 1, rows), and the columns, chosen ones first.
+
+    Both tensors are int32; the columns are (1, 1, rows, columns).
+    """
     columns = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     numbers = chosen.sum(-1, dtype=torch.int32)
     return numbers[None, None], columns.to(torch.int32)[None, None].contiguous()

@@ -1,7 +1,7 @@
-"""What a fused kernel asks of a pair: texts about pairs and scores, and all that they read, as captured tensors.
+"""Convert predicate and score texts to functions of a pair, with all inputs as captured tensors.
 
-Nothing of a rank, a step of a ring or a batch is in a kernel: where rows stand, documents, sizes and slopes are what it
-reads, so that one kernel serves all of them.
+A kernel contains nothing that depends on a rank, a step of a ring or a batch. Row positions, documents, sizes and
+slopes are inputs, so that one kernel serves all of them.
 """
 
 from __future__ import annotations
@@ -21,44 +21,36 @@ from sp_compile.lowering.masks.spans import Rows
 from sp_compile.lowering.torch_compat import flex_lookup
 
 SMALL_INDEX = 1 << 24
-"""Below it, sums of a few indices and sizes are 32-bit integers."""
+"""Bound below which sums of a few indices and sizes are 32-bit integers."""
 _AXES = "bhqk"
 
 
 class PairTexts(NamedTuple):
-    """What is said of all queries and keys of a call.
+    """Texts and tables for all queries and keys of a call."""
 
-    plan: blocks of the pairs that attend. vectors: row<i> and col<i>, whole: int or bool (B | 1, S). sizes: n<i>.
-    heads: vectors of the score, (H,). tables: what it looks up. data: None, or a mask, bool or additive (B | 1, H | 1,
-    Q | 1, whole keys | 1).
-    """
-
-    plan: BlockPlan
-    q_rows: Rows
-    k_rows: Rows
-    predicate: str
-    score: str
-    vectors: dict[str, Tensor]
-    sizes: dict[str, int]
-    heads: list[Tensor]
-    tables: list[Tensor]
-    data: Tensor | None
+    plan: BlockPlan  # blocks of the pairs that attend
+    q_rows: Rows  # positions of the local queries
+    k_rows: Rows  # positions of the local keys
+    predicate: str  # text of the mask
+    score: str  # text of the score
+    vectors: dict[str, Tensor]  # row<i> and col<i>, unsharded: (B | 1, S), int or bool
+    sizes: dict[str, int]  # n<i>
+    heads: list[Tensor]  # vectors of the score, (H,)
+    tables: list[Tensor]  # lookup tables of the score
+    data: Tensor | None  # mask, bool or additive: (B | 1, H | 1, Q | 1, all keys | 1)
 
 
 @dataclass(frozen=True)
 class PairFunctions:
-    """The texts as functions of one pair, which flex_attention captures. names: of what they read, in order.
+    """Texts as functions of one pair, which flex_attention captures."""
 
-    data: which dims of the data are not 1 ("bhqk"), and whether it is added; None without data.
-    """
-
-    predicate: str
-    score: str
-    names: tuple[str, ...]
-    data: tuple[str, bool] | None
+    predicate: str  # text of the mask
+    score: str  # text of the score
+    names: tuple[str, ...]  # names of the captured tensors, in order
+    data: tuple[str, bool] | None  # dims of the data that are not 1 ("bhqk"), and whether it is additive
 
     def attends(self, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
-        """bool (): does the query in row m attend to the key in row n? Not if one of them is padding."""
+        """Return a bool () that is True if query row m attends to key row n and neither is padding."""
         given = self._captured_value(reads)
         q, k = _element_at(given["q"], m), _element_at(given["k"], n)
         found = (q >= 0) & (k >= 0)
@@ -73,11 +65,11 @@ class PairFunctions:
         return found
 
     def modify_score(self, s: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *reads: Tensor) -> Tensor:
-        """What becomes of a scaled score, in float32, or float64 for that."""
+        """Return the modified scaled score, in float32, or in float64 for a float64 score."""
         given = self._captured_value(reads)
         s = s if s.dtype == torch.float64 else s.to(torch.float32)
         if self.score:
-            # Padding, whose place is -1, is looked up as what is first: what comes of it is not read.
+            # Padding has position -1 and looks up the first element. Its result is not used.
             q, k = _element_at(given["q"], m).clamp(min=0), _element_at(given["k"], n).clamp(min=0)
             values = {name: self._read_symbol(name, given, b, h, q, k) for name in scores.score_symbols(self.score)}
             s = scores.evaluate_score(self.score, s, values, {"tanh": _fast_tanh}, flex_lookup)
@@ -86,7 +78,7 @@ class PairFunctions:
         return s
 
     def _read_symbol(self, name: str, given: dict[str, Tensor], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """A symbol of the score for one pair; a table as a whole."""
+        """Return the value of a score symbol for one pair, or a table as one tensor."""
         if name.startswith("head"):
             return _element_at(given[name], h)
         if name.startswith("table"):
@@ -105,7 +97,14 @@ class PairFunctions:
 def pair_functions(
     pairs: PairTexts, queries: int, keys: int, device: torch.device
 ) -> tuple[PairFunctions, list[Tensor]]:
-    """The functions, and what they read. queries, keys: rows of the local tensors."""
+    """Return the functions of the texts, and the tensors that they capture.
+
+    Args:
+        pairs: Texts and tables.
+        queries: Rows of the local queries.
+        keys: Rows of the local keys.
+        device: Device of the captured tensors.
+    """
     numbers = [abs(size) for size in pairs.sizes.values()]
     ends = [segment.first + segment.length for rows in (pairs.q_rows, pairs.k_rows) for segment in rows]
     dtype = torch.int32 if max([*numbers, *ends], default=0) < SMALL_INDEX else torch.int64
@@ -132,7 +131,7 @@ def pair_functions(
 
 
 def _predicate_symbol(name: str, given: dict[str, Tensor], b: Tensor, q: Tensor, k: Tensor) -> Any:
-    """A symbol of a predicate for one pair."""
+    """Return the value of a predicate symbol for one pair."""
     if name in ("q", "k"):
         return q if name == "q" else k
     vector = given[name]
@@ -144,18 +143,18 @@ def _predicate_symbol(name: str, given: dict[str, Tensor], b: Tensor, q: Tensor,
 
 
 def _fast_tanh(x: Tensor) -> Tensor:
-    """As good as a sum with 1 is; the library's function would take most registers of a kernel."""
+    """Return tanh with an absolute error that suffices in sums with 1; libdevice's uses most registers."""
     return 2 * torch.sigmoid(2 * x) - 1
 
 
 def _element_at(x: Tensor, *places: Tensor) -> Tensor:
-    """One element, of a place that no tracer asks for its value. A place of -1, padding, is the last one."""
+    """Return one element at traced indices. Index -1, of padding, selects the last element."""
     return torch.ops.aten.index(x, list(places)) if places else x
 
 
 @lru_cache(maxsize=64)
 def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The index of each local row, -1 of padding: (length,)."""
+    """Return the position of each local row, (length,), -1 for padding."""
     places = torch.full((length,), -1, dtype=dtype, device=device)
     for first, offset, count in rows:
         places[offset : offset + count] = torch.arange(first, first + count, dtype=dtype, device=device)
@@ -164,5 +163,5 @@ def _row_positions(rows: Rows, length: int, dtype: torch.dtype, device: torch.de
 
 @lru_cache(maxsize=256)
 def _device_number(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """() on the device, which the host does not wait for."""
+    """Return a scalar tensor () on the device, without synchronization."""
     return torch.full((), value, dtype=dtype, device=device)
