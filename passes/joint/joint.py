@@ -1,7 +1,7 @@
-"""Passes over what AOTAutograd makes of a program: forward and backward in one graph, the collectives in sight.
+"""Run the passes over AOTAutograd's joint graph of forward and backward.
 
-A pass of collectives alone belongs there: gradients' all_reduces exist, and those of DTensor, autograd is behind, and
-what the partitioner keeps for the backward is decided on the result.
+Passes that rewrite only collectives run here: the all_reduces of gradients and of DTensor are in the graph, autograd is
+complete, and the partitioner selects the saved values from the result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import_submodules("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
-    """Layers over the job's group."""
+    """Pass that scatters the layers over the job's group."""
 
     requires = frozenset({"captured"})
     provides = frozenset({"layers are scattered"})
@@ -86,7 +86,7 @@ class ScatterLayers(Passes):
 
 
 class LowerExchanges(Pass):
-    """sp:: exchanges become the functional collectives and ATen ops that their bodies are."""
+    """Pass that replaces the sp:: exchanges by the functional collectives and ATen ops of their bodies."""
 
     requires = frozenset({"layers are scattered"})
     provides = frozenset({"exchanges are lowered"})
@@ -96,7 +96,7 @@ class LowerExchanges(Pass):
 
 
 class ScatterEachGroup(Passes):
-    """Layers over one group after the other, of those that the program exchanges over."""
+    """Passes that scatter layers over each of the program's groups in turn."""
 
     steps = (ScatterLayers, LowerExchanges)
 
@@ -110,18 +110,19 @@ class ScatterEachGroup(Passes):
 
 
 class MergeExchanges(Passes):
-    """Permutes into all-to-alls, and reductions over several axes into one."""
+    """Passes that fuse permutes into all-to-alls and merge reductions over several axes."""
 
     requires = frozenset({"exchanges are lowered"})
     provides = frozenset({"exchanges are final"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
+        """Return the registered passes over collectives."""
         return registered_passes(CollectivePass)
 
 
 class AddGradientChecks(Pass):
-    """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
+    """Pass that starts each backward with a check that shared gradients are equal on all ranks."""
 
     requires = frozenset({"exchanges are final"})
 
@@ -142,9 +143,9 @@ class AddGradientChecks(Pass):
 
 
 class OptimizeUserExchanges(Passes):
-    """What becomes of the exchanges that a program brings, and which of them its backward makes.
+    """Passes that optimize the collectives of a program and of its backward.
 
-    They stay as they are where the ranks have different programs: each rank might rewrite others.
+    They are not changed if the ranks have different programs, since each rank might rewrite others.
     """
 
     steps = (ScatterEachGroup, MergeExchanges, AddGradientChecks)
@@ -166,11 +167,11 @@ class OptimizeUserExchanges(Passes):
 
 
 JOINT_WORD = CAPTURED_WORD | {"canonical", "attention is chosen", "checked"}
-"""What rewrites require of a graph in which a sequence is found, and every joint graph has."""
+"""Properties that rewrites require of graphs with a sequence, and that every joint graph has."""
 
 
 class JointPasses(Passes):
-    """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
+    """All passes over a joint graph, in place. An SpError is raised on all ranks of a group."""
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
@@ -182,12 +183,12 @@ class JointPasses(Passes):
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         for node in gm.graph.find_nodes(op="placeholder"):
-            set_node_info(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
+            set_node_info(node, requires_grad=False)  # the graph contains the gradients: no detach stops them
         return super().apply(gm, job)
 
     @property
     def report(self) -> Report:
-        """What came of it."""
+        """Return the report of the passes."""
         job = self.given
         parallel = sorted({ranks.n for ranks in job.session.groups})
         report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
@@ -195,7 +196,7 @@ class JointPasses(Passes):
         return report
 
     def key(self) -> str | None:
-        """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
+        """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
         job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if job.session.groups else f"sp_compile joint {version}"
 
@@ -212,7 +213,7 @@ def _result_sources(results: Sequence[Node]) -> str:
 
 
 def replace_nodes(gm: GraphModule, local: GraphModule) -> None:
-    """Give `gm` the nodes of another graph over the same inputs; its own Graph object stays."""
+    """Replace the nodes of `gm` by those of another graph over the same inputs; its Graph object stays."""
     inputs = gm.graph.find_nodes(op="placeholder")
     theirs = local.graph.find_nodes(op="placeholder")
     for node in reversed(list(gm.graph.nodes)):
