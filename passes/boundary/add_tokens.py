@@ -41,7 +41,7 @@ class ReturnPermutation(Pass):
 
 
 class AddGradientTokens(Pass):
-    """Return a gradient token with each differentiable sharded output that the program also uses.
+    """Pass that returns gradient tokens for differentiable outputs that the program also uses.
 
     An example is logits from which the program computes a loss. The token carries the gradient of the output only if
     the caller reads the output; see `lowering/collectives/grad_tokens.py`.

@@ -75,7 +75,10 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
 
 
 class DropOverwrites(Pass):
-    """Pass that replaces an overwritten value by the written one. A write that casts or broadcasts is not changed."""
+    """Pass that replaces an overwritten value by the written one.
+
+    A write that casts or broadcasts is not changed.
+    """
 
     provides = frozenset({"nothing is overwritten"})
 
