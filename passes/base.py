@@ -184,6 +184,7 @@ class Passes(Pass):
         return cls.steps
 
     def apply(self, gm: GraphModule, job: Any) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
         for part in self.parts():
             one = part.of(job)
@@ -193,6 +194,7 @@ class Passes(Pass):
         return changes
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
+        """Run the passes on a graph and return their notes."""
         self.gm, self.job, self.notes = gm, job, []
         self.changes = self.apply(gm, job)
         return self.notes

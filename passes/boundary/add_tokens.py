@@ -29,6 +29,7 @@ class ReturnPermutation(Pass):
     provides = frozenset({"orders are returned"})
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if job.edges.order_input is not None or not any(one.layout.is_balanced for one in job.edges.results.values()):
             return 0
         (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.balanced_order.default)
@@ -51,9 +52,11 @@ class AddGradientTokens(Pass):
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.is_split_only and job.trains and job.ranks.n > 1 else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         leaves, output, found = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
         memory = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in job.differentiable(gm):
@@ -86,6 +89,7 @@ class BoundaryPasses(Passes):
         super().__init__(job)
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in job.edges.results}
         job.update_outputs(shape=shapes)
         own = len(output_leaves(gm))

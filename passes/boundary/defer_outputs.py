@@ -34,9 +34,11 @@ class DeferOutputs(Pass):
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.is_split_only else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         leaves, found = output_leaves(gm), dict[int, DeferredGraph]()
         its: dict[Node, list[int]] = {}
         for i in job.differentiable(gm):

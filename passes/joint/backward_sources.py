@@ -24,6 +24,7 @@ class AnnotateBackwardSources(Pass):
     provides = frozenset({"sources are named"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         first: dict[Any, Any] = {}
         named = 0
         for node in gm.graph.nodes:

@@ -57,6 +57,7 @@ class ScatterLayers(Passes):
     steps = (SequenceParallelLinear,)
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
         local = copy_graph(gm)
         facts = map_facts(local, session.facts[ranks.group], job.shapes)
@@ -92,6 +93,7 @@ class LowerExchanges(Pass):
     provides = frozenset({"exchanges are lowered"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.fused else None)
 
 
@@ -101,6 +103,7 @@ class ScatterEachGroup(Passes):
     steps = (ScatterLayers, LowerExchanges)
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
             job.ranks = ranks
@@ -127,6 +130,7 @@ class AddGradientChecks(Pass):
     requires = frozenset({"exchanges are final"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
         return sum(self._compare(ranks, names) for ranks, names in shared)
 
@@ -152,9 +156,11 @@ class OptimizeUserExchanges(Passes):
 
     @classmethod
     def of(cls, job: JointContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.session.groups else None
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         check_reductions(gm.graph)
         same, changes = job.session.has_same_programs(gm), 0
         if same:
@@ -182,6 +188,7 @@ class JointPasses(Passes):
         super().__init__(job or JointContext())
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         for node in gm.graph.find_nodes(op="placeholder"):
             set_node_info(node, requires_grad=False)  # the graph contains the gradients: no detach stops them
         return super().apply(gm, job)

@@ -63,9 +63,11 @@ class OffloadValues(Pass):
 
     @classmethod
     def of(cls, job: PartitionContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.offload != "never" and job.backward is not None else None
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         forward, backward = gm, job.backward
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)

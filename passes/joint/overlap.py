@@ -33,6 +33,7 @@ class OverlapCollectives(Pass):
     provides = frozenset({"exchanges are hidden"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if not gm.graph.find_nodes(op="call_function", target=WAIT_OPS):
             return 0
         return _delay_waits(gm.graph) + _hoist_exchanges(gm.graph)

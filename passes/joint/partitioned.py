@@ -23,6 +23,7 @@ class PartitionPasses(Passes):
     steps = (OverlapCollectives,)
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = super().apply(gm, job)
         if job.backward is not None:
             self.gm = job.backward

@@ -40,6 +40,7 @@ class SaveAttentionInCheckpoints(Pass):
     provides = frozenset({"attention stays"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         stays = {made for node in gm.graph.nodes for made in _forward_nodes(node) if is_saved(made)}
         for made in stays:
             mark_must_save(made)

@@ -29,6 +29,7 @@ class SeparateResultStorage(Pass):
     provides = frozenset({"results are apart"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes = [n for n in gm.graph.output_node().all_input_nodes if is_tensor(n) and _is_strided(n)]
         returned = {storage_of(node.meta["val"]) for node in nodes}
         waits = gm.graph.find_nodes(op="call_function", target=WAIT_OPS)

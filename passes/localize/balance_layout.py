@@ -58,9 +58,11 @@ class BalanceLayout(Pass):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if row_order(job.folds).is_balanced else None
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         calls = [
             (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
         ]

@@ -44,6 +44,7 @@ class Localize(Pass):
     provides = frozenset({"local"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]

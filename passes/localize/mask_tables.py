@@ -34,6 +34,7 @@ class HoistMaskTables(Pass):
     provides = frozenset({"tables are made"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
         while waiting:

@@ -37,6 +37,7 @@ class RestoreStrides(Pass):
     provides = frozenset({"strides are restored"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [(n, node_info(n).origin) for n in gm.graph.nodes if n.target in GATHERING_OPS]
         apart = [
             (n, o.meta["val"]) for n, o in found if o is not None and has_other_strides(o.meta["val"], n.meta["val"])
@@ -55,6 +56,7 @@ class KeepDimOrder(Pass):
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes, changed = list(gm.graph.nodes), set[Node]()
         for node in nodes:
             if node.op != "call_function":

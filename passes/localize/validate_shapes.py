@@ -55,6 +55,7 @@ class ValidateShapes(Pass):
     provides = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         assert job.input_placements is not None
         validate(gm, job.input_placements, job.ranks.n)
         return 0

@@ -36,6 +36,7 @@ class BucketReductions(Pass):
     provides = frozenset({"ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         assert job.input_placements is not None
         kinds: dict[tuple[Any, ...], list[Node]] = {}
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):

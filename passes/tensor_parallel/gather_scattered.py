@@ -31,9 +31,11 @@ class GatherScattered(GatherOperands):
     job: ScatterContext
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None: every demand of these kinds is discharged."""
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Gather the sharded operands of the demands."""
         for demand in demands:
             source = demanded_operand(node, demand.operand)
             if isinstance(self.plan.of(source), Shard):

@@ -51,6 +51,7 @@ class ScatterReductions(Pass):
     provides = frozenset({"sums are scattered"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         chosen = choose_scatter_dims(gm, job)
         found = {node: _make_layer(node, chosen) for node in job.summed}
         cut = {self._scatter(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
@@ -79,6 +80,7 @@ class RevertIdleScatters(Pass):
     provides = frozenset({"layers are chosen"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         left = 0
         while True:
             plan = job.plan(gm)
@@ -110,6 +112,7 @@ class LocalizeLayers(Passes):
 
     @classmethod
     def of(cls, job: ScatterContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.find_scattered else None
 
 
@@ -143,6 +146,7 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self._check_ranks(job.ranks)
         named = self.facts.gradients or self.facts.tangents  # these refer to nodes of this graph
         local = gm if named else copy_graph(gm)

@@ -40,6 +40,7 @@ class DrawFullTensors(Pass):
     provides = frozenset({"draws are whole"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
         differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
         alike = [node for node in drawn if node not in differ]
@@ -83,6 +84,7 @@ class DropOverwrites(Pass):
     provides = frozenset({"nothing is overwritten"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         gone: dict[Node, Node] = {}
         copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):

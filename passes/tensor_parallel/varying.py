@@ -121,6 +121,7 @@ class MarkVarying(Pass):
     provides = frozenset({"differences are known"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_numbers(gm, job.facts)
         for node in gm.graph.nodes:

@@ -49,6 +49,7 @@ class RunInTiles(Pass):
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if job.tiles == "never" or (
             job.tiles == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)
         ):

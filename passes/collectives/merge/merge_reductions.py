@@ -71,6 +71,7 @@ class MergeReductions(CollectivePass):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         known, policy = declared_groups(), job.merge_reductions
         return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
 
@@ -84,6 +85,7 @@ class MergeReductions(CollectivePass):
         self.groups, self.policy, self.strict = groups, policy, strict
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.chooser = MergeChooser(self.groups, self.policy, job.machine_of)
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:

@@ -39,6 +39,7 @@ class PackExchanges(Pass):
     """Pass that packs independent exchanges of the same two dims, at the position of the last one."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         groups = _combinable_exchanges(gm.graph)
         for members in groups:
             _move_users_after(members)
@@ -106,6 +107,7 @@ class MergeDimsBeforeExchange(Pass):
     """Pass that merges dims before an exchange in place of after it."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
     def _rewrite(self, node: Node) -> bool:

@@ -55,6 +55,7 @@ class FusePermutes(Pass):
     """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._match_and_rewrite(node) for node in list(gm.graph.nodes)])
 
     def _match_and_rewrite(self, node: Node) -> bool:
@@ -104,6 +105,7 @@ class CancelExchanges(Pass):
     """Pass that removes an exchange and its inverse."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
     def _cancel(self, node: Node) -> bool:
@@ -137,6 +139,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls(decomposed=True) if job.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:
@@ -144,6 +147,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         self.decomposed = decomposed
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0

@@ -33,6 +33,7 @@ class DropBuffers(Pass):
     """Pass that replaces a buffer by the result of an exchange that fills it."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
         found = [node for node in copies if node.args[1].target is WAIT_OPS and _has_same_layout(*node.args[:2])]
         for node in found:
@@ -51,6 +52,7 @@ class ConcatPadded(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         # The parts of a sum that was replaced have no users.
+        """Apply the pass to a graph and return the number of changes."""
         return sum([node.users != {} and self._concat(node) for node in reversed(list(gm.graph.nodes))])
 
     def _concat(self, node: Node) -> bool:
