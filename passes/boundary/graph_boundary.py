@@ -1,4 +1,4 @@
-"""Sharded inputs and outputs of a rank's program."""
+"""Describe the sharded inputs and outputs of a rank's program."""
 
 from __future__ import annotations
 

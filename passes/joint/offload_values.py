@@ -9,8 +9,8 @@ starts that long before the first use. Values with the largest product of bytes 
 Inputs of checkpointed blocks are such values. Values that share a storage, such as queries, keys and values of one
 product, are copied as that storage and become views of it again.
 
-torch 2.13's own pass (`torch._functorch._activation_offloading`) accepts marks but no amounts and no outputs of ops
-with several outputs (attention), and does not run on a CPU. It waits immediately or at the end of the forward, so that
+torch 2.13's own pass (`torch._functorch._activation_offloading`) accepts marks but no amounts. It supports no ops
+with several outputs (attention) and does not run on a CPU. It waits immediately or at the end of the forward, so that
 all copied values stay on the device until then.
 """
 

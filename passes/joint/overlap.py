@@ -5,8 +5,8 @@
              ... s = wait(u)
 
 The last product before an exchange that does not depend on it moves after the start of the exchange. One product
-takes longer than an exchange of its rows where either is slow, and moving more would extend lifetimes, for example
-of values inside an MLP. Sums of gradients that only outputs read move there, too, since the exchange is awaited first
+takes longer than an exchange of its rows where either is slow. Moving more nodes would extend lifetimes, for example of
+values inside an MLP. Sums of gradients that only outputs read move there, too, since the exchange is awaited first
 and both share a communicator. Each wait is placed before the first read of its value. All ranks have the same graph
 and thus the same order of exchanges. DDP overlaps its buckets in the same way (Li et al. 2020, arXiv:2006.15704).
 """

@@ -110,7 +110,7 @@ def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, passes: C
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
         return False  # `Localize` fills the operands of a sum
     if user.target in CLASS_LOSSES and OpCall(user).operands[operand] is OpCall(user)["target"]:
-        return True  # an index
+        return True  # the operand is an index
     return not passes(user)
 
 

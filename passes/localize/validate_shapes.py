@@ -76,7 +76,7 @@ def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
     in_order_of_keys: set[Node] = set()
     padding = PaddingProof(plan, n)
-    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # required for symbolic sizes
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)

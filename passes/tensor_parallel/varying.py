@@ -2,8 +2,8 @@
 
 Placements on the axis of one process group: the result of an all_reduce or all_gather is replicated; values computed
 from a sharded weight differ by rank (Varying). All other placements follow from the inputs. Weights are not matched
-by name or shape. A matrix that multiplies tokens in a contraction is assumed to be sharded, unless its values and its
-gradient are known to be equal on all ranks, so that an optimizer step keeps them equal.
+by name or shape. A matrix that multiplies tokens in a contraction is assumed to be sharded. It is not if its
+values and its gradient are known to be equal on all ranks, since an optimizer step then keeps them equal.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class MarkVarying(Pass):
 
 
 def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
-    """Mark the result of each collective, so that propagation shards none over the group.
+    """Mark the placement of each collective's result; propagation then gathers its sharded operands.
 
     Args:
         gm: The graph; edited in place.

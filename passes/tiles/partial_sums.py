@@ -75,8 +75,8 @@ def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
 def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
     """Return the rows, the rows by which they are multiplied, and the group ends; None for other nodes.
 
-    On a GPU torch's own grouped product does not synchronize with the device to read the group ends; the loop does not
-    either.
+    On a GPU, torch's own grouped product is not replaced, since it does not synchronize with the device to read the
+    group ends.
     """
     if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
         rows, _, ends, grad = x.args[0].args

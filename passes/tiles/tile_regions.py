@@ -5,9 +5,9 @@
     h -> each k times, sorted -> experts -> back, summed      a mixture of experts, which ends in rows
 
 A region starts at a product that widens rows (a seed). It grows over all token-wise nodes that read or compute wide
-rows, and over numbers per token computed from them, up to narrow rows or sums over the tokens. Copies of a row that
-only the region reads are computed in it, so that neither they nor their gradients are stored for all rows. Rows that
-are sorted by a key have no order that a tile can split: a region contains all nodes of such a sort, or none.
+rows, and over numbers per token computed from them. It ends at narrow rows and at sums over the tokens. Copies of a row
+that only the region reads are computed in it, so that neither they nor their gradients are stored for all rows. Rows
+that are sorted by a key have no order that a tile can split: a region contains all nodes of such a sort, or none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """View a local graph as one of `tiles` ranks, so that the sharding rules apply to tiles.
 
-The plan of the global view contains the placement of the rows of every local value. Between nodes that mix rows
-(exchanges, attention, scans, nodes without a rule or with a state), propagation runs again on the local shapes, with
-tiles as ranks. A node without demands is token-wise, and its result is rows or a sum over the tiles.
+The plan of the global view contains the placement of the rows of every local value. Propagation runs again on the local
+shapes, with tiles as ranks, between nodes that mix rows: exchanges, attention, scans, and nodes without a rule or with
+a state. A node without demands is token-wise, and its result is rows or a sum over the tiles.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ COLLECTIVES = {
     autograd.all_gather_into_tensor.default: "all_gather",
 }
 
-# Reductions that may be exchanged with each other.
+# Families of reductions; those of one family commute.
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
 OTHER_NODES = ("band", "bor", "bxor", "premul_sum")
 

@@ -9,15 +9,21 @@ or joint graph of AOTAutograd, where DTensor's redistributions over several axes
 
 Exactness: the groups are the axes of a full grid, so that each rank's value counts once, and the reductions agree. The
 result of max and min is equal bit by bit. Sums and products are rounded in another order, and are equal on all ranks,
-which two steps do not guarantee. For sum after avg or avg after sum, the factor 1 / (ranks averaged over) is applied
-once, before the sum, so that no new overflow occurs; on bfloat16 and float16 this rounds each rank's value, as NCCL's
-avg does. A chain of avgs stays one avg. Factors and wider dtypes between two reductions are applied before the merged
+which two steps do not guarantee. For chains of sum and avg, the factor 1 / (ranks averaged over) is applied once,
+before the sum, so that no new overflow occurs. On bfloat16 and float16 this rounds each rank's value, as NCCL's avg
+does. A chain of avgs stays one avg. Factors and wider dtypes between two reductions are applied before the merged
 one.
 
-Not merged, with a note: other mixtures of reductions, averages of integers, values that are used in between, groups
-that overlap or form no grid, orders of gathering without a communicator, sizes that the ranks do not divide, groups
-without a declared communicator, and merges that the policy excludes. Sums of two all_reduces and coalesced collectives
-are not merged. A reduce_scatter within machines, an all_reduce between them and an all_gather is not considered.
+Chains are not merged, with a note, for:
+
+- other mixtures of reductions, and averages of integers
+- values that are used in between
+- groups that overlap or form no grid, and groups without a declared communicator
+- orders of gathering without a communicator, and sizes that the ranks do not divide
+- merges that the policy excludes
+
+Sums of two all_reduces and coalesced collectives are not merged. A reduce_scatter within machines, an all_reduce
+between them and an all_gather is not considered.
 """
 
 from __future__ import annotations
@@ -138,7 +144,7 @@ class MergeReductions(CollectivePass):
             return f"an average of {value.dtype} is rounded in every step"
         return None
 
-    # The rewrite.
+    # Rewrite a chain.
 
     def _merge(self, chain: CollectiveChain, block: LinkSet, name: str) -> None:
         """Erase all links of a block but the last, and extend the last one to all ranks."""

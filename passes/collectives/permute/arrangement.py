@@ -1,6 +1,6 @@
 """Track the position of elements through views, permutes and copies, as an arrangement of factors.
 
-Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two, a permute reorders factors,
+Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two. A permute reorders factors,
 and a flatten combines several in one dim. Two chains move data equally if they arrange the factors of one tensor
 equally, in any form of code. Sizes may be symbolic; a size that does not provably factor has no arrangement.
 """

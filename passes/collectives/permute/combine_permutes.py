@@ -8,7 +8,7 @@ after an exchange are merged before it.
     all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
 
 An exchange receives n blocks of the gathered dims, [n, h * d, b * s]: transposed, the operand of a matmul. With
-separate h and d they are [n, h, b, s, d], where n * h * d positions have no common stride, so that flatten copies.
+separate h and d they are [n, h, b, s, d]. There, n * h * d positions have no common stride, so that flatten copies.
 """
 
 from __future__ import annotations

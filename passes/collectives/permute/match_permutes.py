@@ -3,8 +3,8 @@
     x  (b, s, n * h, d)  -> any views, permutes and copies ->  (n, ...)   all_to_all_single   (n, ...)  -> any ->  y
 
 In dim 0 of the operand, the leading factor of n is `sent`: block p goes to rank p. In the result it is `came`: block r
-is from rank r. The chain exchanges dim a for dim b if `sent` is the leading factor of x's dim a, and y has the other
-factors of x in their order, with `came` before those of dim b.
+is from rank r. The chain exchanges dim a for dim b under two conditions: `sent` is the leading factor of x's dim a, and
+y has the other factors of x in their order, with `came` before the factors of dim b.
 """
 
 from __future__ import annotations
