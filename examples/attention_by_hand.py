@@ -60,7 +60,7 @@ class ByHand(nn.Module):
 
 
 class OneCall(nn.Module):
-    """The same attention. A transpose is a view, and the ops accept any strides."""
+    """One call for this attention. A transpose is a view, and the ops accept any strides."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         """Return this rank's rows of the attention."""

@@ -102,6 +102,7 @@ def host_apart(folder: str) -> torch.library.Library:
     from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operator)
 
     def to_host(x: Tensor) -> Tensor:
+        """Copy x to a mapped file."""
         path = Path(folder) / f"host{os.getpid()}"
         host = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype)
         path.unlink()  # it exists until it is unmapped
@@ -167,6 +168,7 @@ def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) 
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(tokens: int) -> float:
+        """Train one step and return the loss."""
         ids, labels = text(tokens), text(tokens)
         torch._dynamo.mark_dynamic(ids, 1)  # one program for every length
         torch._dynamo.mark_dynamic(labels, 1)

@@ -245,6 +245,7 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
     """Return the operand whose sharding is propagated: one that reaches the result, the largest."""
 
     def worth(i: int) -> tuple[int, int, int]:
+        """Return a key: reaches the result, kind of the factor, elements."""
         rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
         in_result = any(sharded[i] in flatten_dims(dims) for dims in rule.results)
         return (int(in_result), rank, assume_large(size_product(call.shape(i))))

@@ -59,6 +59,7 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
     atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
 
     def merit(name: int) -> tuple[int, bool, bool, int]:
+        """Return a key: votes, divisible, divisible and outermost, size."""
         atom, place = atoms[name]
         divided = divides(n, atom.size)
         return votes[name], divided, divided and place == 0, assume_large(atom.size)
@@ -82,6 +83,7 @@ def _is_linear_output(node: Node) -> bool:
     """Return True if the value is a product with a weight, up to a bias, moves and casts."""
 
     def made_of(node: Node) -> Sequence[Node]:
+        """Return the operands of an op that moves, casts or adds values."""
         found = lookup_rule(node)
         if found is None or transfer_of(node.target) is not None:
             return ()
@@ -118,6 +120,7 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
     ]
 
     def made_of(node: Node) -> Sequence[Node]:
+        """Return the operands of a node that is not an exchange."""
         exchanged = node_info(node).result is not None or transfer_of(node.target) is not None
         return () if exchanged else node.all_input_nodes
 

@@ -76,6 +76,7 @@ def choose_tile_counts(
         beside -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
 
     def amount(region: TileRegion, nbytes: int, number: bool) -> int:
+        """Return the number of tiles of a region with `nbytes` inside; 0 if it is not tiled."""
         wanted = beside + nbytes > memory.device or nbytes > MEMORY_SHARE * memory.device if number else again
         room = min(beside, memory.device - beside)
         most = -(-inner_bytes(region) // TILE_BYTES)

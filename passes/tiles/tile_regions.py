@@ -144,6 +144,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     narrow = _input_width(view, seed)
 
     def goes_on(node: Node) -> bool:
+        """Return True if the region grows over the users of the node: it is wide, thin or a sum."""
         if not is_tensor(node):  # several results, which are read separately
             return True
         return view.is_sum(node) or (
@@ -151,6 +152,7 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
         )
 
     def onwards(node: Node) -> Iterable[Node]:
+        """Return the neighbors of a node that the region includes."""
         behind = node.users if goes_on(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         together = [x for one in sorts if view.source[node] in one for x in one]
@@ -167,6 +169,7 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
     """Return the nodes that repeat rows only for this region, such as one for each of a token's experts."""
 
     def repeats(x: Node) -> bool:
+        """Return True if the node repeats narrower rows for the seed."""
         narrower = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return narrower and _belongs_to(view, x, seed)
 

@@ -188,6 +188,7 @@ class _TokenViewBuilder:
     inputs: dict[Node, Placement] = field(default_factory=dict)
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
+        """Return the view, without checking for demands."""
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":

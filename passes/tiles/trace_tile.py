@@ -249,10 +249,12 @@ def _trace_body(
     many = len(inputs)
 
     def forward(*given: Tensor) -> list[Tensor]:
+        """Return the results of one tile."""
         with torch.no_grad():
             return tile.results(*given)
 
     def gradients(*given: Tensor) -> list[Tensor]:
+        """Return the gradients of one tile; with `at_once`, after its results."""
         with torch.enable_grad():
             leaves = _fresh_leaves(given[:many], wanted)
             made = tile.results(*leaves)
