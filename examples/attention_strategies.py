@@ -1,10 +1,10 @@
-"""How attention would be split over ranks, why, and that every strategy gives the numbers of one device.
+"""Show how attention would be split over ranks, and verify every strategy against a single device.
 
-    python examples/attention_strategies.py              of a decoder and, against one device, a Llama of transformers
-    python examples/attention_strategies.py --million    1,048,576 tokens of an 8B Llama on 8 and 64 H100, and what fits
+    python examples/attention_strategies.py              a decoder, and a verified Llama of transformers
+    python examples/attention_strategies.py --million    memory of an 8B Llama on 8 and 64 H100, with 1,048,576 tokens
 
-One process, no GPU. The times are the cost model's for the hardware that `COST` describes; without `cost`, they are
-those of the device at hand, or what was measured on it (`sp_compile.passes.cost.machine`).
+Runs in one process, without a GPU. The times are the cost model's for the hardware of `COST`. Without `cost`, they are
+those of the local device or measured ones (`sp_compile.passes.cost.machine`).
 """
 
 import argparse
@@ -15,11 +15,11 @@ from models import DecoderLM
 
 import sp_compile
 
-COST = {"flops": 6e14}  # what a rank's matrix units do in a second
+COST = {"flops": 6e14}  # FLOP/s of a rank's matrix units
 
 
 def predicted(ranks: int) -> None:
-    """The candidates for one shape of attention, and the one that `attention="auto"` takes."""
+    """Print the candidates for one attention shape, and the one that `attention="auto"` selects."""
     with torch.device("meta"):
         model, ids = (DecoderLM(dim=1024, layers=2, heads=16, kv_heads=4), torch.zeros(1, 32768, dtype=torch.int64))
     report = sp_compile.explain(model, ids, ids, sp=ranks, cost=COST)
@@ -29,12 +29,12 @@ def predicted(ranks: int) -> None:
 
 
 def verified(ranks: int = 4) -> None:
-    """Loss and gradients of every strategy on simulated ranks against one device, of a model that no one here wrote."""
+    """Verify loss and gradients of every strategy on simulated ranks, with a model of transformers."""
     torch.manual_seed(0)
     model = llama(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     ids = torch.randint(0, 128, (2, 61))
     labels = ids.clone()
-    labels[:, :20] = -100  # a prompt that is not learned
+    labels[:, :20] = -100  # a prompt without loss
     for attention in ("ulysses", "ring", "hybrid", "gather", "auto"):
         report = sp_compile.verify(model, ids, sp=ranks, attention=attention, kwargs={"labels": labels})
         print(f"{attention:<8} on {ranks} ranks: largest relative error {report.worst:.1e}")
@@ -42,7 +42,7 @@ def verified(ranks: int = 4) -> None:
 
 
 def llama(**sizes: int) -> torch.nn.Module:
-    """With half as many heads of keys as of queries, or as many as are asked for. Weights are drawn, not downloaded."""
+    """Return a Llama with random weights; by default, two query heads share a key head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"num_key_value_heads": sizes["num_attention_heads"] // 2, **sizes}
@@ -50,7 +50,7 @@ def llama(**sizes: int) -> torch.nn.Module:
 
 
 def million(ranks: int, layers: int) -> None:
-    """Checkpointed layers of the sizes of Llama 3 8B, bfloat16: the candidates, and what a rank holds beside them."""
+    """Print the candidates and a rank's memory for checkpointed layers of Llama 3 8B in bfloat16."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 1 << 20}
     with torch.device("meta"):

@@ -1,10 +1,10 @@
-"""Texts of different lengths, one after the other, without padding; each is sliced out by cumulative lengths.
+"""Slice texts of different lengths out of a packed sequence without padding, by cumulative lengths.
 
     python examples/batch_slicing.py                                four simulated ranks
     torchrun --nproc-per-node 2 examples/batch_slicing.py
 
-By hand, ranks hold texts: a text begins where all texts before it end, on any rank, which is an exclusive scan of their
-lengths. Compiled, ranks hold tokens, and a text is a slice of the sequence that starts and ends on any rank.
+In `by_hand`, texts are sharded: a text starts where all earlier texts end, on any rank, which is an exclusive scan of
+their lengths. In the compiled model, tokens are sharded, and a text is a slice that starts and ends on any rank.
 """
 
 import torch
@@ -18,7 +18,7 @@ WIDTH = 6
 
 
 def by_hand(here: Here) -> Pairs:
-    """Where this rank's texts lie in the packed batch of all ranks; read there, they are its texts."""
+    """Compute the offsets of this rank's texts in the packed batch, and compare the slices with the texts."""
     lengths, padded = here.shard(LENGTHS), here.shard(texts)
     begin = exclusive_scan(lengths, 0, group=here.group)
     slices = [packed[b : b + n] for b, n in zip(begin.tolist(), lengths.tolist(), strict=True)]
@@ -27,13 +27,14 @@ def by_hand(here: Here) -> Pairs:
 
 
 class Texts(nn.Module):
-    """(T, WIDTH) tokens of texts of lengths (N,): what each token learned, summed up to it and over its text."""
+    """(T, WIDTH) tokens of texts of lengths (N,) to running sums within each text, and a sum per text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the running sums (T, WIDTH) and the sums per text (N, WIDTH)."""
         ends = lengths.cumsum(0)
         index = torch.arange(x.shape[0])[:, None]
         inside = ((index >= ends - lengths) & (index < ends)).to(x)  # (T, N)

@@ -1,9 +1,9 @@
-"""Every pass by hand on an exported program: from the graph of one device to the program of each of two ranks.
+"""Run every pass directly on an exported program, up to the program of each of two ranks.
 
     python examples/by_hand.py            prints the graph after every pass, then runs both ranks, simulated
 
-Nothing here needs a process group. With one, `resolve(mesh, None)` of `lowering/base/ranks.py` returns the ranks of
-a real mesh.
+No process group is needed. With one, `resolve(mesh, None)` of `lowering/base/ranks.py` returns the ranks of a real
+mesh.
 """
 
 import torch
@@ -31,6 +31,7 @@ class Block(nn.Module):
         self.q, self.kv = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a 0-d loss for x (B, S, 32)."""
         q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
         k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.kv(x).chunk(2, -1))
         k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
@@ -39,6 +40,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
+    """Print the graphs, then compare the loss of both ranks with the single-device loss."""
     torch.manual_seed(0)
     model, x = Block().double(), torch.randn(1, 9, 32, dtype=torch.float64)
     ranks = Ranks(2, SIMULATED_GROUP)

@@ -1,4 +1,4 @@
-"""Runs train_lm.py on one device and on several ranks, and sets the two side by side."""
+"""Run train_lm.py on a single device and on several ranks, and compare the results."""
 
 import argparse
 import subprocess
@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 SCRIPT = Path(__file__).with_name("train_lm.py")
-TOLERANCE = 1e-3  # float32 sums in another order; a wrong gradient is off by far more
+TOLERANCE = 1e-3  # float32 sums differ in order; a wrong gradient differs by far more
 MODEL_FLAGS = ("seq", "steps", "lr", "dim", "layers", "heads", "kv_heads")
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Prints losses, gradient difference, peak memory and the plan, and draws a chart.
+    """Print losses, gradient difference, peak memory and the plan, and draw a chart.
 
     Exits with an error if the first step's gradients or the losses disagree.
     """
@@ -37,19 +37,20 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def run_alone(args: argparse.Namespace, console: Console) -> dict:
-    """The reference: torch.compile's own default backend in one process."""
+    """Run the reference: torch.compile's default backend in one process."""
     command = [sys.executable, str(SCRIPT), "--alone", "--backend", "inductor"]
     return run(command, args, console, "one device")[0]
 
 
 def run_ranks(args: argparse.Namespace, console: Console) -> list[dict]:
+    """Run the training on several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, *launcher, str(SCRIPT), "--backend", args.backend]
     return run(command, args, console, f"{args.ranks} ranks")
 
 
 def run(command: list[str], args: argparse.Namespace, console: Console, title: str) -> list[dict]:
-    """Runs a command that trains, shows its lines as they come, and returns what each rank saved."""
+    """Run a training command, print its lines, and return the saved results of each rank."""
     flags = [f"--{f.replace('_', '-')}={v}" for f in MODEL_FLAGS if (v := getattr(args, f)) is not None]
     flags += ["--tie"] if args.tie else []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
@@ -70,18 +71,19 @@ def run(command: list[str], args: argparse.Namespace, console: Console, title: s
 
 
 def gradient_difference(one: dict, other: dict) -> float:
-    """Largest absolute difference over the parameter's largest gradient, of the worst parameter."""
+    """Return the largest difference of a parameter's gradient, relative to its largest entry."""
     pairs = [(g, other["gradients"][name]) for name, g in one["gradients"].items()]
     return max(((g - h).abs().max() / g.abs().max()).item() for g, h in pairs)
 
 
 def loss_difference(alone: dict, ranks: list[dict]) -> float:
-    """Largest relative difference of any step's loss on any rank."""
+    """Return the largest relative difference of any step's loss on any rank."""
     pairs = [(a, b) for rank in ranks for a, b in zip(alone["losses"], rank["losses"], strict=True)]
     return max(abs(a - b) / abs(a) for a, b in pairs)
 
 
 def loss_table(alone: dict, ranks: list[dict]) -> Table:
+    """Return a table of the losses."""
     table = Table("step", "one device", f"{len(ranks)} ranks", "relative difference", title="loss")
     for step, (a, b) in enumerate(zip(alone["losses"], ranks[0]["losses"], strict=True), start=1):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / abs(a):.1e}")
@@ -89,6 +91,7 @@ def loss_table(alone: dict, ranks: list[dict]) -> Table:
 
 
 def memory_table(alone: dict, ranks: list[dict]) -> Table:
+    """Return a table of the peak activation memory."""
     table = Table("", "MB", "of one device", title="peak activation memory of a step")
     table.add_row("one device", f"{alone['peak_bytes'] / 1e6:.1f}", "")
     for r, rank in enumerate(ranks):
@@ -98,7 +101,7 @@ def memory_table(alone: dict, ranks: list[dict]) -> Table:
 
 
 def explain_plan(args: argparse.Namespace) -> None:
-    """What the backend did to this model, and what it costs. Needs no process group."""
+    """Print the rewrites of this model and their cost. Needs no process group."""
     from train_lm import batches, build_model
 
     import sp_compile
@@ -108,7 +111,7 @@ def explain_plan(args: argparse.Namespace) -> None:
 
 
 def draw(alone: dict, ranks: list[dict], path: Path) -> None:
-    """Loss curves on the left, memory bars on the right."""
+    """Draw loss curves on the left, memory bars on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

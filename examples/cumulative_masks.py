@@ -1,10 +1,10 @@
-"""Positions and masks that follow from what came before: padding, the end of a text, the best score so far.
+"""Compute positions and masks from earlier tokens: padding, the end of a text, the best score so far.
 
     python examples/cumulative_masks.py                             four simulated ranks
     torchrun --nproc-per-node 2 examples/cumulative_masks.py
 
-A token's position is the number of tokens before it that are no padding (left or right), it is alive until the first
-END, and it starts a record if its score is higher than any before: a sum, a product and a maximum along the sequence.
+A token's position is the number of earlier tokens that are not padding (left or right). It is alive until the first
+END. It is a record if its score exceeds all earlier ones. These are a sum, a product and a maximum along the sequence.
 """
 
 import torch
@@ -19,7 +19,7 @@ PADDING, END = 0, 1
 
 
 def texts() -> Tensor:
-    """(BATCH, LENGTH) tokens: padded left, padded right, and with an END in the middle."""
+    """Return (BATCH, LENGTH) tokens: padded left, padded right, and with an END in the middle."""
     tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH))
     tokens[0, :9] = PADDING
     tokens[1, -15:] = PADDING
@@ -28,7 +28,7 @@ def texts() -> Tensor:
 
 
 def by_hand(here: Here) -> Pairs:
-    """This rank's columns of the batch."""
+    """Compute the values of this rank's columns of the batch."""
     mine, marks = here.shard(tokens, 1), here.shard(scores, 1)
     position = exclusive_scan(mine != PADDING, 1, group=here.group)
     alive = exclusive_scan(mine != END, 1, "prod", group=here.group)
@@ -40,6 +40,7 @@ def by_hand(here: Here) -> Pairs:
 
 
 def on_one_device() -> dict[str, Tensor]:
+    """Compute the expected values on a single device."""
     real, going = (tokens != PADDING).long(), (tokens != END).long()
     best = scores.cummax(1).values
     lowest = torch.full((BATCH, 1), -torch.inf, dtype=scores.dtype)
@@ -53,7 +54,7 @@ def on_one_device() -> dict[str, Tensor]:
 
 
 class Attention(nn.Module):
-    """(B, S) tokens to (B, S, WIDTH), as one writes it for one device; the best score so far gates the result."""
+    """(B, S) tokens to (B, S, WIDTH), single-device code; the best score so far gates the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +62,7 @@ class Attention(nn.Module):
         self.qkv, self.score = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the gated attention (B, S, WIDTH)."""
         real = tokens != PADDING
         x = self.tokens(tokens) + self.positions((real.cumsum(1) - 1).clamp(min=0))
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))

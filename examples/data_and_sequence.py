@@ -1,10 +1,10 @@
-"""Data parallel x sequence parallel: two samples, each split over two ranks, gradients averaged over both axes.
+"""Combine data and sequence parallelism: two samples on two ranks each.
 
     torchrun --nproc-per-node 4 examples/data_and_sequence.py ddp      parameters replicated
     torchrun --nproc-per-node 4 examples/data_and_sequence.py fsdp     parameters sharded over all four ranks (FSDP2)
 
-`param_grads="partial"` leaves the sum over the sequence to DDP or FSDP, whose mean over all ranks is then the gradient
-of the mean loss of the samples: one reduction a step instead of two.
+Gradients are averaged over both axes. `param_grads="partial"` leaves the sum over the sequence to DDP or FSDP. Their
+mean over all ranks is then the gradient of the mean loss of the samples: one reduction per step in place of two.
 """
 
 import sys
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(kind: str) -> None:
+    """Compare the gradients of one step with a single device."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
@@ -50,6 +51,7 @@ def main(kind: str) -> None:
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative error of a gradient."""
     found = found.full_tensor() if isinstance(found, DTensor) else found
     return ((found - expected).abs().max() / expected.abs().max()).item()
 

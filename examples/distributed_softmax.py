@@ -1,10 +1,10 @@
-"""A softmax along a dim that ranks share, from each rank's maximum and sum: no rank sees the others' elements.
+"""Compute a softmax along a sharded dim from each rank's maximum and sum, without gathering elements.
 
     python examples/distributed_softmax.py                          four simulated ranks
     torchrun --nproc-per-node 2 examples/distributed_softmax.py
 
-A rank's part in the normaliser is the log-sum-exp of its shard: its maximum, and the logarithm of the sum of what is
-left. The normaliser is that of all parts, which are scanned from both ends, one number a row and rank.
+A rank's part of the normalizer is the log-sum-exp of its shard: its maximum plus the logarithm of the sum of shifted
+exponentials. Two scans, from both ends, combine the parts; they exchange one number per row and rank.
 """
 
 import torch
@@ -18,7 +18,7 @@ ROWS, CLASSES, WIDTH = 5, 96, 8
 
 
 def softmax(x: Tensor, group: Mesh) -> Tensor:
-    """(ROWS, s) -> the same: softmax along all ranks' columns."""
+    """Return the softmax along all ranks' columns for x (ROWS, s), in the same shape."""
     largest = x.amax(1, keepdim=True).detach()
     part = largest + (x - largest).exp().sum(1, keepdim=True).log()
     up_to_here = inclusive_scan(part, 1, "logsumexp", group=group)
@@ -27,6 +27,7 @@ def softmax(x: Tensor, group: Mesh) -> Tensor:
 
 
 def by_hand(here: Here) -> Pairs:
+    """Compute this rank's columns of the softmax and of its gradient."""
     x = here.shard(scores, 1)
     found = softmax(x, here.group)
     (grad,) = torch.autograd.grad(found, x, here.shard(cotangent, 1))
@@ -34,13 +35,14 @@ def by_hand(here: Here) -> Pairs:
 
 
 class Pooling(nn.Module):
-    """(S, WIDTH) -> (WIDTH,): a mean of all rows, weighted by a softmax of their scores along the sequence."""
+    """(S, WIDTH) to (WIDTH,): a mean of all rows, weighted by a softmax of their scores along the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
         self.score = nn.Linear(WIDTH, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the weighted mean."""
         score = self.score(x)
         normaliser = score.logcumsumexp(0)[-1]
         return ((score - normaliser).exp() * x).sum(0)
@@ -48,7 +50,7 @@ class Pooling(nn.Module):
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    scores = 1000 + 3 * torch.randn(ROWS, CLASSES, dtype=torch.float64)  # whose exponentials overflow
+    scores = 1000 + 3 * torch.randn(ROWS, CLASSES, dtype=torch.float64)  # exponentials overflow
     scores.requires_grad_()
     cotangent = torch.randn(ROWS, CLASSES, dtype=torch.float64)
     probability = scores.softmax(1)

@@ -1,11 +1,11 @@
-"""Tensor-parallel linears and expert-parallel MoE in one program, compiled with its collectives as they are written.
+"""Compile tensor-parallel linears and an expert-parallel MoE in one program with its own collectives.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py      one tensor-parallel group, experts over the same ranks
     torchrun --nproc-per-node 4 examples/expert_parallel.py      2 x 2: experts over all ranks, linears over pairs
 
-Every rank computes the dense MLP with its columns and rows of the weights (an all_reduce at its end). The MoE takes its
-rank's share of the tokens, sends each to the rank of its expert, and gathers the results. The share is a slice at the
-rank's own place, so the programs of the ranks differ, and each rank keeps its collectives as they are written.
+Every rank computes the dense MLP with its columns and rows of the weights, followed by an all_reduce. The MoE takes the
+rank's share of the tokens, sends each token to the rank of its expert, and gathers the results. The share is a slice at
+the rank's index, so the programs of the ranks differ, and each rank's collectives are not rewritten.
 """
 
 import copy
@@ -24,27 +24,31 @@ WIDTH, HIDDEN, EXPERTS, LAYERS = 16, 32, 8, 2
 
 
 class Copy(torch.autograd.Function):
-    """Into a column-parallel linear: the ranks' gradients are summed."""
+    """The input of a column-parallel linear: the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
+        """Return the input."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
+        """Sum the gradients of all ranks."""
         return funcol.all_reduce(grad, "sum", ctx.group), None
 
 
 class Reduce(torch.autograd.Function):
-    """Out of a row-parallel linear: the ranks' parts are summed."""
+    """The output of a row-parallel linear: the forward sums the ranks' parts."""
 
     @staticmethod
     def forward(ctx, x, group):
+        """Sum the parts of all ranks."""
         return funcol.all_reduce(x, "sum", group)
 
     @staticmethod
     def backward(ctx, grad):
+        """Return the gradient."""
         return grad, None
 
 
@@ -53,40 +57,47 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rank, n, group):
+        """Return this rank's chunk."""
         ctx.group = group
         return x.chunk(n)[rank].clone()
 
     @staticmethod
     def backward(ctx, grad):
+        """Gather the gradients of all chunks."""
         return funcol.all_gather_tensor(grad.contiguous(), 0, ctx.group), None, None, None
 
 
 class Join(torch.autograd.Function):
-    """All ranks' tokens."""
+    """The tokens of all ranks."""
 
     @staticmethod
     def forward(ctx, x, rank, n, group):
+        """Gather the chunks of all ranks."""
         ctx.where = rank, n
         return funcol.all_gather_tensor(x.contiguous(), 0, group)
 
     @staticmethod
     def backward(ctx, grad):
+        """Return this rank's chunk of the gradient."""
         rank, n = ctx.where
         return grad.chunk(n)[rank].clone(), None, None, None
 
 
 class MLP(nn.Module):
+    """A single-device MLP with a residual."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual sum."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class MoE(nn.Module):
-    """Every token goes to its best expert, scaled by the router's probability."""
+    """A single-device MoE: every token is sent to its best expert, scaled by the router's probability."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +107,7 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual sum."""
         tokens = self.norm(x).flatten(0, 1)
         weight, expert = (tokens @ self.router).softmax(-1).max(-1)
         sent = F.one_hot(expert, EXPERTS).to(x.dtype)  # (token, expert): a slot for every token and expert
@@ -105,6 +117,8 @@ class MoE(nn.Module):
 
 
 class ParallelMLP(nn.Module):
+    """A tensor-parallel MLP."""
+
     def __init__(self, whole: MLP, group: dist.ProcessGroup) -> None:
         super().__init__()
         rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -114,12 +128,13 @@ class ParallelMLP(nn.Module):
         self.down_weight = nn.Parameter(whole.down.weight.detach().chunk(n, 1)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual sum."""
         h = F.gelu(F.linear(Copy.apply(self.norm(x), self.group), self.up_weight, self.up_bias))
         return x + Reduce.apply(F.linear(h, self.down_weight), self.group)
 
 
 class ParallelMoE(nn.Module):
-    """`tp`: ranks with the same tokens. `ep`: all ranks that share the experts."""
+    """An expert-parallel MoE. `tp`: ranks with the same tokens. `ep`: all ranks that share the experts."""
 
     def __init__(self, whole: MoE, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> None:
         super().__init__()
@@ -130,6 +145,7 @@ class ParallelMoE(nn.Module):
         self.down = nn.Parameter(whole.down.detach().chunk(n)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual sum."""
         mine = Cut.apply(self.norm(x).flatten(0, 1), self.rank, self.n, self.tp)
         weight, expert = (mine @ Copy.apply(self.router, self.tp)).softmax(-1).max(-1)
         sent = F.one_hot(expert, EXPERTS).to(x.dtype)
@@ -141,11 +157,12 @@ class ParallelMoE(nn.Module):
         return x + Join.apply(rows, self.rank, self.n, self.tp).view_as(x)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """(experts, ...), dealt to their ranks -> (ranks, local experts, ...)."""
+        """Send (experts, ...) to the experts' ranks. Returns (ranks, local experts, ...)."""
         return funcol.all_to_all_single_autograd(x.contiguous(), None, None, self.ep).unflatten(0, (self.ranks, -1))
 
 
 def main() -> None:
+    """Compare outputs and gradients with a single device."""
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     torch.manual_seed(0)
@@ -178,6 +195,7 @@ def main() -> None:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Return the largest relative error."""
     return ((a - b).abs().max() / b.abs().max()).item()
 
 

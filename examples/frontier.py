@@ -1,14 +1,14 @@
-"""How long a sequence gets: the longest that trains within a limit on each process, with and without what saves memory.
+"""Measure the longest sequence that trains within a memory limit, for several options.
 
     python examples/frontier.py [--limit 64] [--ranks 1 2 4]       a table, and frontier.png
 
-A small decoder with a large vocabulary trains on ranks of this machine. Once it is compiled, each process may take so
-many MiB more and no byte beyond (RLIMIT_DATA, of Linux); sequences grow step by step until a rank dies of it, which
-lifts its limit to say so, and the others are ended. A step that takes longer than five minutes ends its rank, too, with
-a traceback of every thread. What `explain` predicts is drawn beside it.
+A small decoder with a large vocabulary trains on ranks of this machine. After compilation, each process may allocate
+a limited number of MiB more (RLIMIT_DATA, of Linux). Sequences grow step by step until a rank runs out of memory. That
+rank removes its limit to write the error, and the others are terminated. A step of more than five minutes also
+terminates its rank, with a traceback of every thread. The chart includes the predictions of `explain`.
 
-On a CPU the host's memory is the device's. To draw what `offload` gives where it is another, what waits there is in
-mapped files here, which the limit does not count: all else is under it, as it would be on a device.
+On a CPU, host and device memory are the same. To show the effect of `offload` on a device, offloaded values are in
+mapped files, which the limit does not count; all other memory is limited, as it would be on a device.
 """
 
 import argparse
@@ -38,27 +38,28 @@ import sp_compile
 
 VOCAB, DIM, LAYERS, HEADS = 8192, 64, 2, 4
 FIRST, GROWS, STRIDE = 0.88, 1.06, 32
-"""The first length, of what is predicted; each next one, of the one before; and what divides all."""
+"""First length as a share of the prediction; ratio of successive lengths; divisor of all lengths."""
 SHORT = 256  # tokens of the step that compiles
-LONGEST_STEP = 300  # seconds; no rank waits longer for one that is stuck
-LOOKED = 8192, 16384  # lengths at which memory is predicted; it grows evenly between and beyond
-ROOM = 0.2  # of a number in the chart, as a logarithm
+LONGEST_STEP = 300  # seconds until a step is terminated
+LOOKED = 8192, 16384  # lengths at which memory is predicted; it is linear in the length
+ROOM = 0.2  # minimum distance of labels in the chart, as a logarithm
 OF_MEMORY = "memory", "alloc", "MemoryError"
 
 
 @dataclass(frozen=True)
 class Way:
-    """again: are blocks computed again in the backward? tiles: of the head and the MLPs. offload: waits on the host."""
+    """A combination of options."""
 
-    again: bool
-    tiles: int | str
-    offload: float | str = "never"
+    again: bool  # blocks are recomputed in the backward
+    tiles: int | str  # of the head and the MLPs
+    offload: float | str = "never"  # share of saved values in host memory
 
 
 FEATURES = "checkpoints", "tiles", "offload"
 
 
 def way_of(features: tuple[str, ...]) -> Way:
+    """Return the options for a set of features."""
     tiles, offload = 32 if "tiles" in features else "never", 1.0 if "offload" in features else "never"
     return Way("checkpoints" in features, tiles, offload)
 
@@ -68,17 +69,19 @@ WAYS = {" and ".join(features) or "as written": way_of(features) for features in
 
 
 class Again(nn.Module):
-    """A block that keeps its input, and computes the rest again."""
+    """A block that saves only its input and recomputes the rest in the backward."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
         self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the block under a checkpoint."""
         return checkpoint(self.inside, x, use_reentrant=False)
 
 
 def model_of(way: Way) -> nn.Module:
+    """Return the model, with checkpoints if requested."""
     torch.manual_seed(0)
     model = DecoderLM(vocab=VOCAB, dim=DIM, layers=LAYERS, heads=HEADS)
     if way.again:
@@ -87,17 +90,22 @@ def model_of(way: Way) -> nn.Module:
 
 
 def options(way: Way) -> dict:
+    """Return the options of the backend."""
     return {"tiles": way.tiles, "offload": way.offload, "compiler": "aot_eager", "cost": {}}
 
 
 def host_apart(folder: str) -> torch.library.Library:
-    """While this is held, copies that wait on the host are mapped files, memory that no limit on data counts."""
+    """Store offloaded values in mapped files, which RLIMIT_DATA does not count.
+
+    Returns the library; the replacement is active as long as it is referenced.
+    """
     from sp_compile.lowering import offload_ops as offload  # noqa: F401  (registers the operator)
 
     def to_host(x: Tensor) -> Tensor:
+        """Copy x to a mapped file."""
         path = Path(folder) / f"host{os.getpid()}"
         host = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype)
-        path.unlink()  # it lives until nobody maps it
+        path.unlink()  # it exists until it is unmapped
         return host.as_strided(x.shape, x.stride()).copy_(x)
 
     library = torch.library.Library("sp", "IMPL")
@@ -106,11 +114,12 @@ def host_apart(folder: str) -> torch.library.Library:
 
 
 def text(tokens: int) -> Tensor:
+    """Return random tokens (1, tokens), int64."""
     return torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
 def predicted(way: Way, ranks: int, limit: int) -> int:
-    """Tokens whose step takes so many bytes, by two looks at shorter ones. Nothing runs."""
+    """Return the predicted length of the longest sequence, from the memory of two shorter ones."""
     model, looks = model_of(way), {}
     for tokens in LOOKED:
         report = sp_compile.explain(model, text(tokens), text(tokens), sp=ranks, memory=True, **options(way))
@@ -120,7 +129,10 @@ def predicted(way: Way, ranks: int, limit: int) -> int:
 
 
 def longest(way: Way, ranks: int, limit: int, start: int) -> int:
-    """Tokens of the last step that all ranks did within the limit. start: of the first, if it fits."""
+    """Return the tokens of the last step that all ranks completed within the limit.
+
+    start: the tokens of the first step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         world = mp.start_processes(
             train, (way, ranks, limit, start, folder), ranks, join=False, start_method="forkserver"
@@ -141,7 +153,7 @@ def longest(way: Way, ranks: int, limit: int, start: int) -> int:
 
 
 def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) -> None:
-    """One rank's life, which ends when its memory does."""
+    """Train on one rank, until its memory limit is reached."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -156,6 +168,7 @@ def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) 
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(tokens: int) -> float:
+        """Train one step and return the loss."""
         ids, labels = text(tokens), text(tokens)
         torch._dynamo.mark_dynamic(ids, 1)  # one program for every length
         torch._dynamo.mark_dynamic(labels, 1)
@@ -177,14 +190,15 @@ def train(rank: int, way: Way, ranks: int, limit: int, start: int, folder: str) 
                 done.write(f"{tokens}\n")
             except BaseException as error:
                 try:
-                    # Without it there may be no memory to open a file, and others would wait for this rank.
+                    # With the limit, opening a file may fail, and the other ranks would wait.
                     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
                     Path(f"{folder}/error{rank}").write_text(str(error) or type(error).__name__)
                 finally:
-                    os._exit(1)  # what others would be told is not the point
+                    os._exit(1)  # without messages to other ranks
 
 
 def lengths(start: int) -> Iterator[int]:
+    """Yield growing lengths."""
     tokens = start
     while True:
         yield max(STRIDE, tokens // STRIDE * STRIDE)
@@ -192,7 +206,7 @@ def lengths(start: int) -> Iterator[int]:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Of this process: what it has now, and so many bytes more."""
+    """Limit the data of this process to its current size plus `nbytes`."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     data = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
@@ -200,7 +214,7 @@ def limit_memory(nbytes: int) -> None:
 
 
 def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -> None:
-    """Tokens against ranks, a line for each way: measured, and predicted."""
+    """Draw tokens against ranks, measured and predicted, with a line for each combination."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,14 +246,15 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
 
 
 def main() -> None:
+    """Measure all combinations, print a table, and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=64, help="MiB of a process, once it is compiled")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--chart", type=Path, default=Path("frontier.png"))
     args = parser.parse_args()
-    # Every freed tensor goes back to the system, or what a shorter sequence left would count; so does what MKL has kept
-    # for the next product of its kind.
+    # Return every freed tensor to the system, so that memory of shorter sequences does not count; also disable MKL's
+    # buffer cache.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", MKL_DISABLE_FAST_MM="1")
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.set_forkserver_preload(["torch", "sp_compile", "sp_compile.backend", "torch._dynamo", "models"])

@@ -1,4 +1,4 @@
-"""A decoder language model as one writes it for one device: nothing in this file knows of ranks."""
+"""Define a decoder language model in single-device code."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ IGNORE = -100  # a label that the loss skips
 
 
 def rope(x: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotary position embedding: (batch, heads, seq, head_dim) -> the same, rotated by position."""
+    """Apply rotary position embedding to x (batch, heads, seq, head_dim), in the same shape."""
     seq, half = x.shape[-2], x.shape[-1] // 2
     freqs = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = torch.arange(seq, device=x.device, dtype=torch.float32)[:, None] * freqs
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, dim) -> (batch, seq, dim)."""
+        """Return the attention (batch, seq, dim) of x (batch, seq, dim)."""
         q, k, v = (self._split(proj(x)) for proj in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True, enable_gqa=self.grouped)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -40,6 +40,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """A gated MLP."""
+
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, hidden, bias=False)
@@ -47,11 +49,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, dim) -> (batch, seq, dim)."""
+        """Return the MLP (batch, seq, dim) of x (batch, seq, dim)."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block."""
+
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(dim)
@@ -60,13 +64,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden=dim * 8 // 3 // 8 * 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, dim) -> (batch, seq, dim)."""
+        """Return the block's output (batch, seq, dim) for x (batch, seq, dim)."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class DecoderLM(nn.Module):
-    """Tokens and labels in, mean next-token cross entropy out. The labels are shifted here, as usual."""
+    """A decoder that returns the mean next-token cross entropy of tokens and labels. It shifts the labels."""
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class DecoderLM(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """(batch, seq) int64 twice -> 0-d loss, over the positions whose label is not IGNORE."""
+        """Return the 0-d loss over the positions whose label is not IGNORE; both (batch, seq) int64."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)

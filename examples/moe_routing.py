@@ -1,10 +1,10 @@
-"""Which tokens an expert takes when it has room for so many only: its first ones, counted over all ranks' tokens.
+"""Route tokens to experts of limited capacity: an expert takes its first tokens over all ranks.
 
     python examples/moe_routing.py                                  four simulated ranks
     torchrun --nproc-per-node 2 examples/moe_routing.py
 
-A token's place in an expert's queue is the number of tokens before it that chose the expert: an exclusive scan of the
-(tokens, experts) matrix along the tokens. Ranks exchange one row of it each, not the matrix.
+A token's position in an expert's queue is the number of earlier tokens that chose the expert: an exclusive scan of the
+(tokens, experts) matrix along the tokens. Each rank exchanges one row of the matrix.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,15 @@ TOKENS, WIDTH, EXPERTS, CHOICES, CAPACITY = 240, 16, 8, 2, 40
 
 
 def counted_before(chosen: Tensor) -> Tensor:
-    """As one writes it for one device."""
+    """Return the exclusive sum, on a single device."""
     return chosen.cumsum(0) - chosen
 
 
 class Experts(nn.Module):
-    """(T, WIDTH) to (T, WIDTH); the positions in the queues (T, EXPERTS); the load on the experts (EXPERTS,)."""
+    """A mixture of experts with limited capacity.
+
+    Returns (T, WIDTH) for (T, WIDTH), the positions in the queues (T, EXPERTS), and the load of the experts (EXPERTS,).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +37,7 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x: Tensor, before: Callable[[Tensor], Tensor] = counted_before) -> tuple[Tensor, ...]:
+        """Return the output, the positions and the load; `before` is the exclusive sum."""
         share = self.router(x).softmax(-1)
         chosen = F.one_hot(share.topk(CHOICES, -1).indices, EXPERTS).sum(1)
         position = before(chosen)
@@ -42,7 +46,7 @@ class Experts(nn.Module):
 
 
 def by_hand(here: Here) -> Pairs:
-    """Every rank routes its own tokens; their places in the queues are those among all tokens."""
+    """Route this rank's tokens; their queue positions count the tokens of all ranks."""
     shard = here.shard(x)
     y, position, _ = model(shard, partial(exclusive_scan, dim=0, group=here.group))
     (grad,) = torch.autograd.grad(y.square().sum(), shard)

@@ -1,9 +1,9 @@
-"""Runs an example on the processes of torchrun, or alone on four simulated ranks of one process.
+"""Run an example on the processes of torchrun, or on four simulated ranks of one process.
 
-    everywhere(work)        work(here) on every rank, with its shards; what it returns is compared with one device
-    compiled(model, *args)  a model written for one device under backend="sp", results and gradients against eager
+    everywhere(work)        runs work(here) on every rank with its shards, and compares the results with a single device
+    compiled(model, *args)  runs a single-device model under backend="sp", and compares results and gradients with eager
 
-`finish()` ends the script; its exit code tells whether all of it agreed.
+`finish()` ends the script; its exit code is 0 if all results agreed.
 """
 
 import copy
@@ -27,14 +27,14 @@ _worst: list[float] = []
 
 @dataclass
 class Here:
-    """One rank: which, of how many, and the group that functions on shards take."""
+    """One rank of a group."""
 
     rank: int
-    n: int
-    group: Mesh
+    n: int  # number of ranks
+    group: Mesh  # the argument of functions on shards
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of a whole tensor, as a leaf of its own."""
+        """Return this rank's rows of a full tensor as a new leaf."""
         mine = x.detach().chunk(self.n, dim)[self.rank].clone()
         return mine.requires_grad_(x.requires_grad)
 
@@ -43,18 +43,21 @@ Pairs = list[tuple[str, Tensor, Tensor]]
 
 
 def launched() -> bool:
-    """By torchrun?"""
+    """Return True if torchrun started this process."""
     return "RANK" in os.environ
 
 
 def begin() -> None:
-    """Joins the process group, if there are processes."""
+    """Initialize the process group under torchrun."""
     if launched() and not dist.is_initialized():
         dist.init_process_group("gloo")
 
 
 def everywhere(work: Callable[[Here], Pairs]) -> None:
-    """work returns (what, this rank's value, its shard of the value on one device)."""
+    """Compare values on every rank with a single device.
+
+    `work` returns tuples: a name, this rank's value, and its shard of the expected value.
+    """
     begin()
     if launched():
         n = dist.get_world_size()
@@ -67,13 +70,13 @@ def everywhere(work: Callable[[Here], Pairs]) -> None:
 
 
 def compiled(model: nn.Module, *args: Tensor, **config: object) -> sp_compile.Report | None:
-    """The report of what crosses ranks, on simulated ranks; on torchrun's the model runs, and there is none."""
+    """Compare a compiled model with eager. Returns the report on simulated ranks, None under torchrun."""
     begin()
     if not launched():
         report = sp_compile.verify(model, *args, sp=SIMULATED, **config)
         _compare(f"compiled, {SIMULATED} ranks", [report.worst])
         return report
-    config["compiler"] = "aot_eager"  # quick; leave it out to have Inductor generate code
+    config["compiler"] = "aot_eager"  # fast to compile; remove it to use Inductor
     alone = copy.deepcopy(model)
     expected = list(_step(alone, alone, args))
     found = list(_step(torch.compile(model, backend="sp", options=config), model, args))
@@ -83,7 +86,7 @@ def compiled(model: nn.Module, *args: Tensor, **config: object) -> sp_compile.Re
 
 
 def crossing(report: sp_compile.Report) -> str:
-    """What a rank sends in the forward and in the backward."""
+    """Return the bytes that a rank sends in the forward and in the backward, as text."""
     sent = [e for e in report.exchanges if e.op != "shard" or e.forward]
     return ", ".join(f"{e.op} {e.forward} + {e.backward} bytes" for e in sent)
 
@@ -110,14 +113,14 @@ def _compare(what: str, errors: list[float]) -> None:
 
 
 def say(text: str) -> None:
-    """Prints on one rank."""
+    """Print on rank 0."""
     begin()
     if not launched() or dist.get_rank() == 0:
         print(text)
 
 
 def finish() -> None:
-    """Exits with 1 if anything differed from one device."""
+    """Exit with 1 if any result differed from a single device."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if not _worst or max(_worst) > TOLERANCE:

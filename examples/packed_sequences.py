@@ -1,11 +1,11 @@
-"""Documents packed into one sequence: which one a token is of, where in it, and attention that stays inside.
+"""Pack documents into one sequence: document numbers, positions, and attention within documents.
 
     python examples/packed_sequences.py                             four simulated ranks
     torchrun --nproc-per-node 2 examples/packed_sequences.py
 
-A document begins at its first token, BEGIN. A token's document is the number of beginnings up to it, its position the
-number of tokens before it in the document: two scans, which go on where a rank's shard ends, and stop where a document
-does, on whatever rank that is.
+A document starts at its first token, BEGIN. A token's document is the number of BEGIN tokens up to it, and its position
+is the number of earlier tokens in the document. These are two scans, which continue across shards and restart at each
+document, on any rank.
 """
 
 import torch
@@ -20,14 +20,14 @@ BEGIN, VOCABULARY, WIDTH, HEADS = 0, 29, 16, 4
 
 
 def packed() -> Tensor:
-    """(sum of LENGTHS,) tokens."""
+    """Return (sum of LENGTHS,) tokens."""
     tokens = torch.randint(1, VOCABULARY, (sum(LENGTHS),))
     tokens[[sum(LENGTHS[:i]) for i in range(len(LENGTHS))]] = BEGIN
     return tokens
 
 
 def by_hand(here: Here) -> Pairs:
-    """Documents and positions of this rank's tokens, and the mean of each document so far."""
+    """Compute documents and positions of this rank's tokens, and the mean of each document so far."""
     tokens, x = here.shard(all_tokens), here.shard(all_x)
     document = inclusive_scan(tokens == BEGIN, 0, group=here.group) - 1
     position = segmented_scan(torch.ones_like(tokens), document, 0, exclusive=True, group=here.group)
@@ -38,7 +38,7 @@ def by_hand(here: Here) -> Pairs:
 
 
 def on_one_device() -> dict[str, Tensor]:
-    """Document by document, in a loop."""
+    """Compute the expected values document by document."""
     pieces = all_x.split(LENGTHS)
     means = torch.cat([p.cumsum(0) / torch.arange(1, len(p) + 1)[:, None] for p in pieces])
     return {
@@ -50,7 +50,7 @@ def on_one_device() -> dict[str, Tensor]:
 
 
 class Attention(nn.Module):
-    """(B, S) tokens to (B, S, WIDTH), as one writes it for one device."""
+    """(B, S) tokens to (B, S, WIDTH), single-device code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the attention within documents, (B, S, WIDTH)."""
         first = tokens == BEGIN
         document = first.cumsum(-1)
         index = torch.arange(tokens.shape[-1])

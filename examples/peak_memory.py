@@ -1,7 +1,7 @@
-"""Peak activation memory of one training step, counted from every allocation rather than sampled.
+"""Count the peak activation memory of one training step from every allocation.
 
-On a CPU every tensor allocation goes through PyTorch's allocator, also those of compiled code, and the profiler
-records each one. Buffers inside a communication library (Gloo's own) are not tensors and are not counted.
+On a CPU every tensor allocation uses PyTorch's allocator, including those of compiled code, and the profiler records
+each one. Buffers inside a communication library (Gloo) are not tensors and are not counted.
 """
 
 import json
@@ -19,23 +19,32 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Block:
-    """An allocation: its bytes, and how many allocations the step had made when it was freed (None: no record)."""
+    """An allocation."""
 
-    size: int
-    end: int | None
+    size: int  # bytes
+    end: int | None  # number of allocations before it was freed; None without a record
 
 
 def peak_activation_bytes(
     step: Callable[[], Any], params: Iterable[Tensor], repeats: int = 1, gradients: bool = False
 ) -> int:
-    """Runs step() (forward and backward) `repeats` times: the largest number of bytes it held at one time.
+    """Return the peak number of bytes that a step allocates.
 
-    Memory held before step() is not counted, so parameters and optimizer state are out. On a CPU the gradients that
-    step() leaves in params are out too, unless `gradients` asks for them; on a GPU they are counted, as far as they
-    exist at the peak.
-    Call it on a warm step, or the compiler's own tensors are counted. More repeats make it exact where another thread
-    (a Gloo worker) may be the one that frees a tensor: such a free has no record, but rarely misses every time.
-    Raises RuntimeError if the repeats do not make the same allocations.
+    Memory that exists before the step, such as parameters and optimizer state, is not counted. Run a warm step, or the
+    compiler's tensors are counted. More repeats are exact where another thread (a Gloo worker) may free a tensor: such
+    a free has no record, but it is rarely missing in every repeat.
+
+    Args:
+        step: The forward and backward.
+        params: The parameters, whose gradients are reset.
+        repeats: The number of runs.
+        gradients: True to count gradients on a CPU; on a GPU they are always counted if they exist at the peak.
+
+    Returns:
+        The peak in bytes.
+
+    Raises:
+        RuntimeError: The repeats do not have the same allocations.
     """
     params = list(params)
     if any(p.is_cuda for p in params):
@@ -44,7 +53,7 @@ def peak_activation_bytes(
 
 
 def _record(step: Callable[[], Any], params: list[Tensor], counted: bool) -> list[Block]:
-    """The allocations of one step, in order."""
+    """Return the allocations of one step, in order."""
     for p in params:
         p.grad = None
     with tempfile.TemporaryDirectory() as folder:
@@ -58,14 +67,14 @@ def _record(step: Callable[[], Any], params: list[Tensor], counted: bool) -> lis
 
 
 def _blocks(events: list[dict[str, Any]], gradients: set[int]) -> list[Block]:
-    """Pairs allocations with frees. What still lies at a gradient's address at the end is one, and gets size 0."""
+    """Match allocations with frees. Blocks at the address of a gradient at the end have size 0."""
     sizes: list[int] = []
     ends: list[int | None] = []
     live: dict[int, int] = {}
     for event in events:
         address, size = event["Addr"], event["Bytes"]
         block = live.pop(address, None)
-        if block is not None:  # freed here, or unseen before its address was given out again
+        if block is not None:  # freed here, or without a record before its address was used again
             ends[block] = len(sizes)
         if size > 0:
             live[address] = len(sizes)
@@ -76,7 +85,7 @@ def _blocks(events: list[dict[str, Any]], gradients: set[int]) -> list[Block]:
 
 
 def _peak(records: list[list[Block]]) -> int:
-    """Largest sum of live blocks, each block ending at the earliest end that any repeat has seen."""
+    """Return the largest sum of live blocks; a block ends at the earliest end of all repeats."""
     change = [0] * (len(records[0]) + 1)
     for i, repeats in enumerate(zip(*records, strict=True)):
         if len({block.size for block in repeats}) != 1:

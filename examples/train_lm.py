@@ -1,11 +1,11 @@
-"""Trains a byte-level language model on the source of the Python standard library, at a sequence of 8192 bytes.
+"""Train a byte-level language model on 8192-byte sequences of the Python standard library's source.
 
-    python examples/train_lm.py                         one device against 2 ranks of this machine, side by side
-    torchrun --nproc-per-node 8 examples/train_lm.py    8 ranks: NCCL where there are GPUs, Gloo where there are none
-    python examples/train_lm.py --alone                 one device
+    python examples/train_lm.py                         compares a single device with 2 ranks of this machine
+    torchrun --nproc-per-node 8 examples/train_lm.py    8 ranks: NCCL with GPUs, Gloo without
+    python examples/train_lm.py --alone                 a single device
 
-`train` is what one writes for one device: every rank passes the whole sequence, and the only trace of parallelism is
-the name of the backend.
+`train` is single-device code: every rank passes the full sequence, and only the name of the backend is specific to
+parallelism.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from torch import Tensor
 
 
 def parse_args() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=8192, help="bytes in the (global) sequence")
     parser.add_argument("--steps", type=int, default=5)
@@ -42,7 +43,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def batches(steps: int, seq: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """(ids, labels), each (1, seq) int64, for every step. Comments are not learned: their labels are ignored."""
+    """Return (ids, labels), each (1, seq) int64, for every step. Labels of comments are ignored."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -57,13 +58,13 @@ def batches(steps: int, seq: int, device: torch.device) -> list[tuple[Tensor, Te
 
 
 def build_model(args: argparse.Namespace) -> DecoderLM:
-    """The same weights in every process."""
+    """Return a model with the same weights in every process."""
     torch.manual_seed(0)
     return DecoderLM(dim=args.dim, layers=args.layers, heads=args.heads, kv_heads=args.kv_heads, tie=args.tie)
 
 
 def compile_model(model: DecoderLM, backend: str, device: torch.device) -> torch.nn.Module:
-    """torch.compile; where the CPU has no C++ compiler, the same graphs run without code generation."""
+    """Compile the model; on a CPU without a C++ compiler, without code generation."""
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
     if device.type == "cpu" and not any(shutil.which(c) for c in compilers):
         say("no C++ compiler here: running the graphs uncompiled (aot_eager)")
@@ -74,7 +75,7 @@ def compile_model(model: DecoderLM, backend: str, device: torch.device) -> torch
 
 
 def train(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], lr: float) -> dict:
-    """One step a batch. Returns the losses and the first step's gradients."""
+    """Train one step per batch, and return the losses and the first step's gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses, gradients = [], {}
     for step, (ids, labels) in enumerate(data, start=1):
@@ -92,19 +93,20 @@ def train(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], lr: float) 
 
 
 def measure(model: torch.nn.Module, ids: Tensor, labels: Tensor) -> int:
-    """Peak bytes of activations in one forward and backward."""
+    """Return the peak bytes of activations in one forward and backward."""
     say("measuring the peak activation memory")
     repeats = 3 if dist.is_initialized() else 1
     return peak_activation_bytes(lambda: model(ids, labels).backward(), model.parameters(), repeats)
 
 
 def say(message: str) -> None:
-    """Prints on one rank."""
+    """Print on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 def main() -> None:
+    """Train, or compare a single device with ranks."""
     args = parse_args()
     launched = "RANK" in os.environ  # by torchrun
     if not launched and not args.alone:

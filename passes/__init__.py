@@ -1,6 +1,8 @@
-"""The passes. Each runs by hand on a graph, as `examples/` shows; `sp_compile.pipeline` runs them in order.
+"""Export the passes.
 
-`sp_compile.passes.<Pass>` is every pass, whatever folder it lives in.
+`examples/` runs passes directly on graphs; `sp_compile.pipeline` runs them in order.
+
+`sp_compile.passes.<Pass>` is every pass, in any subpackage.
 """
 
 from functools import cache
@@ -12,12 +14,12 @@ _PASS_MODULES = {
     **{name: f"context:{name}" for name in ("analyze", "make_settings")},
     "validate": "localize.validate_shapes:validate",
 }
-"""Functions, and modules that have the name of a pass."""
+"""Functions and modules that are exported by name."""
 
 
 @cache
 def _pass_classes() -> dict[str, type]:
-    """Every class of a pass, and what passes are made of, by name."""
+    """Return the classes of passes, notes, runs and settings, by name."""
     from . import base
 
     own = [

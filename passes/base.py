@@ -1,18 +1,18 @@
-"""The form of every pass: a name, what it requires and provides, and a run over a graph that tells what it did.
+"""Define the base classes, the registry and the order of passes.
 
-    class Doubled(Spelling):                                # one file in passes/canonical is all that a spelling takes
-        \"\"\"x + x -> 2 * x.\"\"\"
+    class DoubleSum(CanonicalPass):                         # one file in passes/canonical per pass
+        # x + x -> 2 * x
 
         requires = frozenset({"explicit"})
 
         def apply(self, gm, job):
             ...
-            return how_many
+            return number_of_changes
 
-    register(Doubled)                                       # or @register above the class
+    register_pass(DoubleSum)                                # or @register_pass above the class
 
-A pass is run by hand, `Doubled()(graph_module)`, or by the pipeline. Words order the passes: all that provide a word
-come before all that require it. "captured" is what every pipeline begins with.
+Run a pass directly, `DoubleSum()(graph_module)`, or in the pipeline. Properties order the passes: all that provide a
+property run before all that require it. Each pipeline starts with the property "captured".
 """
 
 from __future__ import annotations
@@ -44,19 +44,25 @@ from .context import Note, NoteKind, PassContext, PassRun, PassSettings, make_se
 log = logging.getLogger(__name__)
 
 CAPTURED_WORD = frozenset({"captured"})
+"""Properties of a graph before the first pass."""
 SINGLE_RANK_SETTINGS = PassSettings(Ranks(1, ""))
-"""What a pass by hand is told that asks for no ranks."""
+"""Default settings of passes that are run directly without ranks."""
 
 
 class Pass(PassBase, GraphEditor):
-    """One rewrite of a graph. After a run: `gm`, the graph that it made (most edit in place), `notes` and `changes`.
+    """A rewrite of a graph.
 
-    name: that of the class, `a_pass` of APass, unless it says another.
+    The name is the class's name in snake case, unless the class defines another one.
+
+    Attributes:
+        gm: The rewritten graph, after a run. Most passes edit in place.
+        notes: The notes of the run.
+        changes: The number of changes of the run.
     """
 
     name: ClassVar[str]
-    requires: ClassVar[frozenset[str]] = CAPTURED_WORD
-    provides: ClassVar[frozenset[str]] = frozenset()
+    requires: ClassVar[frozenset[str]] = CAPTURED_WORD  # properties that other passes provide before
+    provides: ClassVar[frozenset[str]] = frozenset()  # properties of the graph after the run
     gm: GraphModule
 
     def __init_subclass__(cls) -> None:
@@ -72,15 +78,38 @@ class Pass(PassBase, GraphEditor):
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
-        """The pass as a part of others, for one job; None where there is nothing for it."""
+        """Create the pass for a job, or return None if it does not apply.
+
+        Args:
+            job: A job of the kind that the pass expects.
+
+        Returns:
+            The pass as a part of other passes.
+        """
         return cls()
 
     def apply(self, gm: GraphModule, job: Any) -> int:
-        """Rewrite the graph, for a Job of the kind that the pass asks for. How many changes; 0: it is as it was."""
+        """Rewrite the graph.
+
+        Args:
+            gm: The graph.
+            job: A job of the kind that the pass expects.
+
+        Returns:
+            The number of changes; 0 if the graph is unchanged.
+        """
         raise NotImplementedError
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
-        """Apply the pass as one lap of the job: what it did and would not do, node by node."""
+        """Apply the pass as one run of a job, and record its time and changes.
+
+        Args:
+            gm: The graph.
+            job: The job, to which the run and its notes are added.
+
+        Returns:
+            The notes of the run.
+        """
         set_step(f"pass {self.name}")
         self.gm, self.job, self.notes = gm, job, []
         self.edit(gm.graph)
@@ -101,11 +130,21 @@ class Pass(PassBase, GraphEditor):
         return self.notes
 
     def __call__(self, graph_module: GraphModule) -> PassResult:
-        """By hand, as torch.fx calls a pass, but that `requires` is no check here."""
+        """Run the pass directly, as torch.fx runs passes; `requires` is not checked."""
         return self.call(graph_module)
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        """Run with the settings that the pass was made with. Raises SpError where it refuses the graph."""
+        """Run with the settings of the pass.
+
+        Args:
+            graph_module: The graph.
+
+        Returns:
+            The rewritten graph, and True if it has changed.
+
+        Raises:
+            SpError: The pass refuses the graph.
+        """
         job = PassContext.start(self.given)
         self.run(graph_module, job)
         if job.refusal is not None:
@@ -113,25 +152,39 @@ class Pass(PassBase, GraphEditor):
         return PassResult(self.gm, self.changes > 0)
 
     def note(self, node: Node, text: str, subject: str = "", kind: NoteKind = NoteKind.REWRITTEN) -> None:
-        """Add a line on the node to the report; the subject is the pass by default."""
+        """Add a line on a node to the report.
+
+        Args:
+            node: The node.
+            text: The explanation.
+            subject: The subject; by default the name of the pass.
+            kind: The kind of the note.
+        """
         self.notes.append(Note(kind, subject or self.name, text, node.name, node_line(node), node_layer(node)))
 
     def note_refusal(self, node: Node, text: str, subject: str = "") -> None:
-        """Add a line to the report that states why the pass does not apply to the node."""
+        """Add a line to the report that states why the pass does not apply to the node.
+
+        Args:
+            node: The node.
+            text: The reason.
+            subject: The subject; by default the name of the pass.
+        """
         self.note(node, text, subject, NoteKind.DECLINED)
 
 
 class Passes(Pass):
-    """Several passes as one: each is a lap of its own. steps: they, in order, where `parts` does not find them."""
+    """A sequence of passes as one pass; each has its own run."""
 
-    steps: ClassVar[Sequence[type[Pass]]] = ()
+    steps: ClassVar[Sequence[type[Pass]]] = ()  # the passes, in order, unless `parts` is overridden
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
-        """The passes, in order."""
+        """Return the passes, in order."""
         return cls.steps
 
     def apply(self, gm: GraphModule, job: Any) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
         for part in self.parts():
             one = part.of(job)
@@ -141,57 +194,85 @@ class Passes(Pass):
         return changes
 
     def run(self, gm: GraphModule, job: PassContext) -> list[Note]:
+        """Run the passes on a graph and return their notes."""
         self.gm, self.job, self.notes = gm, job, []
         self.changes = self.apply(gm, job)
         return self.notes
 
 
 def iterate_passes(one: type[Pass]) -> tuple[type[Pass], ...]:
-    """All the passes that a pass is made of, in order, each in front of what it is part of."""
+    """Return all the passes that a pass contains, in order, each before the one that contains it."""
     parts = [part for each in one.parts() for part in iterate_passes(each)] if issubclass(one, Passes) else []
     return (*parts, one)
 
 
 class CanonicalPass(Pass):
-    """A pass of canonicalize: one of the ways to write something becomes the one that later passes read."""
+    """A pass of canonicalize: it rewrites one form of an operation to the form that later passes match."""
 
     provides = frozenset({"canonical"})
 
 
 class CollectivePass(Pass):
-    """A pass over the collectives of a joint graph, called where all ranks would rewrite alike.
+    """A pass over the collectives of a joint graph, for graphs that all ranks rewrite equally.
 
-    The job is a `passes.collectives.job.CollectiveJob`.
+    The job is a `CollectiveJob` of `passes.collectives.collective_context`.
     """
 
 
 P = TypeVar("P", bound=Pass)
 PASSES: Table[type[Pass]] = Table("passes")
-"""Spellings and collective passes, by name; `with PASSES.register(...)` for a block."""
+"""Canonical and collective passes, by name; `with PASSES.register(...)` registers one for a block."""
 
 
 def register_pass(one: type[P]) -> type[P]:
-    """Let a Spelling or a CollectivePass run, at the place that what it requires and provides gives it.
+    """Register a CanonicalPass or a CollectivePass.
 
-    Raises SpError: another one has its name.
+    `requires` and `provides` determine its position.
+
+    Args:
+        one: The class of the pass.
+
+    Returns:
+        The class, so that the function can be a decorator.
+
+    Raises:
+        SpError: Another pass has the same name.
     """
     PASSES.register(one.name, one)
     return one
 
 
 def registered_passes(kind: type[P]) -> list[type[P]]:
-    """All registered passes of a kind, in an order that their words allow; where these leave a choice, by name."""
+    """Return all registered passes of a kind, in an order of their properties, then by name."""
     return list(order_passes(tuple(one for one in PASSES.values() if issubclass(one, kind))))
 
 
 def import_submodules(package: str, folder: Iterable[str]) -> list[ModuleType]:
-    """Import every module below a folder, so that what is in them registers itself."""
+    """Import every module below a folder, so that its contents are registered.
+
+    Args:
+        package: The name of the package.
+        folder: The package's `__path__`.
+
+    Returns:
+        The modules.
+    """
     return [import_module(module.name) for module in walk_packages(folder, f"{package}.")]
 
 
 @cache
 def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
-    """The passes so that all that provide a word come before all that require it. ValueError if nothing does so."""
+    """Order the passes so that all that provide a property precede all that require it.
+
+    Args:
+        passes: The classes of the passes.
+
+    Returns:
+        The classes in order; independent ones by name.
+
+    Raises:
+        ValueError: Some passes require each other.
+    """
     left = {one.name: one for one in sorted(passes, key=lambda one: one.name)}
     before = {
         name: [other.name for other in left.values() if other.provides & one.requires] for name, one in left.items()
@@ -204,7 +285,15 @@ def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
 
 @cache
 def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED_WORD) -> None:
-    """Raises ValueError if a pass requires what none before it provides, or what one behind it still provides."""
+    """Check that each property is provided before the passes that require it, and not after them.
+
+    Args:
+        passes: The classes of the passes, in order.
+        given: The properties of the graph before the first pass.
+
+    Raises:
+        ValueError: A required property is not provided before, or is provided again later.
+    """
     provided = set(given)
     for i, one in enumerate(passes):
         missing = one.requires - provided

@@ -1,4 +1,4 @@
-"""One graph on its way through the passes: the settings, what is known of the graph, and what its passes did."""
+"""Provide the settings, the analysis and the results of passes over one graph."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from .propagate import propagate
 
 @dataclass
 class PassSettings:
-    """What is to be known of the job; the same on every rank."""
+    """The settings of passes, which are equal on every rank."""
 
     ranks: Ranks
     user_io: IOOptions = field(default_factory=IOOptions)
     seq_dims: Mapping[str, int] | None = None
     inputs: Mapping[str, Placement] = field(default_factory=dict)
-    outputs: str | Sequence[str] = "gather"  # the option, or what it says of each result
+    outputs: str | Sequence[str] = "gather"  # the option, or one for each output
     attention: str = "auto"
     layout: str = "auto"
-    machine: Machine | None = None  # of the cost model, as it was measured; the device's defaults if None
-    cost: Mapping[str, Any] | None = None  # constants in place of that, which replace the device's defaults
-    folds: int = 1  # chunks of the sequence that a rank holds: as `RowOrder` has them
+    machine: Machine | None = None  # measured constants of the cost model; None for the device's defaults
+    cost: Mapping[str, Any] | None = None  # constants that replace the device's defaults
+    folds: int = 1  # number of chunks of the sequence per rank, as in `RowOrder`
     state: str = "replicated"
     fallback: str = "gather"
     tiles: str | int = "auto"
     ulysses_chunks: str | int = "auto"
-    aligned: frozenset[str] | None = None  # groups of the program whose ranks hold the same rows; None: all
+    aligned: frozenset[str] | None = None  # groups of the program whose ranks have the same rows; None for all
     sequence_parallel_linear: str = "auto"
     merge_reductions: str = "auto"
     offload: str | float = "never"
@@ -52,16 +52,25 @@ class PassSettings:
     activation_memory_budget: float | None = None
     check_every: int = SPConfig.check_every
     compiler: str | Callable[..., Any] = "inductor"
-    has_place: bool = True  # the compiler, for passes on collectives
-    fused: bool = False  # Inductor compiles what becomes of it
-    repeats: FewLayers | None = None  # a program of a few layers stands for one of many
+    has_place: bool = True  # the compiler supports passes on collectives
+    fused: bool = False  # Inductor compiles the result
+    repeats: FewLayers | None = None  # a program of a few layers that represents one of many
 
     @staticmethod
     def of(config: SPConfig, ranks: Ranks, **found: Any) -> PassSettings:
-        """What the user's options say: the one place where they become settings.
+        """Convert the user's options to settings.
 
-        found: what graph and ranks say. seq_dims: those of the options by the names of the graph. machine: as it was
-        measured on these ranks. Raises SpError: `cost` has a constant that there is none of, or one out of range.
+        Args:
+            config: The user's options.
+            ranks: The ranks that shard the sequence.
+            found: Settings that follow from the graph and the ranks. seq_dims are those of the options, by the names of
+                the graph; machine is the one that was measured on these ranks.
+
+        Returns:
+            The settings.
+
+        Raises:
+            SpError: `cost` has an unknown constant, or one out of range.
         """
         Machine.of("cpu", config.cost)
         own = {name: getattr(config, name) for name in PASS_OPTIONS}
@@ -69,33 +78,45 @@ class PassSettings:
         return PassSettings(ranks, config.io_options, **{**own, **place, **found})
 
     def times(self, node: Node) -> int:
-        """How many nodes the node stands for."""
+        """Return the number of nodes that the node represents.
+
+        Args:
+            node: A node of a program with a few layers of many.
+        """
         return 1 if self.repeats is None else self.repeats.of(node)
 
     @property
     def is_balanced(self) -> bool:
-        """Do ranks hold rows as a table deals them, or are they to?"""
+        """Return True if the rows are balanced over the ranks, or will be."""
         given = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in self.inputs.values())
         order = LAYOUTS.get(self.layout)
         return given or self.folds == BALANCED.folds or (order is not None and order.is_balanced)
 
     def machine_of(self, node: Node) -> Machine:
-        """The cost model's, for the device of the node."""
+        """Return the cost model's machine for the device of the node."""
         return Machine.of(node_tensors(node)[0].device.type, self.cost, self.machine)
 
     def machine_of_nodes(self, nodes: Iterable[Node]) -> Machine:
-        """The cost model's, for the device of the first of the nodes that is a tensor; of a CPU if none is."""
+        """Return the cost model's machine for the device of the first tensor, or a CPU if there is none."""
         return next((self.machine_of(node) for node in nodes if is_tensor(node)), Machine.of("cpu", self.cost))
 
 
 PASS_OPTIONS = {f.name for f in fields(SPConfig)} & {f.name for f in fields(PassSettings)} - set(
     IOOptions.__dataclass_fields__
 )
-"""Of the user, that are settings as they are; what is `IOOptions` becomes what is found of a graph."""
+"""Options that are settings without conversion; `IOOptions` are resolved for each graph."""
 
 
 def make_settings(ranks: Ranks | int | PassSettings, **options: Any) -> PassSettings:
-    """Settings from a number of ranks (then no process group is named), from Ranks, or from others."""
+    """Create settings.
+
+    Args:
+        ranks: A number of ranks (without a process group), Ranks, or other settings.
+        options: Fields of the settings.
+
+    Returns:
+        The settings.
+    """
     if isinstance(ranks, PassSettings):
         return replace(ranks, **options) if options else ranks
     return PassSettings(Ranks(ranks, "") if isinstance(ranks, int) else ranks, **options)
@@ -103,7 +124,18 @@ def make_settings(ranks: Ranks | int | PassSettings, **options: Any) -> PassSett
 
 @cache_lookups()
 def analyze(gm: GraphModule, job: PassSettings) -> tuple[Axes, PlacementPlan]:
-    """Name the axes, find the sequence, propagate. Raises SpError when `seq_dims` names no input."""
+    """Name the axes, find the sequence, and propagate placements.
+
+    Args:
+        gm: The graph.
+        job: The settings.
+
+    Returns:
+        The axes and the plan.
+
+    Raises:
+        SpError: `seq_dims` contains the name of no input.
+    """
     axes = name_axes(gm)
     axes.folds = job.folds
     nodes = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
@@ -113,7 +145,7 @@ def analyze(gm: GraphModule, job: PassSettings) -> tuple[Axes, PlacementPlan]:
     named = None if job.seq_dims is None else {nodes[name]: dim for name, dim in job.seq_dims.items()}
     find_sequences(gm, axes, named, picks=not job.is_balanced)
     inputs = {nodes[name]: placement for name, placement in job.inputs.items()}
-    for node, placement in inputs.items():  # whatever the graph does with it: a piece of a model may only pass it on
+    for node, placement in inputs.items():  # also where the graph only returns it
         if isinstance(placement, Shard):
             axes.sequences.update(axes.find(atom.name) for atom in axes.dims[node, 0][placement.dim])
     return axes, align_window_starts(
@@ -122,7 +154,7 @@ def analyze(gm: GraphModule, job: PassSettings) -> tuple[Axes, PlacementPlan]:
 
 
 class NoteKind(Enum):
-    """The kinds of lines of the report. Values are what the report and its JSON show; `Note.label` adds the subject."""
+    """The kinds of lines of the report, which shows the values. `Note.label` adds the subject."""
 
     REWRITTEN = "rewritten"
     """A pass changed the node. Subject: the pass, or the change where a pass has several ("packed", "cancelled")."""
@@ -135,7 +167,7 @@ class NoteKind(Enum):
     SEQUENCE_LOST = "sequence lost"
     """As REPLICATED, of a graph that eager code gave gathered inputs only; the backend warns. Subject: the pass."""
     KEPT_SHARDED = "in shards"
-    """An input stays as an earlier graph left it. Subject: the input."""
+    """An input stays sharded, as an earlier graph returned it. Subject: the input."""
     UNSHARDED = "unsharded"
     """A sharded input or result is gathered at the edge of a graph. Subject: the input or the result."""
     SAVED = "saved"
@@ -157,7 +189,7 @@ class Note:
     """One line of the report on a node of the user's program, or on the graph.
 
     Args:
-        kind: What happened.
+        kind: The kind of event.
         subject: The pass, option, input or result that the line is about, as the kind defines it.
         text: The explanation, for people alone: no code depends on it.
         node: The name of the node; "graph" for all of them.
@@ -174,14 +206,14 @@ class Note:
 
     @property
     def label(self) -> str:
-        """Return the words for the kind and the subject, as the report shows them."""
+        """Return the text for the kind and the subject, as the report shows them."""
         if self.kind is NoteKind.REWRITTEN:
             return self.subject
         return f"not {self.subject}" if self.kind is NoteKind.DECLINED else self.kind.value
 
 
 class RefusalKind(Enum):
-    """The reasons for which a graph cannot be split as its inputs are given."""
+    """The reasons for which a graph cannot be split with its inputs."""
 
     NO_SEQUENCE = "no sequence"
     """A complete model in which no sequence is found. Other lengths, as constants, may show one."""
@@ -191,10 +223,10 @@ class RefusalKind(Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pass's decision that the graph cannot be split as its inputs are given.
+    """A pass's decision that the graph cannot be split with its inputs.
 
     Args:
-        kind: What a caller can change before it lowers the graph once more.
+        kind: The kind, from which a caller selects a change before it lowers the graph again.
         code: The code of the error that it is where nothing can be changed.
         subject: The option that it is about, as in an error's cause.
         text: The reason, without the option and the fix.
@@ -214,39 +246,34 @@ class Refusal:
 
 @dataclass
 class PassRun:
-    """One pass over one graph: a line of `explain(passes=True)`. changes: rewrites; nodes: how many more there are."""
+    """One run of a pass over one graph: a row of `explain(passes=True)`."""
 
     name: str
     requires: frozenset[str]
     provides: frozenset[str]
-    changes: int = 0
-    nodes: int = 0
+    changes: int = 0  # number of rewrites
+    nodes: int = 0  # nodes after minus nodes before
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class TiledRegion:
-    """What a region that runs in tiles holds. node: its first product; where: the user's line. rows: of a rank.
+    """The sizes of a region that runs in tiles."""
 
-    inside: bytes of what its products make of all rows; tile: of those of a tile. layer: of the model, by its path.
-    ends: the user's line of its last node, as which it runs. recomputed: whether the backward computes it again.
-    repeated: whether some of its nodes run once more, for results that others read.
-    """
-
-    node: str
-    where: str
-    tiles: int
-    rows: int
-    inside: int
-    tile: int
-    layer: str = ""
-    ends: str = ""
-    recomputed: bool = False
-    repeated: bool = False
+    node: str  # name of the first product
+    where: str  # the user's line of the first product
+    tiles: int  # number of tiles
+    rows: int  # rows per rank
+    inside: int  # bytes that its products compute from all rows
+    tile: int  # bytes that its products compute from the rows of a tile
+    layer: str = ""  # path of the layer in the model
+    ends: str = ""  # the user's line of the last node, which is the source of the op
+    recomputed: bool = False  # the backward computes it again
+    repeated: bool = False  # some of its nodes run again, for results with other readers
 
 
 def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
-    """One lap for each pass, with what all its runs took and changed, in the order of the first ones."""
+    """Return one run per pass with the sums of all its runs, in the order of the first ones."""
     found: dict[str, PassRun] = {}
     for lap in laps:
         one = found.setdefault(lap.name, PassRun(lap.name, lap.requires, lap.provides))
@@ -257,18 +284,12 @@ def runs_by_pass(laps: Iterable[PassRun]) -> list[PassRun]:
 
 @dataclass
 class PassContext(PassSettings):
-    """The settings of one graph, its analysis, and what passes leave for later ones and for the report.
+    """The settings of one graph, its analysis, and the results of passes for later ones and for the report."""
 
-    fragment: the graph is a piece of a model (a graph break), so it need not contain a sequence. follows: nor need it
-    where another program of these ranks has left results in shards.
-    planned: the plan that a local graph was made from; its nodes are those of the global view.
-    refusal: why the graph cannot be split as its inputs are given; no pass runs after it.
-    """
-
-    fragment: bool = False
-    has_outer_job: bool = False
-    input_placements: PlacementPlan | None = None
-    refusal: Refusal | None = None
+    fragment: bool = False  # a piece of a model (graph break), which need not contain a sequence
+    has_outer_job: bool = False  # another program of these ranks has sharded outputs: need not contain a sequence
+    input_placements: PlacementPlan | None = None  # the plan of the local graph; its nodes are of the global graph
+    refusal: Refusal | None = None  # why the graph cannot be split with its inputs; no pass runs after it
     notes: list[Note] = field(default_factory=list)
     runs: list[PassRun] = field(default_factory=list)
     sequence_inputs: dict[str, list[int]] = field(default_factory=dict)
@@ -280,19 +301,19 @@ class PassContext(PassSettings):
 
     @classmethod
     def start(cls, given: PassSettings) -> PassContext:
-        """A job with these settings; a job stays the one that it is."""
+        """Return a job with these settings; a job is returned unchanged."""
         return given if isinstance(given, PassContext) else cls(**vars(given))
 
     def axes(self, gm: GraphModule) -> Axes:
-        """The names of the graph's axes; found anew after a change."""
+        """Return the names of the graph's axes; analyzed again after a change."""
         return self._analysis(gm)[0]
 
     def plan(self, gm: GraphModule) -> PlacementPlan:
-        """Where every value of the graph lies; found anew after a change."""
+        """Return the placement of every value of the graph; analyzed again after a change."""
         return self._analysis(gm)[1]
 
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """The axes and the plan, found anew."""
+        """Analyze the graph again, and return its axes and plan."""
         return analyze(gm, self)
 
     def _analysis(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
@@ -301,5 +322,5 @@ class PassContext(PassSettings):
         return self._analyzed
 
     def invalidate(self) -> None:
-        """The graph has changed, or what the analysis is told."""
+        """Drop the analysis, after a change of the graph or of its settings."""
         self._analyzed = None

@@ -1,9 +1,9 @@
-"""Graph + rules -> Plan: the placement of every value, and the demands nobody has met yet. Changes nothing.
+"""Propagate placements through a graph: compute a PlacementPlan with open demands.
 
-One forward sweep. A node with a sharded operand runs on shards if its rule lets the factor pass; otherwise it states a
-demand. A node whose operands are all replicated stays replicated, unless it is the place where a sequence of floats
-begins (an embedding, the first pointwise op on an input): there its operands are wanted sharded, which is a free slice.
-Propagation never inserts a collective; the idea is Shardy's factor propagation.
+The graph is not changed. One forward sweep visits all nodes. A node with a sharded operand runs on shards if its rule
+lets the factor pass; otherwise it states a demand. A node with replicated operands stays replicated, unless a sequence
+of floats starts there (an embedding, the first pointwise op on an input): then its operands are demanded sharded, which
+is a local slice. Propagation never inserts a collective. It follows Shardy's factor propagation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,16 @@ from sp_compile.passes.sharding.window_rules import place_window
 def shard_of_factor(
     rule: BoundRule, base: Shard, dims: Dims, shape: Sequence[Size], factor: str, n: int
 ) -> Shard | None:
-    """Where a tensor of these dims lies if `factor` is sharded as in `base`; None without the factor."""
+    """Return the placement of a tensor if `factor` is sharded as in `base`; None without the factor.
+
+    Args:
+        rule: The rule of the op.
+        base: The placement of another tensor with the factor.
+        dims: The tensor's dims in the rule.
+        shape: The tensor's shape.
+        factor: The name of the factor.
+        n: The number of ranks.
+    """
     for at, dim in enumerate(dims):
         if dim == factor:
             return _scale_shard(base, at, shape[at], n)
@@ -54,7 +63,7 @@ def shard_of_factor(
 
 
 def _scale_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
-    """The same factor in a dim of another extent (grouped heads): whole multiples only."""
+    """Return the shard of the factor in a dim of another extent (grouped heads), if it is a multiple of n."""
     if is_same_size(extent, size_product((base.outer, base.frame.length, base.inner))):
         return base.on_dim(dim)
     total = size_product((base.outer, base.frame.size, base.inner))
@@ -62,7 +71,7 @@ def _scale_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
     return Shard(dim, Frame.full(extent)) if plain and divides(n, total) and divides(n, extent) else None
 
 
-SUMMAND_DEMAND = Replicate(partial_grad=True)  # how a replicated operand enters a node that runs on shards
+SUMMAND_DEMAND = Replicate(partial_grad=True)  # the placement of a replicated operand of a node on shards
 SCANNED_DEMAND = "every position needs what all before it combine to"
 NEIGHBORS_DEMAND = "every position needs its neighbours"
 NO_PLACEMENT = "the sequence has no single place in the result's shape"
@@ -73,15 +82,18 @@ FACTORIES = parse_overloads("full ones zeros")
 
 @dataclass(frozen=True)
 class NodeStep:
-    """What one node does: how its operands must arrive, where its results lie, what it cannot do alone."""
+    """The placements of one node: its operands, its results, and its open demands."""
 
-    wants: tuple[Placement, ...] | None
+    wants: tuple[Placement, ...] | None  # placements of the operands; None if the node does not run on shards
     results: tuple[Placement, ...]
-    demands: Demands = ()
+    demands: Demands = ()  # the demands that passes must discharge
 
 
 def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -> NodeStep:
-    """The call says where its operands lie; a shard that lies elsewhere is gathered first, and cut anew."""
+    """Return the step of a call that determines the placement of its operands.
+
+    An operand with another placement is gathered first and sharded again.
+    """
     assert rule.operand_placements is not None
     assert rule.result_placements is not None
     demands = tuple(
@@ -93,13 +105,14 @@ def place_as_written(call: OpCall, rule: BoundRule, have: Sequence[Placement]) -
 
 
 def varying_result(node: Node, have: Sequence[Placement], result: Placement, results: int) -> NodeStep:
-    """Ranks that combine values of their own with a common one, or exchange it as they wish, need all of it."""
+    """Return the step of a node with varying operands or results, which demands all rows of its shards."""
     return NodeStep(
         None, (result,) * results, _make_demands(node, have, "varying", DIFFERENT_PLACEMENT, keeps_sharding=True)
     )
 
 
 def replicate_operands(node: Node, have: Sequence[Placement], kind: str, why: str, results: int) -> NodeStep:
+    """Return the step of a node that runs on replicated operands, with a demand for each sharded one."""
     return NodeStep(None, (REPLICATE,) * results, _make_demands(node, have, kind, why))
 
 
@@ -109,9 +122,16 @@ def _make_demands(node: Node, have: Sequence[Placement], kind: str, why: str, ke
 
 
 def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Frame | None = None) -> NodeStep | None:
-    """Does a sequence of floats begin here (or of draws, or of what outgrows its operands)? Then run on their shards.
+    """Return a step on shards if a sequence of floats starts at a replicated node, else None.
 
-    window: the window of another sequence as which it begins, if it is none of its own.
+    A sequence also starts at draws, and at results that are much larger than the operands.
+
+    Args:
+        axes: The axes of the graph.
+        call: The call of the node.
+        rule: The rule of the op.
+        n: The number of ranks.
+        window: The window of another sequence as which it starts, if any.
     """
     node, value = call.node, next(iter(call.results()), None)
     random = is_random(node)
@@ -127,7 +147,7 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
         shard = replace(shard, frame=window)
     if shard.frame.order.is_balanced and not is_same_size(
         shard.frame.size, axes.longest_sequence()
-    ):  # a table deals rows of one sequence
+    ):  # balanced rows are those of one sequence
         return None
     factor, shard = rule.local_part(rule.results[0], shard)
     if not factor or rule.kind(factor) in ("whole", "attend"):  # causal attention counts from its first query
@@ -145,11 +165,11 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
-MIN_BROADCAST = 8  # times as many elements as operands have together: a few bytes a token become a row of a vocabulary
+MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: a few bytes per token become a row of a vocabulary
 
 
 def _is_large_broadcast(call: OpCall) -> bool:
-    """Do operands broadcast to far more than they are, as tokens do that are compared with all classes?"""
+    """Return True if operands broadcast to far more elements, such as tokens compared with all classes."""
     made, given = (
         sum(assume_large(size_product(s)) for s in shapes)
         for shapes in (call.result_shapes(), map(node_shape, call.operands))
@@ -158,6 +178,14 @@ def _is_large_broadcast(call: OpCall) -> bool:
 
 
 def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
+    """Return the step of a node with sharded operands: it runs on shards if the factor passes.
+
+    Args:
+        call: The call of the node.
+        rule: The rule of the op.
+        have: The placements of the operands.
+        n: The number of ranks.
+    """
     node, demands = call.node, []
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard) and i not in rule.lenders}
     cut = {i: rule.local_part(rule.operands[i], p) for i, p in shards.items()}
@@ -191,13 +219,13 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
 
 
 def _has_same_positions(call: OpCall, rule: BoundRule, i: int, factor: str, have: Shard, base: Shard, n: int) -> bool:
-    """Do an operand's shards of the factor hold the positions that those in `base` do?"""
+    """Return True if an operand's shards of the factor have the same positions as those of `base`."""
     extent = call.shape(i)[have.dim] if factor in rule.operands[i] else rule.extents[factor]
     return have.has_same_positions(base) or have.has_same_positions(_scale_shard(base, have.dim, extent, n) or base)
 
 
 def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base: Shard, n: int) -> NodeStep:
-    """Windows over the first operand's rows, which lie as in `base`; all other operands are read whole."""
+    """Return the step of windows over the first operand's rows, placed as `base`; others are replicated."""
     node, factor = call.node, rule.operands[0][base.dim]
     placed = place_window(rule.slides[factor], base, n)
     rest = (REPLICATE, *have[1:])
@@ -214,9 +242,10 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
 
 
 def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) -> int | None:
-    """The operand whose sharding the node goes on with: one that reaches the result, the largest."""
+    """Return the operand whose sharding is propagated: one that reaches the result, the largest."""
 
     def worth(i: int) -> tuple[int, int, int]:
+        """Return a key: reaches the result, kind of the factor, elements."""
         rank = {"pass": 3, "attend": 2}.get(rule.kind(sharded[i]), 1)
         in_result = any(sharded[i] in flatten_dims(dims) for dims in rule.results)
         return (int(in_result), rank, assume_large(size_product(call.shape(i))))
@@ -229,7 +258,7 @@ def _leading_operand(call: OpCall, rule: BoundRule, sharded: Mapping[int, str]) 
 def _shard_factor(
     call: OpCall, rule: BoundRule, have: Sequence[Placement], factor: str, base: Shard, n: int, demands: Demands
 ) -> NodeStep:
-    """Run the node on shards of `factor`: place the operands and the results."""
+    """Return the step that runs the node on shards of `factor`."""
     wants: list[Placement] = [
         shard_of_factor(rule, base, d, call.shape(i), factor, n) or SUMMAND_DEMAND for i, d in enumerate(rule.operands)
     ]
@@ -251,7 +280,7 @@ def _shard_factor(
 
 
 def mask_values(gm: GraphModule) -> set[Node]:
-    """Values that reach nothing but masks: every rank needs them whole, so they are not worth sharding."""
+    """Return values that only masks use: they are needed replicated, so they are not sharded."""
     whole: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in whole for u in node.users):
@@ -281,12 +310,20 @@ def propagate(
     declines: DeclineRule | None = None,
     begins: Mapping[Node, Frame] | None = None,
 ) -> PlacementPlan:
-    """The Plan of a graph for `n` ranks.
+    """Return the placement plan of a graph for `n` ranks.
 
-    inputs: placements of placeholders and attributes that are not replicated. begin: may replicated values be cut
-    where a sequence begins? If not, only inputs and exchanges shard anything. declines: why a node that could run on
-    shards had better not. outputs: which results stay in shards, see `output_options`. begins: nodes at which a
-    sequence begins as this window of another one (`sharding/window_starts.py`).
+    Args:
+        gm: The graph, which is not changed.
+        axes: The axes of the graph.
+        n: The number of ranks.
+        inputs: The placements of placeholders and attributes that are not replicated.
+        outputs: The outputs that stay sharded, see `output_options`.
+        begin: True if replicated values may be sharded where a sequence starts; else only inputs and exchanges shard.
+        declines: Returns a reason for which a node should not run on shards, or None.
+        begins: Nodes at which a sequence starts as a window of another one (`sharding/window_starts.py`).
+
+    Returns:
+        The plan, with the demands that are not discharged yet.
     """
     plan = PlacementPlan()
     whole = mask_values(gm) if begin else frozenset(gm.graph.nodes)
@@ -306,7 +343,7 @@ def propagate(
 
 
 def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
-    """What holds one number everywhere, and is wanted in shards only, is made so."""
+    """Shard constants with one value that are only demanded sharded."""
     for node in gm.graph.nodes:
         if node.target in FACTORIES and node.users:
             found = {want for user in node.users for want in demanded_placements(node, user, plan) or [REPLICATE]}
@@ -315,7 +352,7 @@ def _shard_constants(plan: PlacementPlan, gm: GraphModule) -> None:
 
 
 def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Placement]:
-    """How a user that runs on shards wants this operand: once for each time that it reads it."""
+    """Return the placements that a user on shards demands of an operand, one for each read."""
     found = lookup_rule(user) if user in plan.wants and transfer_of(user.target) is None else None
     return [w for o, w in zip(found[0].operands, plan.wants[user]) if o is node] if found is not None else []
 
@@ -388,21 +425,21 @@ LINEAR_OPS = (*ADD_OPS, *SCALE_OPS)
 
 
 def summed_operands(node: Node) -> list[Node]:
-    """The operands that the node adds up; none if it does anything else."""
+    """Return the operands that the node adds; none for any other node."""
     terms = _operands_like_result(node) if node.target in ADD_OPS else []
     other = OpCall(node)["other"] if len(terms) == 1 else None
     return terms if len(terms) == 2 or (len(terms) == 1 and not isinstance(other, Node) and other == 0) else []
 
 
 def scaled_operands(node: Node) -> list[Node]:
-    """The operands each of which the node scales by what else it reads; none if it does anything else."""
+    """Return the operands that the node scales by its other operand; none for any other node."""
     factors = _operands_like_result(node) if node.target in SCALE_OPS else []
     factors = factors if node.target in PRODUCT_OPS else [x for x in factors if x is OpCall(node)["self"]]
     return [x for x in factors if OpCall(node).operands.count(x) == 1]  # not a square
 
 
 def _operands_like_result(node: Node) -> list[Node]:
-    """The operands of floats in the shape and the dtype of the result."""
+    """Return the floating operands with the shape and the dtype of the result."""
     value, operands = node.meta["val"], OpCall(node).operands
     alike = [
         x for x in operands if is_same_shape(node_shape(x), node_shape(node)) and x.meta["val"].dtype == value.dtype
@@ -411,19 +448,19 @@ def _operands_like_result(node: Node) -> list[Node]:
 
 
 def _is_partial_sum(call: OpCall, have: Sequence[Placement]) -> bool:
-    """Are its terms sums, each rank's of its rows, and has every rank the whole of all else that it reads?"""
+    """Return True if the terms are partial sums and all other operands are replicated."""
     sums = [x for x, p in zip(call.operands, have) if isinstance(p, Partial)]
     linear = sums == summed_operands(call.node) or (len(sums) == 1 and sums[0] in scaled_operands(call.node))
     return bool(sums) and linear and all(isinstance(p, Partial | Replicate) for p in have)
 
 
 def random_results(node: Node) -> list[Node]:
-    """The results of a random op."""
+    """Return the results of a random op."""
     return [node] if is_tensor(node) else [u for u in node.users if u.target is operator.getitem and is_tensor(u)]
 
 
 def _is_broadcast_draw(node: Node) -> bool:
-    """Is every result of a random op already taken from one rank?"""
+    """Return True if every result of a random op is already broadcast from one rank."""
     return all(u.target is torch.ops.sp.broadcast.default for r in random_results(node) for u in r.users)
 
 

@@ -1,4 +1,4 @@
-"""What the compiler did to a graph, and what it costs: rewrites, exchanges with bytes per rank, fallbacks, why."""
+"""Report the rewrites of a graph, its exchanges with bytes per rank, and its fallbacks with reasons."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ from .context import FALLBACKS, Note, NoteKind, PassRun, TiledRegion, runs_by_pa
 
 @dataclass
 class Report:
-    """The report of one graph; `str(report)` is for people.
+    """The report of one graph; `str(report)` is its text."""
 
-    parallel: how many ranks tensor-parallel groups have. passes: every run of a pass, in order; the text has them
-    where `show_passes` says so. step: the memory of a training step, if that was asked for.
-    """
-
-    n: int
+    n: int  # ranks that shard the sequence
     notes: list[Note] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     attention: list[Decision] = field(default_factory=list)
     memory: list[RankMemory] = field(default_factory=list)
     tiled: list[TiledRegion] = field(default_factory=list)
-    inputs: dict[str, list[int]] = field(default_factory=dict)
-    sharded_outputs: list[str] = field(default_factory=list)
+    inputs: dict[str, list[int]] = field(default_factory=dict)  # sequence dims by input
+    sharded_outputs: list[str] = field(default_factory=list)  # names of outputs that stay sharded
     constraints: list[str] = field(default_factory=list)
-    passes: list[PassRun] = field(default_factory=list)
-    errors: list = field(default_factory=list)
-    layers: list = field(default_factory=list)
-    parallel: list[int] = field(default_factory=list)
-    show_passes: bool = False
-    step: StepMemory | None = None
+    passes: list[PassRun] = field(default_factory=list)  # all runs, in order
+    errors: list = field(default_factory=list)  # (name, largest relative error against a single device)
+    layers: list = field(default_factory=list)  # tensor-parallel layers
+    parallel: list[int] = field(default_factory=list)  # sizes of tensor-parallel groups, in ranks
+    show_passes: bool = False  # the text contains the passes
+    step: StepMemory | None = None  # memory of a training step, if requested
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Append the notes that are not there yet; passes that run again repeat themselves."""
+        """Append the notes that are not in the report yet, since passes that run again repeat notes.
+
+        Args:
+            notes: The notes.
+        """
         self.notes.extend(note for note in notes if note not in self.notes)
 
     def merge(self, other: Report) -> None:
-        """Take in the report of another graph of the same model."""
+        """Merge the report of another graph of the same model.
+
+        Args:
+            other: The report, which is not changed.
+        """
         self.add(other.notes)
         self.inputs.update(other.inputs)
         self.passes += other.passes
@@ -64,25 +68,34 @@ class Report:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each pass took, over all its runs."""
+        """Return the seconds of each pass, over all its runs."""
         return {lap.name: lap.seconds for lap in runs_by_pass(self.passes)}
 
     @property
     def worst(self) -> float:
-        """The largest relative error that `verify` found."""
+        """Return the largest relative error that `verify` found."""
         return max((error for _, error in self.errors), default=0.0)
 
     @property
     def fallbacks(self) -> list[Note]:
-        """Return the notes on work that every rank does on all rows, because no pass does it on shards."""
+        """Return the notes on work that every rank does on all rows, because no pass runs it on shards."""
         return self.find_notes(*FALLBACKS)
 
     def find_notes(self, *kinds: NoteKind, subject: str | None = None) -> list[Note]:
-        """Return the notes of these kinds, about one subject if it is given."""
+        """Return the notes of some kinds.
+
+        Args:
+            kinds: The kinds.
+            subject: The subject of the notes; None for any.
+        """
         return [note for note in self.notes if note.kind in kinds and subject in (None, note.subject)]
 
     def count(self, op: str) -> int:
-        """How many exchanges of this op (all_to_all, all_gather, ...) the forward graph holds."""
+        """Return the number of exchanges of one op in the forward graph.
+
+        Args:
+            op: "all_to_all", "all_gather", ...
+        """
         return sum(e.op == op for e in self.exchanges)
 
     def __str__(self) -> str:
@@ -147,7 +160,7 @@ class Report:
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
-    """Equal rows once, with their number in front: layers repeat."""
+    """Return distinct rows with their count before them, since layers repeat."""
     return [(times, *row) for row, times in Counter(rows).items()]
 
 

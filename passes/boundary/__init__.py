@@ -1,1 +1,1 @@
-"""What a rank's program returns beside its results, for those that stay in shards."""
+"""Add the outputs of a rank's program that its sharded outputs need."""

@@ -1,4 +1,4 @@
-"""All that a rank's program returns beside its results, in order: orders, what late results are made of, tickets."""
+"""Add a local program's extra outputs: balanced orders, operands of deferred outputs, gradient tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from .outputs import OUTPUT_RULES
 
 
 class ReturnPermutation(Pass):
-    """Results whose rows are dealt need the order of each call: that, its inverse and its runs are returned, too.
+    """Pass that returns the balanced order, its inverse and its chunks along with balanced outputs.
 
-    Not where the graph was given rows in that order.
+    Does nothing if the graph receives the order as an input.
     """
 
     requires = frozenset({"proved"})
     provides = frozenset({"orders are returned"})
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if job.edges.order_input is not None or not any(one.layout.is_balanced for one in job.edges.results.values()):
             return 0
         (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.balanced_order.default)
@@ -41,26 +42,28 @@ class ReturnPermutation(Pass):
 
 
 class AddGradientTokens(Pass):
-    """Results have gradients only where somebody reads them: a ticket for that of each is returned, too.
+    """Pass that returns gradient tokens for differentiable outputs that the program also uses.
 
-    Of those with which the program itself goes on, as with logits of which it makes a loss, see
-    `lowering/collectives/grad_tokens.py`.
+    An example is logits from which the program computes a loss. The token carries the gradient of the output only if
+    the caller reads the output; see `lowering/collectives/grad_tokens.py`.
     """
 
     requires = frozenset({"proved", "late results are taken out"})
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.is_split_only and job.trains and job.ranks.n > 1 else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         leaves, output, found = output_leaves(gm), gm.graph.output_node(), dict[int, int]()
         memory = Counter(storage_of(x.meta["val"]) for x in leaves if is_tensor(x))
         for i in job.differentiable(gm):
             node = leaves[i]
             if job.edges.results[i].late is not None or node.op != "call_function":
                 continue
-            if memory[storage_of(node.meta["val"])] > 1:  # AOTAutograd takes results that share memory for one
+            if memory[storage_of(node.meta["val"])] > 1:  # AOTAutograd treats outputs that share memory as one
                 continue
             if any(user is not output for user in node.users):
                 ticket = insert_tap(node)
@@ -73,11 +76,11 @@ class AddGradientTokens(Pass):
 
 
 VALIDATED = CAPTURED_WORD | {"proved", "tiled"}
-"""What the program of one rank is."""
+"""Properties of the program of one rank."""
 
 
 class BoundaryPasses(Passes):
-    """What the program of one rank returns for the results that it leaves in shards."""
+    """Passes that add the outputs that the sharded outputs of a local program need."""
 
     steps = (ReturnPermutation, DeferOutputs, AddGradientTokens)
 
@@ -86,6 +89,7 @@ class BoundaryPasses(Passes):
         super().__init__(job)
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         shapes = {i: tuple(as_sizes(gm.meta[OUTPUT_RULES][i].value.shape)) for i in job.edges.results}
         job.update_outputs(shape=shapes)
         own = len(output_leaves(gm))

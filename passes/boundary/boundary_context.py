@@ -1,4 +1,4 @@
-"""What passes over the edges of a rank's program are told, and what they are written with."""
+"""Provide the context of passes over the outputs of a local program, and helpers that edit outputs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ from .outputs import OUTPUT_RULES
 
 @dataclass
 class BoundaryContext(PassContext):
-    """edges: what the program returns in shards; passes add what it returns for these beside them.
+    """The context of a pass over the boundary of a local program."""
 
-    learns: are gradients recorded? splits_only: the program has no exchanges of its own, whose passes know gradients
-    by their place among the results.
-    """
-
-    edges: GraphBoundary = field(default_factory=GraphBoundary)
-    trains: bool = True
+    edges: GraphBoundary = field(default_factory=GraphBoundary)  # the sharded inputs and outputs; passes extend it
+    trains: bool = True  # gradients are recorded
+    # The program has no collectives of its own, whose passes identify gradients by their position among the outputs.
     is_split_only: bool = True
 
     def differentiable(self, gm: GraphModule) -> list[int]:
-        """The results in shards that may have a gradient, by number."""
+        """Return the numbers of the sharded outputs that may have a gradient."""
         return [i for i in self.edges.results if gm.meta[OUTPUT_RULES][i].value.dtype.is_floating_point]
 
     def update_outputs(self, **of_results: dict[int, Any]) -> None:
-        """Set a field of some results."""
+        """Set fields of sharded outputs: for each field, a value by output number."""
         results = dict(self.edges.results)
         for name, values in of_results.items():
             for i, value in values.items():
@@ -42,18 +39,18 @@ class BoundaryContext(PassContext):
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
-    """What the program returns."""
+    """Return the program's outputs."""
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def set_outputs(gm: GraphModule, leaves: Sequence[Any]) -> None:
-    """Let the program return these."""
+    """Replace the program's outputs."""
     output = gm.graph.output_node()
     output.args = (type(output.args[0])(leaves),)
 
 
 def insert_tap(node: Node) -> Node:
-    """Let the program go on with a value that has a gradient from elsewhere, too; the ticket for that."""
+    """Insert a tap that adds an external gradient to the node's gradient, and return its token."""
     graph, output = node.graph, node.graph.output_node()
     with graph.inserting_after(node):
         both = graph.call_function(torch.ops.sp.tap.default, (node,))
@@ -64,7 +61,7 @@ def insert_tap(node: Node) -> Node:
 
 
 def insert_detach(node: Node) -> Node:
-    """The value, without a gradient, as a result."""
+    """Return the node's detached value, for use as an output."""
     with node.graph.inserting_before(node.graph.output_node()):
         made: Node = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     return made

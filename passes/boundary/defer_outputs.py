@@ -1,6 +1,6 @@
-"""Results that only repeat, for the caller, what tiles do: whoever reads them makes them.
+"""Defer outputs that would repeat the work of tiles: they are computed when the caller reads them.
 
-    (loss, logits)  ->  (loss, hidden, weight)      and a graph of (hidden, weight) that makes the logits
+    (loss, logits)  ->  (loss, hidden, weight)      and a graph of (hidden, weight) that computes the logits
 
 See `lowering/collectives/deferred.py`.
 """
@@ -27,16 +27,18 @@ from .boundary_context import BoundaryContext, insert_detach, insert_tap, output
 
 
 class DeferOutputs(Pass):
-    """What such results are made of is returned in their place, and behind all results."""
+    """Pass that returns the operands of deferred outputs in place of these, after all other outputs."""
 
     requires = frozenset({"tiled", "orders are returned"})
     provides = frozenset({"late results are taken out"})
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.is_split_only else None
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         leaves, found = output_leaves(gm), dict[int, DeferredGraph]()
         its: dict[Node, list[int]] = {}
         for i in job.differentiable(gm):
@@ -56,20 +58,20 @@ class DeferOutputs(Pass):
                 if argument is None:
                     leaves.append(insert_detach(x))
             late = DeferredGraph(graph, node.meta["val"], tuple(where), tuple(tickets))
-            for i in numbers:  # something that every rank has rows of
+            for i in numbers:  # a value of which every rank has rows
                 leaves[i] = leaves[next(number for is_argument, number in where if not is_argument)]
                 found[i] = late
         if found:
             set_outputs(gm, leaves)
             erase_dead(gm.graph)
         job.update_outputs(late=found)
-        if job.ranks.n == 1:  # what is made already is whole there
+        if job.ranks.n == 1:  # on one rank, other outputs are full tensors
             job.edges = replace(job.edges, results={i: job.edges.results[i] for i in found})
         return len(found)
 
 
 def _recompute_nodes(node: Node) -> list[Node] | None:
-    """The nodes that make it for the caller alone, in order; None if others read one of them, or it is made anyway."""
+    """Return the nodes that compute an output for the caller only, in order; None if other nodes read it."""
     if not node_info(node).recomputed or set(node.users) != {node.graph.output_node()}:
         return None
     inside = reachable_set([node], lambda n: [x for x in n.all_input_nodes if node_info(x).recomputed])
@@ -79,7 +81,7 @@ def _recompute_nodes(node: Node) -> list[Node] | None:
 
 
 def _extract_graph(gm: GraphModule, inside: Sequence[Node], result: Node) -> tuple[GraphModule, list[Node]]:
-    """These nodes as a graph of their own, each in the autocast where it is, and what it takes."""
+    """Return the nodes as a separate graph, each in its autocast region, and the operands of that graph."""
     graph, made = Graph(), dict[Node, Node]()
     operands = [x for x in dict.fromkeys(x for n in inside for x in n.all_input_nodes) if x not in inside]
     for x in operands:
@@ -99,7 +101,7 @@ def _is_differentiable_input(x: Node) -> bool:
 
 
 def _argument_number(x: Node) -> int | None:
-    """The number of the program's argument whose value it is; None of what is computed."""
+    """Return the number of the program's argument that the node is, or None for a computed value."""
     if x.target is operator.getitem and x.args[0].target is torch.ops.sp.reduce_grad.default:  # type: ignore[union-attr]
         x = x.args[0].args[0][x.args[1]]  # type: ignore[union-attr,index]
     return list(x.graph.find_nodes(op="placeholder")).index(x) if x.op == "placeholder" else None

@@ -1,4 +1,4 @@
-"""Sharded inputs and outputs of a rank's program."""
+"""Describe the sharded inputs and outputs of a rank's program."""
 
 from __future__ import annotations
 
@@ -15,57 +15,40 @@ from sp_compile.passes.graph.sizes import Size
 
 @dataclass(frozen=True)
 class ShardedOutput:
-    """One result that stays in shards. name: in the user's code. where: the line that makes it.
+    """An output that stays sharded."""
 
-    layout: how it lies, but for `parts`: Layout's outer, inner, before and after, which a call may have to tell.
-    length: of the dim. ticket: the number of the result that is a ticket for its gradient, see
-    `lowering/collectives/grad_tokens.py`. late: what makes it when somebody reads it; shape: of the whole then.
-    """
-
-    name: str
-    where: str
-    layout: Layout
-    length: Size
-    parts: Mapping[str, Size] = field(default_factory=dict)
-    ticket: int | None = None
-    late: DeferredGraph | None = None
-    shape: tuple[Size, ...] = ()
+    name: str  # in the user's code
+    where: str  # the user's line that computes it
+    layout: Layout  # without `parts`
+    length: Size  # rows of the sharded dim, over all ranks
+    parts: Mapping[str, Size] = field(default_factory=dict)  # outer, inner, before, after: may depend on the call
+    ticket: int | None = None  # number of the output that is its gradient token (collectives/grad_tokens.py)
+    late: DeferredGraph | None = None  # the graph that computes it when it is read
+    shape: tuple[Size, ...] = ()  # of the full tensor
 
 
 @dataclass(frozen=True)
 class GraphBoundary:
-    """What a program takes and returns in shards, by number. symbols: see `symbol_sources`.
+    """The sharded inputs and outputs of a program, by number."""
 
-    own: how many results the graph returned itself, behind which lie tickets and what results are made of.
-
-    rows: the results of which a rank has rows alone, those too that are plain tensors. writes: which result is what the
-    program writes to an input in shards, by the number of that; nobody else is given it. deal: three results more that
-    are `RowPermutation`, or none.
-
-    views: the results that are made of other results, or of arguments, as views of them; hidden: how many results the
-    program returns for these alone. written: the arguments that the program changes in place.
-
-    own_rows: the inputs of which each rank passes rows of its own, as plain tensors.
-    """
-
-    layouts: Mapping[int, Layout] = field(default_factory=dict)
-    results: Mapping[int, ShardedOutput] = field(default_factory=dict)
-    rows: frozenset[int] = frozenset()
-    writes: Mapping[int, int] = field(default_factory=dict)
-    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
-    own_ranks: int | None = None
-    balanced_order: tuple[int, ...] = ()
-    views: Sequence[ResultView] = ()
-    hidden: int = 0
-    written: Sequence[int] = ()
-    own_rows: frozenset[int] = frozenset()
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # layouts of the sharded inputs
+    results: Mapping[int, ShardedOutput] = field(default_factory=dict)  # the sharded outputs
+    rows: frozenset[int] = frozenset()  # outputs of which a rank has only rows, plain tensors included
+    writes: Mapping[int, int] = field(default_factory=dict)  # outputs that are written to sharded inputs, by input
+    symbols: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)  # see `symbol_sources`
+    own_ranks: int | None = None  # number of outputs before gradient tokens and operands of deferred outputs
+    balanced_order: tuple[int, ...] = ()  # numbers of the three outputs that are a `RowPermutation`
+    views: Sequence[ResultView] = ()  # outputs that are views of other outputs or of arguments
+    hidden: int = 0  # number of outputs that exist only for `views`
+    written: Sequence[int] = ()  # arguments that the program changes in place
+    own_rows: frozenset[int] = frozenset()  # inputs of which each rank passes its own rows, as plain tensors
 
     @property
     def order_input(self) -> int | None:
-        """The number of the input whose order the program keeps."""
+        """Return the number of the input whose balanced order the program keeps, or None."""
         return first_balanced(self.layouts)
 
 
 def first_balanced(layouts: Mapping[int, Layout]) -> int | None:
-    """The number of the argument whose order the program keeps, if it takes rows that are dealt."""
+    """Return the number of the first balanced argument, or None."""
     return next((i for i, layout in layouts.items() if layout.is_balanced), None)

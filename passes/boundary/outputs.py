@@ -1,4 +1,4 @@
-"""The results of a program: where each lies, and which stay in shards, as the option `outputs` says of each."""
+"""Resolve the option `outputs`: the placement of each output, and the outputs that stay sharded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import current_bytes
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan
 
-LARGE_OUTPUT = 1 << 20  # bytes of a result that outputs="auto" leaves in shards: a millisecond of a slow link, or less
+LARGE_OUTPUT = 1 << 20  # bytes; outputs="auto" gathers smaller outputs, at most a millisecond on a slow link
 
 GATHER_REASON = "a result of the model (outputs='gather')"
 SMALL_REASON = f"a result of the model, smaller than {LARGE_OUTPUT >> 20} MiB"
 
 
 class OutputInfo(NamedTuple):
-    """Where a result lies, its value in the global view, and the user's line that makes it."""
+    """The placement and the source of an output."""
 
-    placement: Placement
-    value: torch.Tensor
-    where: str
+    placement: Placement  # of the local value
+    value: torch.Tensor  # in the global view
+    where: str  # the user's line that computes it
 
 
 OUTPUT_RULES = "sp_results"
-"""Where a local graph keeps an `OutputInfo` of each of its results, in order; None of what is no tensor."""
+"""The key of `GraphModule.meta` for the list of `OutputInfo`, one per output; None for non-tensors."""
 
 
 def output_infos(gm: GraphModule, plan: PlacementPlan) -> list[OutputInfo | None]:
-    """Of each result of a graph in the global view, by the plan that its local graph is made from."""
+    """Return an OutputInfo for each output of a global graph, or None for a non-tensor."""
     leaves = pytree.tree_leaves(gm.graph.output_node().args[0])
     return [OutputInfo(plan.of(n), n.meta["val"], node_line(n)) if is_tensor(n) else None for n in leaves]
 
 
 def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, list[str]]:
-    """What the option says of each value that the graph returns, once for each time that it does.
+    """Return the options of each value that the graph returns, one for each position where it is returned.
 
-    outputs: one word for all, or one for each of the results, nested ones in order.
+    Args:
+        output: The graph's output node.
+        outputs: One option for all outputs, or one for each of the flattened outputs.
+
+    Returns:
+        The options by node.
     """
     leaves = pytree.tree_leaves(output.args[0])
     words = [outputs] * len(leaves) if isinstance(outputs, str) else outputs
@@ -53,7 +58,7 @@ def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, lis
 
 
 def gather_reason(value: torch.Tensor, words: Sequence[str]) -> str:
-    """Why a result that lies in shards is gathered; "" if it stays."""
+    """Return the reason for which a sharded output is gathered; "" if it stays sharded."""
     if "gather" in words:
         return GATHER_REASON
     if "local" in words:

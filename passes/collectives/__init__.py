@@ -1,1 +1,1 @@
-"""Passes on the exchanges that a program brings: permuted ones, and chains of reductions."""
+"""Rewrite the collectives of a program: permutes around all-to-alls, and chains of reductions."""

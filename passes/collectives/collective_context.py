@@ -1,4 +1,4 @@
-"""The context of passes over the collectives of a program, and what they ask of its ranks."""
+"""Provide the context of passes over the collectives of a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from sp_compile.passes.sharding.input_facts import InputFacts
 
 
 class RankQueries(Protocol):
-    """The queries of passes to the ranks that a program connects. The runtime implements it; all ranks ask the same."""
+    """Queries of passes to the ranks that a program connects, implemented by the runtime.
+
+    All ranks send the same queries.
+    """
 
     @property
     def groups(self) -> Sequence[Ranks]:
@@ -25,10 +28,18 @@ class RankQueries(Protocol):
         """Return the facts about the inputs on each group, by the group's name."""
 
     def has_same_programs(self, gm: GraphModule) -> bool:
-        """Return True if all ranks have the same joint graph and the same facts about its inputs."""
+        """Return True if all ranks have the same joint graph and the same facts about its inputs.
+
+        Args:
+            gm: The joint graph of this rank.
+        """
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Return True if the ranks compare gradients at run time."""
+        """Return True if the ranks compare gradients at run time.
+
+        Args:
+            ranks: The group of the gradients.
+        """
 
 
 @dataclass
@@ -49,9 +60,7 @@ class NoRanks:
 
 @dataclass
 class CollectiveJob(PassContext):
-    """The context of a pass over collectives. session: the ranks that the program connects.
+    """The context of a pass over collectives."""
 
-    `session.facts` calls the function's tensor arguments input_0, input_1, ... in order.
-    """
-
+    # The ranks that the program connects. `session.facts` names the function's tensor arguments input_0, input_1, ...
     session: RankQueries = field(default_factory=NoRanks)

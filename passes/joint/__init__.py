@@ -1,1 +1,1 @@
-"""The passes over forward and backward in one graph, and what they need to know of its inputs and gradients."""
+"""Run passes over joint graphs, and map facts about inputs and gradients to them."""

@@ -1,7 +1,7 @@
-"""Which node of the program each exchange of its backward belongs to: what a wait in vain is told by.
+"""Annotate the collectives of a backward with their forward node, for timeout messages.
 
-AOTAutograd notes that of a forward's nodes alone, and Inductor writes it into its code, which caches keep: a program
-that was found in one has no graph to ask.
+AOTAutograd annotates only forward nodes. Inductor writes the annotation into its code, which caches keep: a program
+that is loaded from a cache has no graph.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from sp_compile.passes.sharding.group_names import is_collective
 
 
 class AnnotateBackwardSources(Pass):
-    """The exchanges of the backward get the source of the first forward node that made their node of autograd."""
+    """Pass that copies `from_node` to the collectives of the backward.
+
+    The source is the first forward node with the same autograd sequence number.
+    """
 
     provides = frozenset({"sources are named"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         first: dict[Any, Any] = {}
         named = 0
         for node in gm.graph.nodes:

@@ -1,7 +1,7 @@
-"""Passes over what AOTAutograd makes of a program: forward and backward in one graph, the collectives in sight.
+"""Run the passes over AOTAutograd's joint graph of forward and backward.
 
-A pass of collectives alone belongs there: gradients' all_reduces exist, and those of DTensor, autograd is behind, and
-what the partitioner keeps for the backward is decided on the result.
+Passes that rewrite only collectives run here: the all_reduces of gradients and of DTensor are in the graph, autograd is
+complete, and the partitioner selects the saved values from the result.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ import_submodules("sp_compile.passes.collectives", collectives.__path__)
 
 
 class ScatterLayers(Passes):
-    """Layers over the job's group."""
+    """Pass that scatters the layers over the job's group."""
 
     requires = frozenset({"captured"})
     provides = frozenset({"layers are scattered"})
     steps = (SequenceParallelLinear,)
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         ranks, session, scatter = job.ranks, job.session, job.sequence_parallel_linear != "never"
         local = copy_graph(gm)
         facts = map_facts(local, session.facts[ranks.group], job.shapes)
@@ -86,21 +87,23 @@ class ScatterLayers(Passes):
 
 
 class LowerExchanges(Pass):
-    """sp:: exchanges become the functional collectives and ATen ops that their bodies are."""
+    """Pass that replaces the sp:: exchanges by the functional collectives and ATen ops of their bodies."""
 
     requires = frozenset({"layers are scattered"})
     provides = frozenset({"exchanges are lowered"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return lower_exchanges(gm, torch_compat.inductor_decompositions() if job.fused else None)
 
 
 class ScatterEachGroup(Passes):
-    """Layers over one group after the other, of those that the program exchanges over."""
+    """Passes that scatter layers over each of the program's groups in turn."""
 
     steps = (ScatterLayers, LowerExchanges)
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         job.shared, alone, changes = [], job.ranks, 0
         for ranks in job.session.groups:
             job.ranks = ranks
@@ -110,22 +113,24 @@ class ScatterEachGroup(Passes):
 
 
 class MergeExchanges(Passes):
-    """Permutes into all-to-alls, and reductions over several axes into one."""
+    """Passes that fuse permutes into all-to-alls and merge reductions over several axes."""
 
     requires = frozenset({"exchanges are lowered"})
     provides = frozenset({"exchanges are final"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
+        """Return the registered passes over collectives."""
         return registered_passes(CollectivePass)
 
 
 class AddGradientChecks(Pass):
-    """Lets every backward begin with a look whether the ranks were given alike the gradients that must be."""
+    """Pass that starts each backward with a check that shared gradients are equal on all ranks."""
 
     requires = frozenset({"exchanges are final"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         shared = [(ranks, names) for ranks, names in job.shared if job.session.compares_gradients(ranks)]
         return sum(self._compare(ranks, names) for ranks, names in shared)
 
@@ -142,18 +147,20 @@ class AddGradientChecks(Pass):
 
 
 class OptimizeUserExchanges(Passes):
-    """What becomes of the exchanges that a program brings, and which of them its backward makes.
+    """Passes that optimize the collectives of a program and of its backward.
 
-    They stay as they are where the ranks have different programs: each rank might rewrite others.
+    They are not changed if the ranks have different programs, since each rank might rewrite others.
     """
 
     steps = (ScatterEachGroup, MergeExchanges, AddGradientChecks)
 
     @classmethod
     def of(cls, job: JointContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.session.groups else None
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         check_reductions(gm.graph)
         same, changes = job.session.has_same_programs(gm), 0
         if same:
@@ -166,11 +173,11 @@ class OptimizeUserExchanges(Passes):
 
 
 JOINT_WORD = CAPTURED_WORD | {"canonical", "attention is chosen", "checked"}
-"""What rewrites require of a graph in which a sequence is found, and every joint graph has."""
+"""Properties that rewrites require of graphs with a sequence, and that every joint graph has."""
 
 
 class JointPasses(Passes):
-    """All that is done to a joint graph, in place. Raises SpError on all ranks of a group that talk."""
+    """All passes over a joint graph, in place. An SpError is raised on all ranks of a group."""
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
@@ -181,13 +188,14 @@ class JointPasses(Passes):
         super().__init__(job or JointContext())
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         for node in gm.graph.find_nodes(op="placeholder"):
-            set_node_info(node, requires_grad=False)  # the gradients are in the graph itself: no detach stops any
+            set_node_info(node, requires_grad=False)  # the graph contains the gradients: no detach stops them
         return super().apply(gm, job)
 
     @property
     def report(self) -> Report:
-        """What came of it."""
+        """Return the report of the passes."""
         job = self.given
         parallel = sorted({ranks.n for ranks in job.session.groups})
         report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
@@ -195,7 +203,7 @@ class JointPasses(Passes):
         return report
 
     def key(self) -> str | None:
-        """The same for what does the same, for caches of compiled code; None where ranks ask each other meanwhile."""
+        """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
         job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if job.session.groups else f"sp_compile joint {version}"
 
@@ -212,7 +220,7 @@ def _result_sources(results: Sequence[Node]) -> str:
 
 
 def replace_nodes(gm: GraphModule, local: GraphModule) -> None:
-    """Give `gm` the nodes of another graph over the same inputs; its own Graph object stays."""
+    """Replace the nodes of `gm` by those of another graph over the same inputs; its Graph object stays."""
     inputs = gm.graph.find_nodes(op="placeholder")
     theirs = local.graph.find_nodes(op="placeholder")
     for node in reversed(list(gm.graph.nodes)):

@@ -1,4 +1,4 @@
-"""What passes over a joint graph, and over its halves, are told."""
+"""Provide the contexts of passes over a joint graph and over its partitions."""
 
 from __future__ import annotations
 
@@ -17,33 +17,24 @@ from sp_compile.passes.tensor_parallel.scatter_layers import LinearLayer
 
 @dataclass
 class JointContext(CollectiveJob):
-    """What the passes over one joint graph are told, and what they leave for later ones.
+    """The context of passes over one joint graph, and their results for later passes."""
 
-    ranks: the group that is looked at. shapes: of the function's tensor arguments, on this rank.
-    layers: of all groups. common: the groups over which layers are scattered, and of the function's tensor arguments
-    those that have to be equal on their ranks, as `InputFacts` call them. shared: those of this graph, and the
-    gradients of
-    results that they have to have alike then, by name, with where each result is made. backward: the groups that a
-    backward exchanges over.
-    """
-
-    ranks: Ranks = SINGLE_RANK
-    shapes: Sequence[tuple[Any, ...]] = ()
-    layers: list[LinearLayer] = field(default_factory=list)
+    ranks: Ranks = SINGLE_RANK  # the current group
+    shapes: Sequence[tuple[Any, ...]] = ()  # of the function's tensor arguments, on this rank
+    layers: list[LinearLayer] = field(default_factory=list)  # of all groups
+    # For each group with scattered layers, the tensor arguments that must be equal on its ranks, named as in
+    # `InputFacts`.
     common_inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    # For each of these groups, the output gradients that must be equal on its ranks: the source line by name.
     shared: list[tuple[Ranks, Mapping[str, str]]] = field(default_factory=list)
-    backward: set[str] = field(default_factory=set)
+    backward: set[str] = field(default_factory=set)  # groups of the backward's collectives
 
 
 @dataclass
 class PartitionContext(PassContext):
-    """The halves of one joint graph: passes are given the forward.
+    """The context of passes over the partitions of one joint graph. Passes receive the forward graph."""
 
-    given_bytes: of what a rank's program is given, besides what is the model's own. backward: None of an inference.
-    results: how many of the forward's are its caller's. hosted: what waits on the host between the two, of each graph.
-    """
-
-    given_bytes: int = 0
-    backward: GraphModule | None = None
-    results: int = 0
-    on_host: list[HostValues] = field(default_factory=list)
+    given_bytes: int = 0  # bytes of a rank's inputs, without the parameters and buffers of the model
+    backward: GraphModule | None = None  # None for inference
+    results: int = 0  # number of the forward's outputs that are returned to its caller
+    on_host: list[HostValues] = field(default_factory=list)  # values on the host between the two, for each graph

@@ -1,4 +1,4 @@
-"""What is known of a function's arguments, as facts about the inputs of its joint graph, and their gradients."""
+"""Map facts about a function's arguments to the inputs and gradients of its joint graph."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from sp_compile.passes.sharding.input_facts import InputFacts
 
 
 def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ...]]) -> InputFacts | None:
-    """Facts about the function's arguments as facts about a joint graph's inputs, with their gradients.
+    """Return facts about a joint graph's inputs and their gradients.
 
-    A joint graph has the primals, then the tangents; its results end with a gradient (or None) for each primal. A
-    DTensor is its local tensor there, and its mesh. None if the inputs are not recognised.
+    A joint graph has the primals, then the tangents; its outputs end with a gradient (or None) for each primal. A
+    DTensor is represented by its local tensor and its mesh.
+
+    Args:
+        gm: The joint graph.
+        facts: The facts about the function's arguments.
+        shapes: The shapes of the function's tensor arguments, on this rank.
+
+    Returns:
+        The facts, or None if the inputs are not recognized.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     primals = inputs[: len(inputs) - len(graph_tangents(gm.graph))]
@@ -47,12 +55,12 @@ def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ..
 
 
 def _can_be_gradient(result: Node, tangent: Node) -> bool:
-    """Could this be the gradient of that? AOTAutograd does not say of which result it is."""
+    """Return True if the shapes match. AOTAutograd does not record the output of a tangent."""
     return is_tensor(tangent) and is_same_shape(*(as_sizes(node.meta["val"].shape) for node in (result, tangent)))
 
 
 def _matches_shape(node: Node, shape: tuple[Any, ...]) -> bool:
-    """Sizes that are symbols here were numbers when the program was called."""
+    """Return True if the static sizes match; sizes that are symbols here were ints in the call."""
     found = node.meta["val"].shape
     pairs = [(a, b) for a, b in zip(found, shape) if isinstance(a, int)]
     return len(found) == len(shape) and all(a == b for a, b in pairs)

@@ -1,17 +1,17 @@
-"""What a forward keeps for its backward goes to the host's memory meanwhile, as much of it as was asked for.
+"""Offload saved values of a forward to host memory until the backward reads them.
 
     forward   x = ...; h = sp.offload(x); ... sp.offloaded(h, x); return (..., h)
     backward  y = sp.reload(h, device); ... sp.reloaded(y); ... reads of y
 
-Works on the two halves of a joint graph: which values are kept is known there, and each has a place in the order of
-work. A copy begins when its value is there, and is waited for when products and attention have taken as long as it;
-back again it begins as long before the first use. First goes what frees most: bytes, times the work for which nobody
-reads them. Inputs of checkpointed blocks are such values. Values that lie in one piece of memory, as queries, keys and
-values of one product do, go as that piece and are views of it again.
+Works on both partitions of a joint graph, where the saved values and the order of nodes are known. A copy starts when
+its value is computed, and its wait is placed where products and attention have taken as long as the copy; a copy back
+starts that long before the first use. Values with the largest product of bytes and unused time are offloaded first.
+Inputs of checkpointed blocks are such values. Values that share a storage, such as queries, keys and values of one
+product, are copied as that storage and become views of it again.
 
-torch 2.13's own pass (`torch._functorch._activation_offloading`) takes marks and not amounts, no results of ops with
-several (attention's), has nothing to run on a CPU, and waits at once, or at the end of the forward, until which all
-that is copied stays on the device.
+torch 2.13's own pass (`torch._functorch._activation_offloading`) accepts marks but no amounts. It supports no ops
+with several outputs (attention) and does not run on a CPU. It waits immediately or at the end of the forward, so that
+all copied values stay on the device until then.
 """
 
 from __future__ import annotations
@@ -53,16 +53,21 @@ sp, aten = torch.ops.sp, torch.ops.aten
 
 
 class OffloadValues(Pass):
-    """The halves of one graph. `offload` is a share of the kept bytes, or "auto": as few as let the step fit."""
+    """Pass that offloads saved values of one graph.
+
+    `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits.
+    """
 
     requires = frozenset({"captured", "exchanges are hidden"})
     machine: Machine
 
     @classmethod
     def of(cls, job: PartitionContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.offload != "never" and job.backward is not None else None
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         forward, backward = gm, job.backward
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)
@@ -88,7 +93,7 @@ class OffloadValues(Pass):
         return len(chosen)
 
     def _over_limit(self, forward: Graph, backward: Graph) -> dict[Node, float]:
-        """The nodes of both halves at which more is in memory than the device has, and how many bytes more."""
+        """Return the nodes of both partitions that exceed the device's memory, with the excess bytes."""
         if math.isinf(self.machine.memory):
             return {}
         graph = GraphStep.of(forward, backward, self.fused, self.given_bytes)
@@ -110,7 +115,7 @@ class OffloadValues(Pass):
         return found
 
     def _take_share(self, way: _OffloadSchedule, wanted: float) -> dict[Node, int]:
-        """What goes, with its bytes, at most so many; first what frees most."""
+        """Choose values of at most `wanted` bytes, those that free most first. Returns their bytes."""
         chosen = dict[Node, int]()
         for x in sorted(way.kept.free, key=way.freed_byte_seconds, reverse=True):
             if sum(chosen.values()) + way.kept.free[x].nbytes <= wanted:
@@ -118,10 +123,11 @@ class OffloadValues(Pass):
         return chosen
 
     def _take_fitting(self, way: _OffloadSchedule, too_many: Mapping[Node, float]) -> dict[Node, int]:
-        """What goes, with its bytes: as little as takes these bytes off the device where they are too many.
+        """Choose the smallest set of values that removes the excess bytes at all nodes. Returns their bytes.
 
-        Where it is most, the smallest value that is enough goes, or else what frees most, again and again; and behind
-        that what another one has made needless stays. Where all that is away then is not enough, all of that goes.
+        At the node with the largest excess, the smallest sufficient value is chosen, or else the one that frees most,
+        until none remains. Values that later choices make unnecessary are dropped. Where all values together do not
+        suffice, all of them are chosen.
         """
         bytes_of = {x: piece.nbytes for x, piece in way.kept.free.items()}
         most = sorted((way.order[n], more) for n, more in too_many.items())
@@ -143,7 +149,7 @@ class OffloadValues(Pass):
             after = way.remaining_bytes(most, {**chosen, x: bytes_of[x]})
             if after[worst] < left[worst]:
                 chosen[x], left = bytes_of[x], after
-            else:  # in a queue with others it is back by then
+            else:  # queued with other copies, it is back by then
                 in_vain.add((worst, x))
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
@@ -153,7 +159,7 @@ class OffloadValues(Pass):
         return chosen
 
     def _copy_to_host(self, graph: Graph, way: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
-        """Copies to the host; the seconds that the last ones are waited for."""
+        """Insert the copies to the host, and return the seconds of waiting for the last ones."""
         self.edit(graph)
         at, ends = way.forward, way.copies(chosen).ends
         under_way, hosts = deque[tuple[float, Node, Node]](), dict[Node, Node]()
@@ -172,11 +178,11 @@ class OffloadValues(Pass):
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, way: _OffloadSchedule, chosen: Iterable[Node]) -> float:
-        """Copies back; the seconds that the first ones are waited for."""
+        """Insert the copies back, and return the seconds of waiting for the first ones."""
         self.edit(graph)
         kept, at, order, begins = way.kept, way.backward, way.order, way.copies(chosen).begins
         nodes = [n for n in graph.nodes if n.op != "placeholder"]
-        begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first ones before a node
+        begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first of each before a node
         for x, begin in begins.items():
             given, user = kept.inputs[kept.free[x].values[0]], way.first[x]
             place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
@@ -195,7 +201,7 @@ class OffloadValues(Pass):
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, kept: _SavedValues, x: Node, fresh: Node) -> None:
-        """Let readers of all that lies in a piece of memory read it where that is again."""
+        """Replace reads of all values in a storage by views of the reloaded storage."""
         for value in kept.free[x].values:
             made, lies = fresh, value.meta["val"]
             if not _is_same_view(lies, x.meta["val"]):
@@ -207,25 +213,23 @@ class OffloadValues(Pass):
 
 @dataclass(frozen=True)
 class _StorageGroup:
-    """A piece of memory by the value that fills it. values: what is kept and lies there."""
+    """A storage, identified by the value that fills it."""
 
     nbytes: int
-    values: list[Node]
+    values: list[Node]  # saved values in this storage
 
 
 @dataclass
 class _SavedValues:
-    """What a forward leaves for its backward. inputs: the backward's, by the forward's values. nbytes: of all of it.
+    """The values that a forward saves for its backward."""
 
-    free: what may go: values that fill memory of their own, without gaps, in which no input or result lies.
-    """
-
-    inputs: dict[Node, Node]
-    nbytes: int
-    free: dict[Node, _StorageGroup]
+    inputs: dict[Node, Node]  # the backward's inputs, by the forward's values
+    nbytes: int  # of all saved values
+    free: dict[Node, _StorageGroup]  # offloadable: without gaps, and not in the storage of an input or output
 
     @staticmethod
     def of(forward: Graph, backward: Graph, results: int) -> _SavedValues:
+        """Collect the saved values of the partitions of one joint graph."""
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         names = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
@@ -250,24 +254,21 @@ class _SavedValues:
         )
 
     def readers(self, x: Node) -> list[Node]:
-        """Who reads in the backward what lies in a piece of memory."""
+        """Return the backward's readers of the values in a storage."""
         return [user for value in self.free[x].values for user in self.inputs[value].users]
 
 
 @dataclass(frozen=True)
 class _CopySchedule:
-    """Of what goes to the host: the seconds of each half's work at which copies there end, and those back begin.
+    """The times of the copies and the intervals without a copy on the device."""
 
-    away: the nodes by number, those of the backward behind the forward's, while which it lies on the host alone.
-    """
-
-    ends: dict[Node, float]
-    begins: dict[Node, float]
-    offloaded: dict[Node, range]
+    ends: dict[Node, float]  # seconds of the forward's work at which copies to the host end
+    begins: dict[Node, float]  # seconds of the backward's work at which copies back start
+    offloaded: dict[Node, range]  # nodes (by number, the backward's after the forward's) with the value on the host
 
 
 class _OffloadSchedule:
-    """To the host and back: when each node of a forward and of a backward runs, and what a copy takes."""
+    """The schedule of copies: when each node of both partitions runs, and how long a copy takes."""
 
     def __init__(
         self, kept: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
@@ -280,13 +281,17 @@ class _OffloadSchedule:
         self.last = {x: read[storage_of(x.meta["val"])] for x in kept.free}
 
     def freed_byte_seconds(self, x: Node) -> float:
-        """Bytes, times the seconds for which nobody reads them."""
+        """Return the bytes times the seconds for which they are not read."""
         end = max(self.times[0], default=0.0)
         begin = self.backward[self.first[x]] if x in self.first else 0.0
         return self.kept.free[x].nbytes * (end - self.forward[x] + begin)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
-        """There, one behind the other. Back, from the last first use: each ends when the next begins, or it is read."""
+        """Schedule the copies.
+
+        Copies to the host follow each other. Copies back are scheduled from the last first use to the first: each ends
+        when the next one starts or when its value is read.
+        """
         ends, begins, away, free, begin = dict[Node, float](), dict[Node, float](), dict[Node, range](), 0.0, math.inf
         for x in sorted(chosen, key=self.order.__getitem__):
             free = ends[x] = max(self.forward[x], free) + self._seconds(x)
@@ -301,7 +306,7 @@ class _OffloadSchedule:
         return _CopySchedule(ends, begins, away)
 
     def remaining_bytes(self, too_many: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
-        """Bytes at nodes by number, in order, less those that are away then."""
+        """Return the excess bytes at nodes, by number, without those offloaded at that node."""
         change = defaultdict[int, int](int)
         for x, nodes in self.copies(chosen).offloaded.items():
             change[nodes.start] += chosen[x] if nodes else 0
@@ -318,29 +323,32 @@ class _OffloadSchedule:
 
 
 def _memory_of_node(node: Node) -> list[Tensor]:
-    """What it reads, and what it makes, which may lie where something else did."""
+    """Return the node's operands and results, which may share storage with other values."""
     return [x for n in (node, *node.all_input_nodes) for x in node_tensors(n)]
 
 
 def _is_same_view(x: Tensor, y: Tensor) -> bool:
-    """Are they the same numbers?"""
+    """Return True if both are the same elements of one storage."""
     return x.dtype == y.dtype and is_same_shape(_storage_layout(x), _storage_layout(y))
 
 
 def _storage_layout(x: Tensor) -> tuple[Size, ...]:
-    """Offset, shape and strides, as a view of the same memory has them."""
+    """Return the offset, shape and strides."""
     return tuple(map(nonempty_size, as_sizes((x.storage_offset(), *x.shape, *x.stride()))))
 
 
 def _is_view_of(node: Node, whole: Node, known: Set[Size]) -> bool:
-    """May it be made again as a view of what fills the memory in which it lies? known: sizes that a backward gets."""
+    """Return True if the node can be rebuilt as a view of the value that fills its storage.
+
+    known: the sizes that are inputs of the backward.
+    """
     x, y = node.meta["val"], whole.meta["val"]
     symbols = {one for n in _storage_layout(x) if isinstance(n, sympy.Expr) for one in n.free_symbols}
     return x.dtype == y.dtype and is_same_size(as_size(y.storage_offset()), 0) and symbols <= known
 
 
 def _can_offload(node: Node) -> bool:
-    """Is it a value that fills the memory in which it lies, and that no exchange writes any more?"""
+    """Return True if the value fills its storage and no pending collective writes it."""
     x = node.meta["val"]
     whole = is_same_size(
         size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
@@ -349,7 +357,7 @@ def _can_offload(node: Node) -> bool:
 
 
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:
-    """When each node runs: the seconds of the products and the attention before it."""
+    """Return the start of each node: the seconds of the products and attentions before it."""
     times, now = dict[Node, float](), 0.0
     for node in graph.nodes:
         times[node] = now

@@ -1,14 +1,14 @@
-"""Exchanges are under way while others compute: in the halves of a joint graph, by the order of nodes alone.
+"""Overlap collectives with compute in the partitions of a joint graph by reordering nodes.
 
     before   dx = mm(g, w); dw = mm(x, g); y = wait(exchange(dx)); s = wait(all_reduce(dw)); attention_backward(y)
     after    dx = mm(g, w); t = exchange(dx); dw = mm(x, g); y = wait(t); u = all_reduce(dw); attention_backward(y)
              ... s = wait(u)
 
-The last product in front of an exchange that this does not read goes behind its start. One takes longer than an
-exchange of its rows where either takes long, and what others read would live longer: the inside of an MLP, say. A sum
-that nothing but results reads, of gradients, goes there too: somebody waits for the exchange, and both share a
-communicator. Every wait is where its value is read. Exchanges are in one order on all ranks, since all have the same
-graph. torch's DDP hides its buckets likewise (Li et al. 2020, arXiv:2006.15704).
+The last product before an exchange that does not depend on it moves after the start of the exchange. One product
+takes longer than an exchange of its rows where either is slow. Moving more nodes would extend lifetimes, for example of
+values inside an MLP. Sums of gradients that only outputs read move there, too, since the exchange is awaited first
+and both share a communicator. Each wait is placed before the first read of its value. All ranks have the same graph
+and thus the same order of exchanges. DDP overlaps its buckets in the same way (Li et al. 2020, arXiv:2006.15704).
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from sp_compile.passes.sharding.group_names import is_pending_exchange
 
 
 class OverlapCollectives(Pass):
-    """One half of a joint graph, by the order of its nodes; a change is a node that goes elsewhere."""
+    """Pass that reorders one partition of a joint graph. A change is a moved node."""
 
     provides = frozenset({"exchanges are hidden"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if not gm.graph.find_nodes(op="call_function", target=WAIT_OPS):
             return 0
         return _delay_waits(gm.graph) + _hoist_exchanges(gm.graph)
 
 
 def _delay_waits(graph: Graph) -> int:
-    """Waits, and what is made of nothing but what was waited for, in front of their first readers."""
+    """Move waits, and ops that read only waited values, before their first readers."""
     moved = 0
     for node in reversed(list(graph.nodes)):
         if node.users and _waited_exchange(node) and node.next is not (first := min(node.users)):
@@ -55,17 +56,18 @@ def _waited_exchange(node: Node) -> bool:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Is the node a view, a copy or a cast: little work on one value?
+    """Return True if the node is a view, a copy or a cast of one value.
 
-    A sum over rows is none: made late, as the gradient of a bias could be, it would keep all of them until then.
+    A sum over rows is not cheap: delayed, as the gradient of a bias could be, it would extend the lifetime of all rows.
     """
     return len(node.all_input_nodes) == 1 and is_pure(node) and not node_flops(node) and node.target not in REDUCTIONS
 
 
 def _hoist_exchanges(graph: Graph) -> int:
-    """Behind the start of each exchange a product, the sums and other starts in front of it that it does not need.
+    """Move independent nodes before each exchange after its start: a product, sums and other starts.
 
-    As far back as the wait before: what is in front of that hides an exchange already. What writes or draws stays.
+    The search ends at the previous wait, since the nodes before it overlap with another exchange. Nodes that write or
+    draw are not moved.
     """
     gap: list[Node] = []
     count = 0
@@ -84,7 +86,7 @@ def _hoist_exchanges(graph: Graph) -> int:
 
 
 def _movable_nodes(gap: list[Node], exchange: Node) -> dict[Node, None]:
-    """The last product that the exchange does not need, all sums, and what reads these; in order."""
+    """Return the last independent product, all sums, and the readers of these, in order."""
     inside = set(gap)
     needed = reachable_set([exchange], lambda n: (x for x in n.all_input_nodes if x in inside))
     products = [n for n in gap if n not in needed and node_flops(n)]
@@ -98,11 +100,11 @@ def _movable_nodes(gap: list[Node], exchange: Node) -> dict[Node, None]:
 
 
 def _is_deterministic(node: Node) -> bool:
-    """Is this attention without dropout? To torch it is a random op."""
+    """Return True for attention without dropout, which torch marks as random."""
     return bool(node_flops(node)) and OpCall(node).get("dropout_p") == 0
 
 
 def _is_gradient_sum(node: Node) -> bool:
-    """Is what the exchange gives only waited for, viewed or cast, and returned?"""
+    """Return True if the result is only awaited, viewed or cast, and returned."""
     seen = reachable_set([node], lambda n: (u for u in n.users if u.target is WAIT_OPS or _is_cheap(u)))
     return all(u in seen or u.op == "output" for n in seen for u in n.users)

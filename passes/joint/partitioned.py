@@ -1,4 +1,4 @@
-"""What becomes of the halves of a joint graph: exchanges are hidden, then what is kept goes to the host."""
+"""Run the passes over the partitions of a joint graph: overlap collectives, then offload saved values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .overlap import OverlapCollectives
 
 
 class PartitionPasses(Passes):
-    """The forward, then the backward if there is one."""
+    """Passes over the forward, then over the backward if there is one."""
 
     provides = frozenset({"exchanges are hidden"})
     steps = (OverlapCollectives,)
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = super().apply(gm, job)
         if job.backward is not None:
             self.gm = job.backward
@@ -32,7 +33,7 @@ class PartitionPasses(Passes):
 
 
 class PartitionedPasses(Passes):
-    """All that is done to a forward and its backward, in place, or to a forward that has none."""
+    """All passes over a forward and its backward, if there is one, in place."""
 
     steps = (PartitionPasses, OffloadValues)
     given: PartitionContext
@@ -43,25 +44,31 @@ class PartitionedPasses(Passes):
 
     @property
     def key(self) -> str:
-        """For caches of compiled code."""
+        """Return the key for caches of compiled code."""
         job = self.given
         room = f"{job.state} {job.memory} {job.given_bytes}" if job.offload == "auto" else ""
         return f"{sources_digest(*passes.__path__)} {job.offload} {job.cost} {room}"
 
     def run_training(self, forward: GraphModule, backward: GraphModule, results: int) -> None:
-        """results: how many of the forward's are its caller's."""
+        """Run the passes on both graphs.
+
+        Args:
+            forward: The forward graph.
+            backward: The backward graph.
+            results: The number of the forward's outputs that are returned to its caller.
+        """
         self.given.backward, self.given.results = backward, results
         _mark_recomputed_draws(backward)
         self.run(forward, self.given)
 
     def run_inference(self, forward: GraphModule) -> None:
-        """Of an inference."""
+        """Run the passes on a forward without a backward."""
         self.given.backward = None
         self.run(forward, self.given)
 
 
 def _mark_recomputed_draws(gm: GraphModule) -> None:
-    """torch writes what draws again, in the backward of a checkpoint, without its value."""
+    """Set the missing values of random ops that the backward of a checkpoint runs again."""
     fake = next((n for n in gm.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)), None)
     for target in RECOMPUTES_DRAWS:
         for node in gm.graph.find_nodes(op="call_function", target=target):

@@ -1,4 +1,4 @@
-"""Results of attention in checkpointed regions stay where they are marked to: in the joint graph, before its cut."""
+"""Save the results of attention in checkpointed regions, in the joint graph before it is partitioned."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ BACKWARD_OPS = {
     aten._scaled_dot_product_efficient_attention_backward.default: ("out", "logsumexp"),
     aten._scaled_dot_product_cudnn_attention_backward.default: ("out", "logsumexp"),
 }
-"""Backwards of attention, and the arguments that its forward made."""
+"""Attention backwards, and their arguments that the forward computes."""
 FORWARD_OPS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )
-"""What policies are written for, and `sp::attend` stands for."""
+"""Ops that users name in policies, and that `sp::attend` replaces."""
 
 
 class SaveAttentionInCheckpoints(Pass):
-    """What backwards of attention read of a marked forward is not computed again, and so neither is the forward."""
+    """Pass that saves the results that attention backwards read, so that no forward is recomputed."""
 
     provides = frozenset({"attention stays"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         stays = {made for node in gm.graph.nodes for made in _forward_nodes(node) if is_saved(made)}
         for made in stays:
             mark_must_save(made)
@@ -47,7 +48,7 @@ class SaveAttentionInCheckpoints(Pass):
 
 
 def _forward_nodes(node: Node) -> Iterator[Node]:
-    """The nodes that made what a backward of attention is given of its forward."""
+    """Yield the forward nodes whose results an attention backward reads."""
     for name in BACKWARD_OPS.get(node.target, ()):
         value = OpCall(node)[name]
         if isinstance(value, Node):
@@ -57,7 +58,7 @@ def _forward_nodes(node: Node) -> Iterator[Node]:
 
 
 def _value_source(node: Node) -> Node | None:
-    """What the node holds the elements of: with all else that reads them, it is what stays. Not if that is wider."""
+    """Return the node of which this one is a copy or view, unless that has a wider dtype; else None."""
     source = node.args[0] if node.target is aten.detach.default else move_source(node)
     if not isinstance(source, Node):
         return None
@@ -65,7 +66,7 @@ def _value_source(node: Node) -> Node | None:
 
 
 def apply_checkpoint_policies(gm: GraphModule) -> AbstractContextManager[Any]:
-    """Inside, AOTAutograd asks the policies of checkpoints as it traces the graph."""
+    """Return a context in which AOTAutograd's tracing applies the policies of checkpoints."""
     if not any(has_policy(node) for node in gm.graph.nodes):
         return nullcontext()
     return apply_policies([sp.attend.default], FORWARD_OPS)

@@ -1,15 +1,15 @@
-"""Equal results stay two tensors, each with its own memory.
+"""Separate the storage of outputs.
 
-    wait_tensor(all_gather(x)), wait_tensor(all_gather(x))      two results
+    wait_tensor(all_gather(x)), wait_tensor(all_gather(x))      two outputs
 
-A wait returns the memory of what it waits for, which its fake value does not show. The partitioner's elimination of
-common subexpressions leaves whatever shares memory with a result, and would make one exchange of the two: a write to
-one result would change the other.
+A wait returns the storage of its operand, which its fake value does not show. The partitioner's elimination of common
+subexpressions skips nodes that share storage with an output. Without this pass it would merge the two exchanges, and a
+write to one output would change the other.
 
-    permute(wait)  ->  _unsafe_view(permute(wait))                  a result
+    permute(wait)  ->  _unsafe_view(permute(wait))                  an output
 
-Autograd refuses to write in place to a view that an `autograd.Function` has made, which is what AOTAutograd's program
-is. It knows of views that the program's own ops make, and not of those inside an exchange of this package.
+Autograd rejects in-place writes to a view that an `autograd.Function` creates, and AOTAutograd's program is one. It
+knows of views by the program's own ops, but not of those inside an exchange of this package.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from sp_compile.passes.graph.call import WAIT_OPS, is_tensor, node_shape
 
 
 class SeparateResultStorage(Pass):
-    """The fake value of an exchange whose wait shares memory with a result shares it, too; no result is a view."""
+    """Pass that lets the fake operand of a returned wait share its storage, and returns no views."""
 
     provides = frozenset({"results are apart"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes = [n for n in gm.graph.output_node().all_input_nodes if is_tensor(n) and _is_strided(n)]
         returned = {storage_of(node.meta["val"]) for node in nodes}
         waits = gm.graph.find_nodes(op="call_function", target=WAIT_OPS)
@@ -51,6 +52,6 @@ def _is_strided(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """Does an op return memory of what it reads?"""
+    """Return True if an op returns the storage of an operand."""
     given = [n for n in node.all_input_nodes if is_tensor(n) and _is_strided(n)] if node.op == "call_function" else []
     return any(storage_of(x.meta["val"]) == storage_of(node.meta["val"]) for x in given)

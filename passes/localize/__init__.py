@@ -1,1 +1,1 @@
-"""Global shapes become one rank's, and every one of them is proved."""
+"""Rewrite global shapes to the shapes of one rank, and validate them."""

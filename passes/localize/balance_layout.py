@@ -1,17 +1,17 @@
-"""layout="balanced": ranks hold the sequence in an order in which all of them attend to about as many pairs.
+"""Rewrite a local graph for layout="balanced": ranks attend to about the same number of pairs.
 
-    shard(ids, 1, ..)                      order, inverse, table, .. = sp.deal([doc], ["Eq(row0, col0) & (k <= q)"], ..)
+    shard(ids, 1, ..)                  order, inverse, .., table = balanced_order([doc], ["Eq(row0, col0) & (k <= q)"])
     ring_attention(.., rows=[doc], ..)     shard(reorder(ids, 1, order, inverse), ..)
     unshard(y, 1, ..)                  ->  ring_attention(.., rows=[reorder(doc), order], pieces=[table, ..],
                                                "Eq(row0, col0) & (col1 <= row1)")
                                            reorder(unshard(y, 1, ..), 1, inverse, order)
 
-The order is made once a graph, at its head, from the vectors that predicates look up and what these say: the same on
-all ranks, which hold them whole. Whole values keep the order of the program, and meet the other one where they are cut
-or put together; an attention's predicate asks for positions where it asked for indices; nothing else notices. The
-tables of all vectors come with the order, so a graph waits once. Bytes moved between ranks: none.
-Where that may be: `strategies.attention.layouts`. A graph that is given dealt rows has their order as three inputs
-more, behind its own, and keeps it.
+The order is computed once per graph, at its start, from the vectors and predicates of the masks. Masks are replicated,
+so all ranks compute the same order. Replicated values keep the order of the program: they are reordered before they
+are sharded and after they are gathered. Predicates read positions from a vector in place of row indices. The tables of
+all vectors are computed with the order, so that a graph synchronizes with the device once. The pass adds no traffic
+between ranks. `strategies.attention.layouts` decides where it applies. A graph whose inputs are balanced already
+receives the order as three additional inputs and keeps it.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ from .mask_tables import mask_vectors, move_before, unique_vectors
 sp = torch.ops.sp
 ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
 KEPT_END_POSITIONS = 1
-"""Rows at either end of the sequence that keep their place, for graphs that look at the row beside each: labels."""
+"""Rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels."""
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
 FrameMap = dict[str, tuple[Size, ...]]
-"""The dealt frames among a call's arguments."""
+"""The balanced frames among a call's arguments, by argument name."""
 
 
 class BalanceLayout(Pass):
-    """Makes the order, and writes every frame that it is for as a contiguous one of reordered values."""
+    """Pass that computes the balanced order and applies it to every balanced frame."""
 
     requires = frozenset({"proved"})
     provides = frozenset({"dealt"})
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if row_order(job.folds).is_balanced else None
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         calls = [
             (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
         ]
@@ -77,7 +79,7 @@ class BalanceLayout(Pass):
     def _emit_order(
         self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, given: Sequence[Shard]
     ) -> None:
-        """The order, at the head of the graph: ``sp::deal``; or as inputs, that of rows which the graph is `given`."""
+        """Emit ``sp::balanced_order`` at the start of the graph, or read the order of balanced inputs."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
@@ -113,7 +115,7 @@ class BalanceLayout(Pass):
     def _balance_arguments(
         self, attends: Sequence[OpCall], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
     ) -> tuple[Any, ...]:
-        """The arguments of ``sp::deal``."""
+        """Return the arguments of ``sp::balanced_order``."""
         predicates, weights, numbers = self._work(attends)
         self._report_imbalance(predicates, weights, numbers, self.sizes(length), n)
         ends = {(start, as_size(whole - start - part)) for _, whole, start, part, *_ in found} | {
@@ -125,7 +127,7 @@ class BalanceLayout(Pass):
         return self.vectors, predicates, weights, numbers, self.sizes(length), fronts, behinds, n, stride, device
 
     def _order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
-        """The order of the rows that the graph is given, as inputs."""
+        """Add the order of the balanced inputs as inputs of the graph."""
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "the balanced order of the inputs is kept"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
@@ -140,12 +142,15 @@ class BalanceLayout(Pass):
         return orders
 
     def _work(self, attends: Iterable[OpCall]) -> tuple[list[str], list[Node | int], list[Node | int]]:
-        """(predicates over all vectors and numbers, how much a pair of each takes, the numbers)"""
+        """Return predicates, weights and numbers.
+
+        Predicates are over all vectors and numbers; a weight is the relative cost of one query-key pair.
+        """
         numbers: list[Any] = []
         weights: dict[str, Size] = {}
         for call in attends:
             if not all(v in self.known for v in mask_vectors(call.node)):
-                continue  # of other keys than the sequence's
+                continue  # its keys are not the sequence
             names: dict[str, str] = {}
             for kind in ("row", "col"):
                 names |= {
@@ -162,7 +167,7 @@ class BalanceLayout(Pass):
     def _report_imbalance(
         self, predicates: list[str], weights: list[Any], numbers: list[Any], length: Any, n: int
     ) -> None:
-        """Note what is known of the work before there are documents."""
+        """Note the imbalance that is known without the values of masks."""
         known = tuple(map(position_conditions, predicates))
         made = balance_rows(
             known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
@@ -195,9 +200,10 @@ class BalanceLayout(Pass):
         node.args, node.kwargs = call.with_operands(call.operands, **plain)
 
     def _rewrite_attention(self, call: OpCall, frames: FrameMap) -> None:
-        """Positions for indices, and vectors and masks in the order; keys stay as they are where they are whole.
+        """Replace indices by positions, and reorder vectors and masks.
 
-        An op that puts keys together is told the order, and then has them in their own: few blocks of each document.
+        Replicated keys keep their order. An op that gathers keys itself receives the order and restores the keys' own
+        order, in which each document covers few blocks.
         """
         node, names = call.node, dict[str, str]()
         changed: dict[str, Any] = {}
@@ -223,14 +229,14 @@ class BalanceLayout(Pass):
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
                 if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
                     mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
-        given = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` makes what is missing
+        given = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
         if names:
             changed["score"] = score.rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
         node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **given)
 
     def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
-        """Of the rows of a frame in the new order, counted from its own first, and their table, if that is made."""
+        """Return the positions of a frame's rows, relative to its first row, and their table or None."""
         _, _, start, length, *_ = frame
         if is_same_size(start, 0):
             return self.positions
@@ -242,7 +248,7 @@ class BalanceLayout(Pass):
         return self.compute(aten.unsqueeze.default, (own, 0), like), None
 
     def _reorder_vector(self, vector: Node, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
-        """A vector in the order of the frame's rows, and its table, if that is made."""
+        """Return a vector in the order of the frame's rows, and its table or None."""
         if vector in self.known:
             return self.moved[self.known[vector]]
         return self._emit_reorder(vector, 1, frame, like), None
@@ -252,7 +258,7 @@ class BalanceLayout(Pass):
             return self._emit_reorder(x, dim, frame, node)
 
     def _after(self, node: Node, dim: int, frame: tuple[Size, ...]) -> None:
-        """The program's order for all that reads the node."""
+        """Restore the program's order for all readers of the node."""
         with self.insert_after(node):
             fresh = self._emit_reorder(node, dim, frame, node, back=True)
         set_node_info(fresh, origin=node_info(node).origin)
@@ -267,12 +273,12 @@ class BalanceLayout(Pass):
 
 
 def balanced_inputs(job: PassSettings) -> list[Shard]:
-    """Of the rows that come dealt from another graph, how they lie."""
+    """Return the placements of the inputs that are balanced."""
     return [p for p in job.inputs.values() if isinstance(p, Shard) and p.frame.order.is_balanced]
 
 
 def _has_sharded_output(gm: GraphModule, job: PassContext) -> bool:
-    """Does a result stay in shards, for another graph?"""
+    """Return True if an output stays sharded for another graph."""
     assert job.input_placements is not None
     origins = [node_info(node).origin for node in gm.graph.output_node().all_input_nodes]
     return any(isinstance(job.input_placements.of(one), Shard) for one in origins if one is not None)
@@ -287,7 +293,7 @@ def _is_balance_op(node: Node) -> FrameMap:
 
 
 def _current_size(value: Any) -> int:
-    """A size, or the node of one, in the call that is compiled."""
+    """Return a size, or the size of a node, in the call that is being compiled."""
     return size_hint(value.meta["val"] if isinstance(value, Node) else value)
 
 
@@ -296,7 +302,7 @@ def _with_length(vector: Node, length: Size) -> bool:
 
 
 def _rename_symbols(predicate: str, names: dict[str, str]) -> str:
-    """The predicate with other symbols."""
+    """Return the predicate with renamed symbols."""
     if not names:
         return predicate
     known = {sympy.Symbol(old, integer=True): sympy.Symbol(new, integer=True) for old, new in names.items()}

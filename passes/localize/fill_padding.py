@@ -1,16 +1,16 @@
-"""Which values need their padded rows restored (``sp::window``), and the proof that no operator reads wrong ones.
+"""Find values whose padded rows must be restored, and prove that no op reads wrong rows.
 
-What a padded row holds is defined in `lowering/collectives/pad_rows.py`: the nearest valid row. Four kinds of nodes
-have other ("loose") padded rows:
+`lowering/collectives/pad_rows.py` defines the content of a padded row: the nearest valid row. Four kinds of nodes have
+other ("loose") padded rows:
 
     x[:, :-1]             a shorter window is the same local value, and its padded rows are further rows of x
-    ring_attention(..)    a padded query attends to nothing (`library.PADDED` says "finite")
-    rand_like(x)          each row is a draw of its own
+    ring_attention(..)    a padded query attends to nothing (`library.PADDED` is "finite")
+    rand_like(x)          each row is an independent draw
     a window in a tile    has rows of ones, see `is_finite_on_ones` of passes/tiles/tile_view.py
 
-Rows that a window cuts off may be infinite or NaN, which may be why the program cuts them off. Only moves, up to a sum,
-which fills its padding, may read them. The others are finite, and smooth operators, which are finite with finite
-derivatives wherever their operands are, may read them, too. In front of all other readers is `sp::window`.
+Rows that a window cuts off may be infinite or NaN. Only moves may read them, up to a sum, which fills its padding. All
+other loose rows are finite. Smooth operators, which are finite with finite derivatives where their operands are, may
+read those, too. `sp::window` is inserted before all other readers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from sp_compile.passes.sharding.window_rules import SHARD_WINDOWS
 
 
 def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node]:
-    """The nodes of a global graph whose local value has loose padded rows that an operator may notice."""
-    if_cut, if_finite = set[Node](), set[Node]()  # whose padded rows something may notice, if they are such
+    """Return the nodes of a global graph whose local value has loose padded rows that an op may read."""
+    if_cut, if_finite = set[Node](), set[Node]()  # nodes whose padded rows, if loose, an op may depend on
     for node in reversed(gm.graph.nodes):
         for noticed, passes in ((if_cut, is_pure_move), (if_finite, is_smooth)):
             if any(_reaches_reader(node, user, plan, noticed, passes) for user in node.users):
@@ -48,7 +48,7 @@ def find_loose_padding(gm: GraphModule, plan: PlacementPlan, n: int) -> set[Node
 def _reaches_reader(
     node: Node, user: Node, plan: PlacementPlan, noticed: set[Node], passes: Callable[[Node], bool]
 ) -> bool:
-    """May the user, or what reads its result, notice what padded rows of the node hold?"""
+    """Return True if the user, or a reader of its result, may depend on padded rows of the node."""
     if user.op == "output":
         return isinstance(plan.of(node), Shard)  # another graph may read it
     if user.target is operator.getitem:
@@ -66,13 +66,13 @@ def _is_sharded(node: Node, plan: PlacementPlan) -> bool:
 
 
 def _is_cut(node: Node, plan: PlacementPlan) -> bool:
-    """Is the node, or what it is a result of, a shorter window of a sharded value?"""
+    """Return True if the node, or the source of its result, is a shorter window of a sharded value."""
     source = node.args[0] if node.target is operator.getitem else node
     return source.op == "call_function" and _is_sharded(source, plan) and is_shorter_window(source, plan)
 
 
 def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
-    """Has the node finite padded rows that are not the nearest valid one where its operands' are?"""
+    """Return True if the node creates finite padded rows that differ from the nearest valid row."""
     if node.target is operator.getitem:
         return is_tensor(node) and _is_loose(node.args[0], plan, n)
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
@@ -83,7 +83,7 @@ def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
 
 
 def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
-    """Is a result a shorter window of a sharded operand?"""
+    """Return True if a result is a shorter window of a sharded operand."""
     _, rule = lookup_rule(node) or (None, None)
     wants = plan.wants.get(node, ())
     return bool(
@@ -92,7 +92,7 @@ def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:
 
 
 def drops_padding(node: Node) -> bool:
-    """Does the node read the valid rows of its operands and no others?"""
+    """Return True if the node reads only the valid rows of its operands."""
     if transfer_of(node.target) is not None or op_strategy(node.target) is not None:
         return True
     if node.target in SHARD_WINDOWS:
@@ -101,16 +101,16 @@ def drops_padding(node: Node) -> bool:
 
 
 def _depends_on_padding(user: Node, operand: int, plan: PlacementPlan, passes: Callable[[Node], bool]) -> bool:
-    """May a node give other values or derivatives in valid rows, or fail, by what an operand's padded rows hold?
+    """Return True if padded rows of an operand may change valid rows or derivatives, or raise.
 
-    passes: which ops do not, of the kind of rows that these are.
+    passes: returns True for ops that do not depend on padded rows of this kind.
     """
     if drops_padding(user):
         return False
     if any(isinstance(p, Partial) for p in plan.placements.get(user, ())):
-        return False  # `Localize` fills what a sum reads
+        return False  # `Localize` fills the operands of a sum
     if user.target in CLASS_LOSSES and OpCall(user).operands[operand] is OpCall(user)["target"]:
-        return True  # an index
+        return True  # the operand is an index
     return not passes(user)
 
 
@@ -119,15 +119,15 @@ def _reads_padding(reader: str, operand: Node) -> SpError:
 
 
 class PaddingProof:
-    """Follows loose padded rows through a local graph, in its order."""
+    """A check that follows loose padded rows through a local graph, in its order."""
 
     def __init__(self, plan: PlacementPlan, n: int) -> None:
         self.plan, self.n = plan, n
         self.loose: set[Node] = set()
-        self.cut: set[Node] = set()  # those of them that may hold anything
+        self.cut: set[Node] = set()  # loose nodes whose padded rows may be infinite or NaN
 
     def check(self, node: Node) -> None:
-        """Raise SpError if the node may notice padded rows that are not those of the nearest valid row."""
+        """Raise SpError if the node may depend on padded rows that differ from the nearest valid row."""
         if node.op == "output":
             for x in node.all_input_nodes:
                 origin = node_info(x).origin
@@ -160,14 +160,14 @@ class PaddingProof:
             self.cut.add(node)
 
     def _loose_operands(self, node: Node, source: Node) -> Iterator[tuple[int, Node, bool]]:
-        """Number, operand, and whether a window has cut off what its padded rows hold."""
+        """Yield the number, the operand, and True if a window has cut off its padded rows."""
         for i, (operand, want) in enumerate(zip(OpCall(node).operands, self.plan.wants[source])):
             is_cut = isinstance(want, Shard) and (operand in self.cut or self._is_longer(operand, want))
             if isinstance(want, Shard) and (is_cut or operand in self.loose):
                 yield i, operand, is_cut
 
     def _is_longer(self, operand: Node, want: Shard) -> bool:
-        """Is it the local value of a longer window than the one that is read?"""
+        """Return True if the operand is the local value of a longer window than the demanded one."""
         origin = node_info(operand).origin
         have: Placement | None = None if origin is None else self.plan.of(origin)
         if not isinstance(have, Shard):

@@ -1,11 +1,11 @@
-"""Global view -> the program of one rank, the same text on every rank.
+"""Rewrite a graph from the global view to the program of one rank, which is identical on all ranks.
 
     x: f32[B, S, D] -> linear(x, w)    becomes    linear(sp.shard(x), sp.reduce_grad(w))  on f32[B, ceil(S/n), D]
 
-Inserts what an edge of the Plan needs and nothing else: `sp::shard` where a replicated value meets a sharded one (a
-local slice), `sp::reduce_grad` where a replicated value enters sharded compute (the identity; its backward sums the
-gradient), `sp::mask` where a sum would count padding. Arguments that spell sizes become local. Bytes moved forward:
-none. Refuses: a plan with open demands, sizes that no input determines.
+The pass inserts only the ops that the edges of the PlacementPlan need: `sp::shard` (a local slice) where a replicated
+value is read on shards, `sp::reduce_grad` where a replicated value is an operand of sharded compute (the identity; its
+backward sums the gradient), and `sp::mask` where a sum would include padding. Size arguments become local. The forward
+adds no traffic. It raises for a plan with open demands and for sizes that no input determines.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ COPIED_META = (*INHERITED_META, "original_aten", "seq_nr")
 
 
 class Localize(Pass):
-    """The pass, by hand: `Localize(2)(graph_module)`. Raises SpError while the graph has demands left."""
+    """Pass that creates the program of one rank. Raises SpError if the graph has open demands."""
 
     requires = frozenset({"no demands", "checked"})
     provides = frozenset({"local"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
@@ -58,14 +59,14 @@ class _Localizer(GraphEditor):
         self.graph = Graph()
         keep_calling_convention(self.graph, gm.graph)
         self.env: dict[Node, Node] = {}
-        self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value stands for several results
+        self.aliases: dict[Node, tuple[Node, ...]] = {}  # windows: one local value is shared by several results
         self.converted: dict[tuple[Node, Placement], Node] = {}
         self.differentiable = differentiable_nodes(gm)
         self.lifted = lifted_nodes(gm, plan, self.differentiable)
         self.restored = find_loose_padding(gm, plan, self.ranks.n)
 
     def run(self) -> GraphModule:
-        """The local GraphModule; the record of a node that stands for one of the global view says which: `origin`."""
+        """Return the local GraphModule. `node_info(node).origin` maps its nodes to nodes of the global graph."""
         assert not self.plan.demands, [str(d) for d in self.plan.demands]
         sources = [n for n in self.old.graph.nodes if n.op in ("placeholder", "get_attr")]
         for node in [n for n in sources if n.op == "placeholder"]:
@@ -89,13 +90,13 @@ class _Localizer(GraphEditor):
         return local
 
     def _record(self, old: Node, new: Node) -> None:
-        """`new` computes on this rank what `old` computes in the global view."""
+        """Record `new` as the local value of `old`."""
         new.meta.update(old.meta)
         set_node_info(new, origin=old, requires_grad=old in self.differentiable)
         self.env[old] = self._restore_padding(old, new)
 
     def _restore_padding(self, old: Node, local: Node) -> Node:
-        """The local value with the nearest valid row in padded rows, where something may notice others there."""
+        """Return the local value, with restored padded rows where an op may depend on them."""
         have = self.plan.of(old)
         if old not in self.restored or not isinstance(have, Shard):
             return local
@@ -105,7 +106,7 @@ class _Localizer(GraphEditor):
         return new
 
     def _localize_symbols(self, sources: Iterable[Node]) -> None:
-        """With inputs='local' a rank is given S/n where the global view says S = n * (S/n)."""
+        """Compute global sizes S = n * (S/n) from the local sizes that inputs='local' passes."""
         for node in sources:
             if node_info(node).local is not None:
                 self.env[node].meta["val"] = node_info(node).local
@@ -128,7 +129,7 @@ class _Localizer(GraphEditor):
         elif isinstance(node.meta.get("val"), torch.SymInt) and any(self._is_local(a) for a in node.all_input_nodes):
             self.env[node] = self._value(as_size(node.meta["val"]))  # sizes keep their global meaning
         else:
-            # A node that runs alike on every rank; a lifted one has partial gradients throughout.
+            # A replicated node; a lifted one has partial gradients throughout.
             summand = Replicate(partial_grad=True) if node in self.lifted else None
             args, kwargs = torch.fx.map_arg(
                 (node.args, node.kwargs),
@@ -171,7 +172,7 @@ class _Localizer(GraphEditor):
         return self._call(call.node.target, args, call.node, kwargs, call.node.name)
 
     def _cut_window(self, node: Node, local: Node) -> None:
-        """A shorter window is the same local value, whose padded rows are restored where something may notice them."""
+        """Record a shorter window: the same local value, with restored padded rows where needed."""
         if isinstance(node.meta["val"], (list, tuple)):
             pieces = read_results(node)
             self.aliases[node] = tuple(
@@ -187,10 +188,10 @@ class _Localizer(GraphEditor):
     def _mask_padding(
         self, call: OpCall, rule: BoundRule, operands: list[Node], wants: tuple[Placement, ...]
     ) -> list[Node]:
-        """Make padded rows vanish from a sum over the sharded factor: of a product all operands, as 0 * inf is NaN.
+        """Zero padded rows in a sum over the sharded factor.
 
-        Where the fill of one is enough, the others' padded rows have to be finite, as rows that a window cuts off need
-        not be.
+        All operands of a product are filled, as 0 * inf is NaN. Filling only one operand requires finite padded rows in
+        the others, and rows that a window cuts off may be infinite.
         """
         if not any(isinstance(p, Partial) for p in self.plan.placements[call.node]) or node_info(call.node).combines:
             return operands
@@ -209,7 +210,7 @@ class _Localizer(GraphEditor):
         return node
 
     def _convert(self, source: Node, want: Placement, user: Node) -> Node:
-        """The operand as its user wants it. Conversions are made once, beside the producer (so in its grad mode)."""
+        """Return the operand as its user demands it. A conversion is emitted once, after the producer."""
         have = self.plan.of(source)
         if isinstance(want, Replicate) and not isinstance(have, Replicate):
             raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
@@ -221,7 +222,7 @@ class _Localizer(GraphEditor):
         return self.env[source]
 
     def _convert_once(self, source: Node, want: Placement, user: Node) -> Node:
-        if is_written(source):  # its value changes: take it as it is when the user reads it
+        if is_written(source):  # its value changes: convert it where the user reads it
             return self._conversion(source, want, user)
         key = (source, want)
         if key not in self.converted:
@@ -240,7 +241,7 @@ class _Localizer(GraphEditor):
         return new
 
     def _reduce_param_grads(self, sources: Iterable[Node]) -> list[Node]:
-        """One sp::reduce_grad per bucket of parameters: a collective a bucket in the backward, not one a parameter."""
+        """Emit one sp::reduce_grad per bucket of parameters, so that a bucket is one collective."""
         sums = []
         want = Replicate(partial_grad=True)
         wanted = [s for s in sources if s in self.differentiable and has_sharded_user(s, self.plan, self.lifted)]
@@ -254,12 +255,12 @@ class _Localizer(GraphEditor):
         return sums
 
     def _grad_conversion(self, source: Node) -> str:
-        """Only a parameter's gradient may stay partial: what else has one is used alike on every rank further back."""
+        """Return the option for parameters, else "reduce": only their gradients may stay partial."""
         return self.param_grads if _is_parameter(source) else "reduce"
 
 
 def _is_sequence_part(want: Placement) -> bool:
-    """Is it a part of a sequence?"""
+    """Return True if the placement is a part of a longer sequence."""
     return isinstance(want, Shard) and not (
         is_same_size(want.frame.start, 0) and is_same_size(want.frame.length, want.frame.size)
     )

@@ -1,12 +1,12 @@
-"""What masks look up comes to the host once a graph, at its beginning; nothing else waits for the device.
+"""Copy the tables of mask vectors to the host once per graph.
 
     ring_attention(.., rows=[doc], cols=[doc], pieces=[], ..)      a, b = sp.pieces([doc, padding])
     ring_attention(.., rows=[], cols=[padding], pieces=[], ..)     ring_attention(.., [doc], [doc], [a, a], ..)
                                                              ->    ring_attention(.., [], [padding], [b], ..)
 
-One call for all attentions of the graph, right behind the last vector; what vectors are computed from moves in front of
-the first attention where it comes later. A vector that is computed from an attention begins another call. Tables are
-saved for the backward, which is another graph. Bytes moved between ranks: none.
+One call serves all attentions of the graph; no other op synchronizes with the device. It runs directly after the last
+vector. Ops that compute vectors move before the first attention. A vector that depends on an attention needs another
+call. The tables are saved for the backward graph. The pass adds no traffic between ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ sp = torch.ops.sp
 
 
 class HoistMaskTables(Pass):
-    """Gives every attention the tables of its vectors."""
+    """Pass that adds the tables of its vectors to every attention."""
 
-    requires = frozenset({"dealt", "strides are restored"})  # it moves vectors, with their copies, and adds no others
+    requires = frozenset({"dealt", "strides are restored"})  # it moves vectors and their copies, and adds no copies
     provides = frozenset({"tables are made"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         waiting = [n for n in gm.graph.nodes if n.op == "call_function" and _needs_tables(n)]
         calls = 0
         while waiting:
@@ -61,7 +62,7 @@ class HoistMaskTables(Pass):
 
 
 def _needs_tables(node: Node) -> bool:
-    """Is it an attention with vectors, of which it has no tables yet?"""
+    """Return True if the node is an attention with vectors and without tables."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "sp":
         return False
     call = OpCall(node)
@@ -69,13 +70,13 @@ def _needs_tables(node: Node) -> bool:
 
 
 def mask_vectors(node: Node) -> list[Node]:
-    """What the predicate of an attention on shards looks up."""
+    """Return the vectors that the predicate of a sharded attention reads."""
     call = OpCall(node)
     return [*call["rows"], *call["cols"]]
 
 
 def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
-    """For each vector the first of those that are computed alike."""
+    """Map each vector to the first one that is the result of the same computation."""
     known: dict[Node, Node] = {}
     for vector in vectors:
         known[vector] = next((v for v in known.values() if _same_computation(v, vector)), vector)
@@ -83,7 +84,7 @@ def unique_vectors(vectors: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _same_computation(a: Node, b: Node) -> bool:
-    """Are they the same calls of pure ops, down to the same nodes?"""
+    """Return True if both are the same calls of pure ops on the same nodes."""
     if a is b or a.op != "call_function" or a.target != b.target or not (is_pure(a) and is_pure(b)):
         return a is b
     read: tuple[list[Node], list[Node]] = ([], [])
@@ -92,16 +93,16 @@ def _same_computation(a: Node, b: Node) -> bool:
 
 
 def move_before(first: Node, vectors: Sequence[Node]) -> None:
-    """Compute the vectors, which may precede the node, in front of it."""
+    """Move the computation of the vectors before the node `first`."""
     for node in [n for n in first.graph.nodes if n in set[Node]().union(*(_nodes_to_move(v, first) for v in vectors))]:
         first.prepend(node)
 
 
 def _nodes_to_move(vector: Node, first: Node) -> set[Node]:
-    """What a vector is computed from that does not come before the node, the vector too."""
+    """Return the vector and its dependencies that do not precede the node."""
     return reachable_set([] if vector < first else [vector], lambda n: [x for x in n.all_input_nodes if not x < first])
 
 
 def can_precede(vector: Node, first: Node) -> bool:
-    """Can the vector be computed before the node, whatever else happens between them?"""
+    """Return True if the vector can be computed before the node."""
     return all(n is not first and is_pure(n) for n in _nodes_to_move(vector, first))

@@ -1,9 +1,9 @@
-"""Every value of a local graph below autograd keeps the order of dims in memory that the global one has.
+"""Restore the global order of dims in memory for values of a local graph below autograd.
 
-    g: [S, B, D] in memory, read as [B, S, D]; all_gather(g)   ->   a copy in that order right behind the all_gather
+    g: [S, B, D] in memory, read as [B, S, D]; all_gather(g)   ->   a copy in that order directly after the all_gather
 
-A kernel there may read memory as it lies, without the `contiguous` that autograd's formula had no need to write, and
-views that were possible have to stay so. Bytes moved between ranks: none.
+A kernel may read memory without the `contiguous` that autograd's formula did not need, and views that were valid have
+to stay valid. The passes add no traffic between ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from sp_compile.passes.graph.strides import has_other_strides, order_of_strides,
 
 sp = torch.ops.sp
 GATHERING_OPS = (sp.unshard.default, sp.all_reduce.default, sp.broadcast.default, sp.reorder.default)
-"""Ops whose result every rank goes on to use alike."""
+"""Ops whose result is replicated."""
 
 
 class RestoreStrides(Pass):
-    """Gathered values get the memory layout that they have on one device.
+    """Pass that copies gathered values into their single-device memory layout.
 
-    User code after a graph break may `view` a result, and an op that runs alike on every rank may read its strides;
-    both were written for the layout of one device. A copy where the layouts differ.
+    User code after a graph break may `view` an output, and a replicated op may read strides; both were written for the
+    single-device layout. A copy is added only where the layouts differ.
     """
 
-    requires = frozenset({"proved", "dealt"})  # what is reordered is whole, too
+    requires = frozenset({"proved", "dealt"})  # reordered values are replicated, too
     provides = frozenset({"strides are restored"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [(n, node_info(n).origin) for n in gm.graph.nodes if n.target in GATHERING_OPS]
         apart = [
             (n, o.meta["val"]) for n, o in found if o is not None and has_other_strides(o.meta["val"], n.meta["val"])
@@ -47,14 +48,15 @@ class RestoreStrides(Pass):
 
 
 class KeepDimOrder(Pass):
-    """Every value below autograd, in a graph whose `meta["val"]` is local.
+    """Pass that restores the global order of dims in memory for all values below autograd.
 
-    `node_info(node).origin` is global.
+    In such a graph `meta["val"]` is local and `node_info(node).origin` is global.
     """
 
     requires = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes, changed = list(gm.graph.nodes), set[Node]()
         for node in nodes:
             if node.op != "call_function":
@@ -70,7 +72,7 @@ class KeepDimOrder(Pass):
 
 
 def _has_dim_order(here: Tensor, there: Tensor) -> bool:
-    """Do the dims lie in memory in the order of the other's? Where that one has no gaps, without gaps."""
+    """Return True if the dims have the order of `there` in memory, without gaps if that has none."""
     order = order_of_strides(as_sizes(there.stride()))
     if _make_dense(there, order):
         return _make_dense(here, order)

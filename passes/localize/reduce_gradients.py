@@ -1,8 +1,8 @@
-"""Finds replicated nodes that are better computed with per-rank gradients, up to the parameters they come from.
+"""Find replicated nodes that can have partial gradients, and bucket parameter reductions.
 
-`x @ w.t()` with a sharded x wants w.t() as a summand. Converting w instead of w.t() gives the same gradient and lets
-parameters share a reduction, one for each of the `make_buckets`. A node can be lifted if nothing wants its gradient
-invariant.
+`x @ w.t()` with a sharded x demands w.t() with a partial gradient. Converting w in place of w.t() gives the same
+gradient and lets parameters share a reduction, one for each of the `make_buckets`. A node can be lifted if no user
+needs its gradient to be replicated.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sp_compile.passes.propagate import demanded_placements
 from sp_compile.passes.sharding.placement import REPLICATE, Placement, PlacementPlan, Replicate
 from sp_compile.passes.sharding.rule import transfer_of
 
-# As DDP's: large enough for bandwidth, small enough to overlap with the rest of the backward.
+# The size of DDP's buckets: large enough for bandwidth, small enough to overlap with the rest of the backward.
 BUCKET_BYTES = 25 << 20
-# A bucket is a second copy of its gradients while it is filled: no larger share of all that are summed than this,
-# unless it is small anyway.
+# A bucket is a second copy of its gradients while it is filled. This limits its share of all summed bytes, unless it
+# is small.
 BUCKET_SHARE = 1 / 16
 SMALL_BUCKET = 1 << 20
 
 
 def differentiable_nodes(gm: GraphModule) -> set[Node]:
-    """Values that may need a gradient: floats that depend on an input or parameter which requires one."""
+    """Return floating values that depend on an input or parameter which requires a gradient."""
     out: set[Node] = set()
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -44,7 +44,7 @@ def differentiable_nodes(gm: GraphModule) -> set[Node]:
 
 
 def lifted_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]) -> set[Node]:
-    """Nodes that run alike on every rank and whose every use takes a summand of the gradient."""
+    """Return replicated nodes whose every use accepts a partial gradient."""
     lifted: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         if (
@@ -54,7 +54,7 @@ def lifted_nodes(gm: GraphModule, plan: PlacementPlan, differentiable: set[Node]
             and all(_accepts_summand(node, u, plan, lifted) for u in node.users)
         ):
             lifted.add(node)
-    # One of several results takes summands only if all do: they are converted before the op, or each behind it.
+    # One of several results is lifted only if all are: operands are converted before the op, or each result after it.
     return {n for n in lifted if n.target is not operator.getitem or n.args[0] in lifted}
 
 
@@ -72,7 +72,7 @@ def _accepts_summand(node: Node, user: Node, plan: PlacementPlan, lifted: set[No
 
 
 def has_sharded_user(node: Node, plan: PlacementPlan, lifted: set[Node]) -> bool:
-    """Does a user take a replicated value as a summand of the gradient?"""
+    """Return True if a user demands a replicated value with a partial gradient."""
     return any(user in lifted or any(map(_is_summand, demanded_placements(node, user, plan))) for user in node.users)
 
 
@@ -81,7 +81,10 @@ def _is_summand(want: Placement) -> bool:
 
 
 def make_buckets(sources: list[Node]) -> list[list[Node]]:
-    """Runs of parameters, in the order of their use, of at most `_bucket_bytes` (but at least one parameter) each."""
+    """Return runs of parameters, in the order of their use, of at most `_bucket_bytes` each.
+
+    A parameter that exceeds the limit has its own bucket.
+    """
     out: list[list[Node]] = []
     most = _bucket_bytes(sources)
     filled = most + 1
@@ -107,9 +110,11 @@ def _static_bytes(source: Node) -> int:
 
 
 def move_before_use(sums: list[Node], graph: Graph) -> None:
-    """Move ops on inputs and parameters in front of the first reader of what they give, or of its no_grad region.
+    """Move ops on inputs and parameters before the first reader of their results.
 
-    Autograd runs first what came last: so the gradients of a layer are summed when they are made, not all at the end.
+    A reader in a no_grad region counts as the start of that region.
+
+    Autograd runs in reverse order, so that the gradients of a layer are summed as soon as they are complete.
     """
     region: Node | None = None
     readers: dict[Node, Node] = {}

@@ -1,9 +1,9 @@
-"""The proof: every node of the local graph has the shape that its placement says, for every value of the symbols.
+"""Prove that every node of a local graph has the shape of its placement, for all values of the symbols.
 
-Runs the nodes that work on shards on fake tensors and compares, as expressions, local size x shards with the global
-size. Also: only op overloads and built-in operators, no rank in the graph, no exchange read before its wait, and padded
-rows as of `fill_padding.py`. Bytes moved: none. Raises SpError naming the node, the user's line, both shapes
-and the expected one.
+Runs the nodes on shards with fake tensors, and compares the local size times the number of shards with the global size,
+as expressions. It also checks that all targets are op overloads or built-in operators, that no exchange is read before
+its wait, and the padded rows (`fill_padding.py`). The pass adds no traffic. Errors name the node, the user's line,
+the shape, and the expected shape.
 """
 
 from __future__ import annotations
@@ -44,29 +44,39 @@ PYTHON_FUNCTIONS = (
     "torch.nn.attention",
     "torch.sym",
 )
-"""Modules of what else a program may call."""
+"""Modules of the other functions that a program may call."""
 SORTED_OPS = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorted", "from_sorted", "grouped_mm"))
 
 
 class ValidateShapes(Pass):
-    """The proof as the pipeline runs it, behind Localize."""
+    """Pass that validates a local graph, after Localize."""
 
     requires = frozenset({"local", "ops"})
     provides = frozenset({"proved"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         assert job.input_placements is not None
         validate(gm, job.input_placements, job.ranks.n)
         return 0
 
 
 def validate(local: GraphModule, plan: PlacementPlan, n: int) -> None:
-    """Prove the local graph against the plan it was made from; fills meta['val'] with local values."""
+    """Prove the local graph against its plan, and set meta["val"] to local values.
+
+    Args:
+        local: The graph of one rank.
+        plan: The plan from which the local graph was created.
+        n: The number of ranks.
+
+    Raises:
+        SpError: A node has another shape than its placement requires, fails on local operands, or reads invalid rows.
+    """
     fakes = [node.meta.get("val") for node in local.graph.nodes]
     mode = detect_fake_mode([v for v in fakes if isinstance(v, torch.Tensor)])
     in_order_of_keys: set[Node] = set()
     padding = PaddingProof(plan, n)
-    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # symbolic sizes need it
+    with mode or torch.no_grad(), enable_python_dispatcher(), torch.no_grad():  # required for symbolic sizes
         for node in local.graph.nodes:
             if node.op == "call_function":
                 _check_target(node)
@@ -85,7 +95,7 @@ def _check_target(node: Node) -> None:
 
 
 def _check_wait(node: Node) -> None:
-    """No op of ours may read what another exchange has not brought yet."""
+    """Raise SpError if an sp op reads the result of an exchange before its wait."""
     if namespace_of(node.target) != sp.name:
         return
     for source in node.all_input_nodes:
@@ -94,7 +104,10 @@ def _check_wait(node: Node) -> None:
 
 
 def _check_sorted(node: Node, known: set[Node]) -> None:
-    """Rows that each rank has sorted by itself meet no op of ours that knows rows by their place. known: such rows."""
+    """Raise SpError if an op reads rows by position that each rank has sorted.
+
+    known: the nodes that contain such rows; the node is added to them.
+    """
     if node.target in (sp.sort_rows.default, sp.to_sorted.default) or any(x in known for x in node.all_input_nodes):
         if node.target is not sp.from_sorted.default:
             known.add(node)
@@ -104,7 +117,7 @@ def _check_sorted(node: Node, known: set[Node]) -> None:
 
 
 def _infer_local(node: Node, plan: PlacementPlan) -> None:
-    """The node's local value. A node that runs alike on every rank keeps its global one."""
+    """Infer the node's local value. A replicated node keeps its global value."""
     source = node_info(node).origin
     local = namespace_of(node.target) == sp.name or node.target is operator.getitem
     if source is not None and source not in plan.wants and not local:
@@ -134,12 +147,21 @@ def _check_shape(node: Node, plan: PlacementPlan, n: int, mode: Any) -> None:
 
 
 def _is_equal_size(expected: Size, found: Size, mode: Any) -> bool:
-    """For every value of the symbols that the guards of the user's program let through."""
+    """Return True if the sizes are equal for all values of the symbols that the program's guards admit."""
     return is_same_size(expected, found) or follows_from_guards(mode, sympy.Eq(expected, found))
 
 
 def local_shape(placement: Placement, whole: torch.Tensor, n: int) -> tuple[Size, ...]:
-    """The shape that one of `n` ranks holds of a value."""
+    """Return the local shape of a value on each of `n` ranks.
+
+    Args:
+        placement: The placement of the value.
+        whole: The full tensor, of any dtype.
+        n: The number of ranks.
+
+    Returns:
+        The shape, with the local number of rows in the sharded dim.
+    """
     shape = list(as_sizes(whole.shape))
     if isinstance(placement, Shard):
         shape[placement.dim] = placement.local_size(n)

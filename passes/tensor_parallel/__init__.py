@@ -1,1 +1,1 @@
-"""Layers of tensor-parallel programs run scattered over their tokens."""
+"""Scatter the layers of tensor-parallel programs over their tokens."""

@@ -1,8 +1,9 @@
-"""Sums over the ranks that only results of the program read, or the bucket of another reduction: one a bucket.
+"""Bucket the all_reduces that only outputs, or the bucket of another reduction, read.
 
     all_reduce(dw1), all_reduce(dw2)   ->   split(all_reduce(cat(dw1, dw2)))
 
-What makes norm weights' gradients whole again after a backward on shards. Bytes: as before. Latency: that of one.
+These sum the partial gradients of norm weights after a backward on shards. The number of bytes does not change; the
+latency is that of one collective.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 
 class BucketReductions(Pass):
-    """Rewrites the graph of one rank. A sum that something else reads stays where it is."""
+    """Pass that buckets reductions in the graph of one rank. A sum with other readers is not changed."""
 
     requires = frozenset({"local"})
-    provides = frozenset({"ops"})  # that are proved next
+    provides = frozenset({"ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         assert job.input_placements is not None
         kinds: dict[tuple[Any, ...], list[Node]] = {}
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
@@ -52,7 +54,7 @@ class BucketReductions(Pass):
 
 
 def _derived_nodes(node: Node) -> tuple[set[Node], set[Node]]:
-    """What only moves the value, and what reads it or that in the end: the program's results, or another bucket."""
+    """Return the moves of a value, and its final readers: outputs or a bucket. Empty for other readers."""
     made = reachable_set([node], lambda n: [user for user in n.users if not _is_graph_end(user) and is_move_op(user)])
     readers = {user for n in made for user in n.users} - made
     return (made - {node}, readers) if all(map(_is_graph_end, readers)) else (set(), set())
@@ -77,7 +79,7 @@ def _reduce_together(editor: GraphEditor, bucket: list[Node], end: Node) -> None
             piece = editor.emit(operator.getitem, (pieces, i), pieces.meta["val"][i], node)
             whole = editor.compute(aten.reshape.default, (piece, editor.sizes.list(shape)), node)
             node.replace_all_uses_with(whole)
-    for node in sorted(made):  # behind what they are made of now
+    for node in sorted(made):  # after their new operands
         end.prepend(node)
     for node in bucket:
         graph.erase_node(node)

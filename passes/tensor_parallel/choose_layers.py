@@ -1,4 +1,4 @@
-"""Which all_reduces become reduce_scatters, along which dim, and what is worth doing on shards."""
+"""Choose the all_reduces that become reduce_scatters, and their dims."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ sp = torch.ops.sp
 
 
 def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shard | None]:
-    """Where the sum of a linear's parts would be cut, for each of those; None if it has no place to be cut.
+    """Choose the dim along which each linear's sum would be scattered.
 
-    All sums that share an axis of rows are cut along it, so that residuals need no exchange: the one that most share;
-    of equals one that n divides and that lies in front, where a cut is contiguous; else the longest.
+    All sums that share an axis of rows are scattered along it, so that residuals need no exchange. The axis that most
+    sums share is chosen. Of equals, one that n divides and that is outermost, where shards are contiguous; else the
+    longest.
+
+    Args:
+        gm: The tensor-parallel graph.
+        job: The context, with the all_reduces in `summed`.
+
+    Returns:
+        The placement of each sum of a linear, or None for one without a suitable dim.
     """
     axes, n = name_axes(gm), job.ranks.n
     differ = find_varying_nodes(gm, axes, job.varying)
@@ -46,11 +54,12 @@ def choose_scatter_dims(gm: GraphModule, job: ScatterContext) -> dict[Node, Shar
 
 
 def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
-    """The axis of rows to cut along; None if there are no rows."""
+    """Return the axis of rows to scatter along, or None if there are no rows."""
     votes = Counter(axes.find(a.name) for node in nodes for a in {*_row_axes(axes, node)})
     atoms = {axes.find(a.name): (a, i) for node in reversed(nodes) for i, a in enumerate(_row_axes(axes, node))}
 
     def merit(name: int) -> tuple[int, bool, bool, int]:
+        """Return a key: votes, divisible, divisible and outermost, size."""
         atom, place = atoms[name]
         divided = divides(n, atom.size)
         return votes[name], divided, divided and place == 0, assume_large(atom.size)
@@ -59,21 +68,22 @@ def _best_scatter_axis(axes: Axes, nodes: Sequence[Node], n: int) -> int | None:
 
 
 def _is_in_blocks(shard: Shard, n: int) -> Shard:
-    """Where n divides the rows they are n blocks, and what a block is made of does not matter."""
+    """Return the shard as n blocks of rows if n divides the rows; the structure of a block is irrelevant."""
     rows = exact_quotient(shard.frame.size, n) if shard.frame.is_exact(n) else None
     return shard if rows is None else replace(shard, frame=Frame.full(n), inner=size_product((rows, shard.inner)))
 
 
 def _row_axes(axes: Axes, node: Node) -> Iterator[Atom]:
-    """The axes of all dims but the last, the features; in order."""
+    """Yield the axes of all dims but the last one, the features, in order."""
     for dim in axes.dims[node, 0][:-1]:
         yield from (a for a in dim if not is_same_size(a.size, 1))
 
 
 def _is_linear_output(node: Node) -> bool:
-    """Is the value a product with a weight, perhaps with a bias, moved and converted?"""
+    """Return True if the value is a product with a weight, up to a bias, moves and casts."""
 
     def made_of(node: Node) -> Sequence[Node]:
+        """Return the operands of an op that moves, casts or adds values."""
         found = lookup_rule(node)
         if found is None or transfer_of(node.target) is not None:
             return ()
@@ -85,7 +95,7 @@ def _is_linear_output(node: Node) -> bool:
 
 
 def count_row_nodes(plan: PlacementPlan, start: Node) -> int:
-    """How many nodes compute something on the rows of a scattered value."""
+    """Return the number of nodes that compute on the rows of a scattered value."""
     reached = reachable_set([start], lambda node: [user for user in node.users if _runs_on_rows(plan, user)])
     return sum(node in plan.wants and not is_move_op(node) for node in reached - {start})
 
@@ -97,7 +107,10 @@ def _runs_on_rows(plan: PlacementPlan, node: Node) -> bool:
 
 
 def common_inputs(plan: PlacementPlan) -> set[str]:
-    """Names of the inputs that must be equal on all ranks: what they make is combined with shards, row by row."""
+    """Return the names of the inputs that must be equal on all ranks.
+
+    Values computed from them are combined with shards, row by row.
+    """
     whole = [
         operand
         for node, wants in plan.wants.items()
@@ -107,6 +120,7 @@ def common_inputs(plan: PlacementPlan) -> set[str]:
     ]
 
     def made_of(node: Node) -> Sequence[Node]:
+        """Return the operands of a node that is not an exchange."""
         exchanged = node_info(node).result is not None or transfer_of(node.target) is not None
         return () if exchanged else node.all_input_nodes
 

@@ -1,8 +1,8 @@
-"""Gathering for tensor parallelism: a value is gathered once, for all that need all its rows, views of it too.
+"""Gather each value once for all ops that need all its rows, including views of it.
 
     mm(view(x), w_q), mm(view(x), w_k)   ->   y = all_gather(x); mm(view(y), w_q), mm(view(y), w_k)
 
-Bytes sent per rank: (n - 1) times its shard of x.
+A rank sends (n - 1) times its shard of x.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ aten, c10d, sp = torch.ops.aten, torch.ops._c10d_functional, torch.ops.sp
 
 
 class GatherScattered(GatherOperands):
-    """Claims what needs all rows; shares the gathered value, and what only moves it, between all that do.
+    """Pass that gathers operands of which all rows are needed, and shares gathered values.
 
-    For graphs that nobody will differentiate: whatever a gathered value is used for, it is one and the same.
+    For graphs that are not differentiated: a gathered value is the same for all uses.
     """
 
     name = "full"
@@ -31,9 +31,11 @@ class GatherScattered(GatherOperands):
     job: ScatterContext
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None: every demand of these kinds is discharged."""
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Gather the sharded operands of the demands."""
         for demand in demands:
             source = demanded_operand(node, demand.operand)
             if isinstance(self.plan.of(source), Shard):
@@ -42,7 +44,7 @@ class GatherScattered(GatherOperands):
                     self.note(node, demand.why)
 
     def _gather_upstream(self, source: Node) -> Node:
-        """The value with all rows, gathered as far up as it is only moved."""
+        """Return the gathered value; the gather moves up through nodes that only move data."""
         wholes = self.job.gathered
         if source not in wholes:
             if _can_gather_operand(source) and isinstance(self.plan.of(OpCall(source).operands[0]), Shard):
@@ -63,16 +65,16 @@ class GatherScattered(GatherOperands):
         with self.insert_after(source):
             whole = self.emit(sp.all_gather.default, args, value, source)
         if have.outer != 1 or is_same_size(size_product(as_sizes(value.shape)[: have.dim]), 1):
-            return whole  # rows travel in front, so they arrive in order
+            return whole  # the gathered dim is outermost, so rows arrive in order
         with self.insert_after(whole):
             options = {"memory_format": torch.contiguous_format}
             return self.emit(aten.clone.default, (whole,), value, source, options)
 
 
 def _can_gather_operand(node: Node) -> bool:
-    """Is it as well to gather the operand? Not of a wait: what another group's exchange brings is not there before.
+    """Return True if gathering the operand is as cheap.
 
-    And not of a cast whose results are fewer bytes to send.
+    Not for waits, whose operand another group's exchange has not completed, and not for casts to fewer bytes.
     """
     if not is_move_op(node) or node.target is c10d.wait_tensor.default:
         return False

@@ -1,12 +1,12 @@
-"""Tensor-parallel linear + all_reduce -> reduce_scatter, token-wise work on shards, all_gather where rows are needed.
+"""Scatter tensor-parallel layers: reduce_scatter, token-wise ops on shards, all_gather.
 
     add(x, wait(all_reduce(y, "sum", g))) -> norm -> mm(w)      becomes
     add(shard(x), reduce_scatter(y, tokens)) -> norm on rows / n -> all_gather -> mm(w)
 
-The propagation of the sequence passes, on the axis of a tensor-parallel group: what may run on shards is what the rules
-say, so no norm is known by name. It works on graphs from torch.export and, where training is meant, on AOTAutograd's
-joint graph, whose backward has its own all_reduces. Bytes: those of the all_reduces, (n - 1) / n twice a tensor.
-Sources: Korthikanti et al. 2022 (arXiv 2205.05198) by hand; SGLang's scattered layers.
+This is the propagation of the sequence passes on the axis of a tensor-parallel group. The sharding rules determine
+which ops may run on shards, so no norm is matched by name. It works on graphs from torch.export and, for training, on
+AOTAutograd's joint graph, whose backward has its own all_reduces. The bytes are those of the all_reduces: (n - 1) / n
+of each tensor, twice. Sources: Korthikanti et al. 2022 (arXiv 2205.05198), without compiler; SGLang's scattered layers.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ IDLE_REASON = "all its rows are needed at once"
 
 
 class ScatterReductions(Pass):
-    """All_reduces of linears become reduce_scatters, along the dims that `choose_scatter_dims` finds best."""
+    """Pass that replaces all_reduces of linears by reduce_scatters along the chosen dims."""
 
     requires = frozenset({"differences are known", "draws are whole"})
     provides = frozenset({"sums are scattered"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         chosen = choose_scatter_dims(gm, job)
         found = {node: _make_layer(node, chosen) for node in job.summed}
         cut = {self._scatter(node, shard): found.pop(node) for node, shard in chosen.items() if shard}
@@ -73,12 +74,13 @@ def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
 
 
 class RevertIdleScatters(Pass):
-    """An all_reduce stays one where no work would be done on its rows: it would only be gathered again."""
+    """Pass that restores an all_reduce if no op runs on its rows before they are gathered again."""
 
     requires = frozenset({"sums are scattered"})
     provides = frozenset({"layers are chosen"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         left = 0
         while True:
             plan = job.plan(gm)
@@ -96,32 +98,42 @@ class RevertIdleScatters(Pass):
 
 
 class DischargeDemands(RepeatPasses):
-    """What is needed whole is gathered, and what is summed over rows is reduced."""
+    """Passes that gather values of which all rows are needed, and reduce sums over rows."""
 
     requires = frozenset({"layers are chosen"})
     steps = (DecomposeMeans, ReducePartials, GatherScattered)
 
 
 class LocalizeLayers(Passes):
-    """The graph of one rank, where anything of it would run on shards."""
+    """Passes that create the graph of one rank, if any op runs on shards."""
 
     requires = frozenset({"layers are chosen"})
     steps = (DischargeDemands, Localize, BucketReductions, ValidateShapes, KeepDimOrder)
 
     @classmethod
     def of(cls, job: ScatterContext) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls() if job.find_scattered else None
 
 
 class SequenceParallelLinear(Passes):
-    """All of it, by hand: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
+    """All passes of scattered layers: `SequenceParallelLinear(Ranks(n, group))(graph_module)`.
 
-    facts: what is known of the inputs (see `InputFacts`); by default, that nobody looked.
-    The result is not for autograd: an exported program is scattered for inference, a joint graph has its gradients.
-    After the call: `layers`, a Layer for every all_reduce over the group; `notes`; `assumed`, the inputs that have to
-    be equal on every rank of the group for the result to be right.
-    What cannot be proved to be right is left as it was, and `notes` say why. The given graph is not changed, unless
-    `facts` name nodes of it. Raises SpError if the group has another number of ranks.
+    The result does not support autograd: an exported program is scattered for inference, and a joint graph contains its
+    gradients. Layers that cannot be proved correct are not changed, and `notes` contains the reason. The input graph is
+    not changed, unless `facts` refers to its nodes.
+
+    Args:
+        ranks: The number of ranks and the name of their group.
+        facts: The facts about the inputs (see `InputFacts`); by default none.
+
+    Attributes:
+        layers: A LinearLayer for each all_reduce over the group, after a call.
+        notes: The notes of the pass, after a call.
+        assumed: The inputs that must be equal on all ranks of the group, after a call.
+
+    Raises:
+        SpError: The group has another number of ranks.
     """
 
     provides = frozenset({"layers are scattered"})
@@ -134,8 +146,9 @@ class SequenceParallelLinear(Passes):
         self.assumed: list[str] = []
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self._check_ranks(job.ranks)
-        named = self.facts.gradients or self.facts.tangents  # which are nodes of this very graph
+        named = self.facts.gradients or self.facts.tangents  # these refer to nodes of this graph
         local = gm if named else copy_graph(gm)
         summed = find_reductions(local, job.ranks.group)
         if job.ranks.n == 1 or not summed:
@@ -145,7 +158,7 @@ class SequenceParallelLinear(Passes):
         try:
             super().apply(local, work)
             self.layers, self.notes = [*work.layers.values()], work.notes
-        except SpError as error:  # what cannot be scattered stays as it is
+        except SpError as error:  # the graph is not changed
             work.input_placements = None
             layers, why = work.layers.values(), error.cause
             self.layers = [replace(layer, mode="full", dim=None, ops=0, why=why) for layer in layers]

@@ -1,14 +1,15 @@
-"""Random draws that look like a value: drawn for all its rows, so that they are the same whoever holds which.
+"""Draw random values for all rows, so that they do not depend on the sharding, and drop overwrites.
 
     rand_like(x)      ->   rand(sizes of x)
     dropout(x, p)     ->   x * dropout(ones, p)
 
-Ranks of a tensor-parallel group seed alike and draw alike; each then keeps the draws of its rows. A compiler that makes
-each element's draw from its index makes only those.
+Ranks of a tensor-parallel group have the same seed and the same draws; each then uses the draws of its rows. A compiler
+that computes each draw from its index computes only those. The result depends on x by its shape and dtype only, so that
+x does not determine its placement. The rewrite adds no traffic.
 
-aten.copy(x, y) -> y: what functionalisation makes of an in-place write, as dist.all_reduce(x) is one.
+    aten.copy(x, y)   ->   y
 
-Nothing of x is left in the result but its layout, so x does not say who has which rows of it. Bytes: none.
+Functionalization emits such copies for in-place writes, for example by dist.all_reduce(x).
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ DROPOUT_OPS = (aten.dropout.default, aten.native_dropout.default)
 
 
 class DrawFullTensors(Pass):
-    """Rewrites the draws that are alike on every rank."""
+    """Pass that rewrites the random draws that are replicated."""
 
     requires = frozenset({"differences are known"})
     provides = frozenset({"draws are whole"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
         differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
         alike = [node for node in drawn if node not in differ]
@@ -56,7 +58,7 @@ def _draw_full(editor: GraphEditor, node: Node) -> None:
 
 
 def _drop_full(editor: GraphEditor, node: Node) -> None:
-    """native_dropout also returns its mask, which says nothing of x."""
+    """Rewrite dropout; native_dropout also returns its mask, which does not depend on x."""
     call = OpCall(node)
     x = call.operands[0]
     value = x.meta["val"]
@@ -74,11 +76,15 @@ def _drop_full(editor: GraphEditor, node: Node) -> None:
 
 
 class DropOverwrites(Pass):
-    """What is written over a value stands for it. A write that converts or broadcasts stays."""
+    """Pass that replaces an overwritten value by the written one.
+
+    A write that casts or broadcasts is not changed.
+    """
 
     provides = frozenset({"nothing is overwritten"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         gone: dict[Node, Node] = {}
         copied = 0
         for node in gm.graph.find_nodes(op="call_function", target=aten.copy.default):

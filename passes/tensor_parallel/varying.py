@@ -1,9 +1,9 @@
-"""A tensor-parallel graph as propagation sees it: what its collectives leave, and which values differ by rank.
+"""Mark the results of collectives in a tensor-parallel graph, and find values that differ by rank.
 
-Types on the axis of one process group: the result of an all_reduce or all_gather is the same on every rank; what is
-computed from a cut weight is a value of each rank's own (Varying). Everything else is as its inputs are. No weight is
-known by its name or shape: a matrix that a contraction multiplies tokens by is taken to be cut, unless its values are
-known to be equal on all ranks and its gradient is, too, so that no step of an optimizer can tell them apart.
+Placements on the axis of one process group: the result of an all_reduce or all_gather is replicated; values computed
+from a sharded weight differ by rank (Varying). All other placements follow from the inputs. Weights are not matched
+by name or shape. A matrix that multiplies tokens in a contraction is assumed to be sharded. It is not if its
+values and its gradient are known to be equal on all ranks, since an optimizer step then keeps them equal.
 """
 
 from __future__ import annotations
@@ -33,49 +33,41 @@ from sp_compile.passes.sharding.rule import BoundRule, cache_lookups, lookup_rul
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 REPLICATED_RESULTS = ("all_reduce", "all_gather_into_tensor", "broadcast")
 SYMBOL_REASON = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Ranks draw as they did before, and without autograd behind it a gathered value is gathered for any use.
+# Draws do not change, and without autograd a gathered value suits every use.
 IGNORED_OPS = ("draw", "invariant")
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """How one all_reduce of the program runs now: a line of `explain`'s table.
+    """The mode of one all_reduce of the program: a row of `explain`'s table."""
 
-    mode: "scattered" (rows / n up to the next gather) or "full". ops: how many nodes run on its rows.
-    """
-
-    node: str
-    where: str
-    mode: str
+    node: str  # name of the all_reduce
+    where: str  # the user's line
+    mode: str  # "scattered" (rows / n up to the next gather) or "full"
     shape: tuple[object, ...]
-    dim: int | None
-    ops: int
-    why: str = ""
+    dim: int | None  # dim of the scatter
+    ops: int  # number of nodes that run on its rows
+    why: str = ""  # reason of the mode "full"
 
 
 @dataclass
 class ScatterContext(PassContext):
-    """What the stages of one group leave for later ones, which is that of `ranks`.
+    """The context of the passes over one group, that of `ranks`, and their results for later passes."""
 
-    facts: what is known of the inputs. summed: the all_reduces of the program.
-    varying: the inputs whose values differ by rank. layers: what becomes of each all_reduce, by what stands for it now.
-    wholes: of values on shards, what they were gathered to.
-    """
-
-    facts: InputFacts = field(default_factory=InputFacts)
-    summed: list[Node] = field(default_factory=list)
-    varying: set[Node] = field(default_factory=set)
-    layers: dict[Node, LinearLayer] = field(default_factory=dict)
-    gathered: dict[Node, Node] = field(default_factory=dict)
+    facts: InputFacts = field(default_factory=InputFacts)  # about the inputs
+    summed: list[Node] = field(default_factory=list)  # the program's all_reduces
+    varying: set[Node] = field(default_factory=set)  # inputs whose values differ by rank
+    layers: dict[Node, LinearLayer] = field(default_factory=dict)  # by the current node of each all_reduce
+    gathered: dict[Node, Node] = field(default_factory=dict)  # the gathered values, by sharded value
 
     @property
     def find_scattered(self) -> list[Node]:
-        """What runs on shards from here on."""
+        """Return the nodes of the scattered layers."""
         return [node for node, layer in self.layers.items() if layer.mode == "scattered"]
 
     @cache_lookups()
     def analyze(self, gm: GraphModule) -> tuple[Axes, PlacementPlan]:
-        """Where every value lies, given where the scattered ones do."""
+        """Return the axes and the placement of every value, with the scattered ones as they are."""
         axes = name_axes(gm)
         inputs = dict.fromkeys(self.varying, VARYING)
         plan = propagate(gm, axes, self.ranks.n, inputs, begin=False, declines=decline_product)
@@ -84,9 +76,10 @@ class ScatterContext(PassContext):
 
 
 def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placement]) -> str | None:
-    """Why a product had better run on all rows: its operands are less to gather than its result to exchange.
+    """Return the reason for which a product should run on all rows, or None.
 
-    A result on shards may have to be gathered later, and a sum over rows is all-reduced, which is twice its bytes.
+    Its operands are then fewer bytes to gather than its result is to exchange: a result on shards may have to be
+    gathered later, and a sum over rows is all-reduced, which is twice its bytes.
     """
     if rule is None:
         return None
@@ -104,29 +97,31 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
 
 
 def num_elements(value: torch.Tensor) -> int:
-    """How many elements; of symbols, with typical sizes."""
+    """Return the number of elements, with typical sizes for symbols."""
     return assume_large(size_product(as_sizes(value.shape)))
 
 
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
-    """Every all_reduce(sum) over the group that is waited for at once."""
+    """Return every all_reduce(sum) over the group whose only user is a wait."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
 
 
 def wait_of(node: Node) -> Node | None:
+    """Return the wait that is the node's only user, or None."""
     users = list(node.users)
     alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default
     return users[0] if alone else None
 
 
 class MarkVarying(Pass):
-    """Says of exchanges, and of what is made with other numbers, where it lies, and finds the inputs that differ."""
+    """Pass that marks the placements of collectives and of varying values, and finds varying inputs."""
 
     requires = frozenset({"captured", "nothing is overwritten"})
     provides = frozenset({"differences are known"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         mark_collectives(gm, job.ranks.group, job.facts.grid)
         mark_numbers(gm, job.facts)
         for node in gm.graph.nodes:
@@ -137,9 +132,12 @@ class MarkVarying(Pass):
 
 
 def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None) -> None:
-    """Say of every other exchange what it leaves: propagation lets none over the group have a shard.
+    """Mark the placement of each collective's result; propagation then gathers its sharded operands.
 
-    grid: how other groups lie to this one; None: as the axes of a mesh.
+    Args:
+        gm: The graph; edited in place.
+        group: The group's name.
+        grid: The arrangement of the other groups; None if they are the axes of a mesh.
     """
     for node in gm.graph.nodes:
         node.meta.setdefault("val", None)  # AOTAutograd's assertions have none
@@ -158,7 +156,7 @@ def mark_collectives(gm: GraphModule, group: str, grid: GroupGrid | None = None)
 
 
 def mark_numbers(gm: GraphModule, facts: InputFacts) -> None:
-    """Mark what is computed with a number that differs between ranks as varying, and sizes made of such numbers."""
+    """Mark values as varying that depend on a scalar which differs between ranks."""
     own: set[Node] = set()
     for node in gm.graph.nodes:
         if node.name in facts.differing or any(i in own for i in node.all_input_nodes):
@@ -166,13 +164,13 @@ def mark_numbers(gm: GraphModule, facts: InputFacts) -> None:
             if node.op == "call_function" and not isinstance(value, SYMBOL_REASON):
                 set_node_info(node, result=VARYING)
                 if node.target is operator.getitem:
-                    set_node_info(node.args[0], result=VARYING)  # which piece is taken decides what all of them are
+                    set_node_info(node.args[0], result=VARYING)  # the chosen piece determines the placement of all
             elif isinstance(value, SYMBOL_REASON):
                 own.add(node)
 
 
 def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: InputFacts) -> set[Node]:
-    """The inputs whose values differ by rank, or will after a step of training."""
+    """Return the inputs whose values differ by rank, or will differ after a training step."""
     reduced = list(summed)
     sources = {n.name: n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr") and is_tensor(n)}
     known = {sources[name] for name in facts.differing if name in sources}
@@ -184,19 +182,19 @@ def varying_inputs(gm: GraphModule, axes: Axes, summed: Iterable[Node], facts: I
     types = find_varying_nodes(gm, axes, varying)
     if any(r.args[0] in types for r in reduced):
         return varying
-    parts = known | (matrices & _exchange_ancestors(gm, facts))  # that are equal by chance, or nobody has looked
+    parts = known | (matrices & _exchange_ancestors(gm, facts))  # equal by chance, or not compared
     return _close_over_training(gm, axes, parts, sources, facts)
 
 
 def _exchange_ancestors(gm: GraphModule, facts: InputFacts) -> set[Node]:
-    """All that the program's own exchanges depend on, those of its backward aside: no others can make a part whole."""
+    """Return the ancestors of the program's collectives, without those of its backward."""
     backward = reachable_set((n for n in gm.graph.nodes if n.name in facts.tangents), lambda n: n.users)
     exchanges = [n for n in gm.graph.nodes if _is_exchange(n) and n not in backward]
     return reachable_set(exchanges, lambda n: n.all_input_nodes)
 
 
 def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
-    """Equal on all ranks, and not as parts are before their first step, if no gradient tells how they go on."""
+    """Return True if the matrix is equal on all ranks, and has a gradient or is not constant."""
     equal = facts.equal is not None and matrix.name in facts.equal
     return equal and (matrix.name in facts.gradients or matrix.name not in facts.constants)
 
@@ -204,9 +202,9 @@ def _remains_equal(matrix: Node, facts: InputFacts) -> bool:
 def _close_over_training(
     gm: GraphModule, axes: Axes, varying: set[Node], sources: Mapping[str, Node], facts: InputFacts
 ) -> set[Node]:
-    """With the inputs that training drives apart, as their gradients differ, and gradients of results that differ.
+    """Add the inputs whose gradients differ by rank, and the gradients of outputs that differ.
 
-    What is left is equal on all ranks now, and so are its gradients: no step of an optimizer tells it apart.
+    All other inputs are equal on all ranks and have equal gradients, so that an optimizer step keeps them equal.
     """
     while True:
         types = find_varying_nodes(gm, axes, varying)
@@ -222,13 +220,13 @@ def _is_exchange(node: Node) -> bool:
 
 
 def find_varying_nodes(gm: GraphModule, axes: Axes, varying: Collection[Node]) -> set[Node]:
-    """All values that differ by rank if these inputs do."""
+    """Return all values that differ by rank if the `varying` inputs do."""
     plan = propagate(gm, axes, 2, dict.fromkeys(varying, VARYING), begin=False)
     return {node for node, placements in plan.placements.items() if VARYING in placements}
 
 
 def _weight_inputs(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[Node]:
-    """Inputs that contractions multiply by and that have no token, an axis beside the features, in any dim."""
+    """Yield the inputs of contractions that have no token axis in any dim."""
     for node in gm.graph.nodes:
         found = lookup_rule(node)
         if found is not None and found[1] is not None and found[1].is_contraction:
@@ -241,7 +239,7 @@ def _weight_inputs(gm: GraphModule, axes: Axes, tokens: set[int]) -> Iterator[No
 
 
 def is_move_op(node: Node) -> bool:
-    """Does the node only move or convert the values of its one tensor operand?"""
+    """Return True if the node only moves or casts the values of its one tensor operand."""
     found = lookup_rule(node)
     if found is None or len(found[0].operands) != 1:
         return False
@@ -250,5 +248,5 @@ def is_move_op(node: Node) -> bool:
 
 
 def before_moves(node: Node) -> Node:
-    """The value that views, permutations and casts have made this one of."""
+    """Return the value of which this one is a view, permutation or cast."""
     return skip_ops(node, is_move_op)

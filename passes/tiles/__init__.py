@@ -1,1 +1,1 @@
-"""Work on a rank's rows is done tile by tile: sequence parallelism in time, by the rules of sequence parallelism."""
+"""Run work on a rank's rows tile by tile: sequence parallelism in time, with the same sharding rules."""

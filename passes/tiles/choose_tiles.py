@@ -1,9 +1,10 @@
-"""In how many tiles each region goes with tiles="auto": the fewest that leave it no larger than what lies beside it.
+"""Choose the number of tiles of each region for tiles="auto".
 
-Where the device's memory is known, a region that ends in a number goes in tiles if the step does not fit without, or if
-its inside is a large share of the device; one that ends in rows, whose backward would do its work again, only if the
-step does not fit with those. What is there beside them: weights, gradients, and what is kept for the backward
-(`passes/cost/attention_memory.py`). Where it is not known, as of a CPU, only what ends in a number, by a fixed size.
+The number is the smallest one for which a region is no larger than the other values in memory. If the device memory is
+known, a region that ends in a number is tiled in two cases: the step does not fit without tiles, or its inside is a
+large share of the device. A region that ends in rows, whose backward would recompute it, is tiled only if the step does
+not fit otherwise. The other values are weights, gradients and saved values (`passes/cost/attention_memory.py`). With
+unknown memory, as of a CPU, only regions that end in a number are tiled, by a fixed size.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ from .tile_regions import MAX_THIN_WIDTH, TileRegion, row_width
 from .tile_view import TokenView
 
 LARGE_BYTES = 1 << 30
-"""Bytes of the inside of a region that is cut up where nobody knows the device."""
+"""Bytes of the inside of a region that is tiled if the device memory is unknown."""
 TILE_BYTES = 1 << 28
-"""Bytes of a tile's inside: no smaller ones, and these where nothing fits anyhow."""
+"""Minimum bytes of a tile's inside, which is also used where no number of tiles fits."""
 MEMORY_SHARE = 1 / 8
-"""Of a device: insides of more are cut up even where they fit."""
+"""Share of the device memory above which an inside is tiled even if it fits."""
 
 
 def inner_bytes(region: TileRegion) -> int:
-    """Bytes of what the region makes of narrow rows."""
+    """Return the bytes of the wide values that the region computes from narrow rows."""
     return sum(map(node_bytes, region.seed_products))
 
 
 def node_bytes(node: Node, least: int = 0) -> int:
-    """Of a node's value, elements of `least` bytes or more."""
+    """Return the bytes of a node's value.
+
+    Args:
+        node: Any node; a non-tensor has 0 bytes.
+        least: The minimum size of an element in bytes, for dtypes that are cast.
+    """
     return current_bytes(node.meta["val"], least) if is_tensor(node) else 0
 
 
 def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
-    """Does it end in sums over the tokens, and a few numbers for each?"""
+    """Return True if the region ends in sums over the tokens and a few numbers per token."""
     thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
     return thin and all(view.is_sum(x) or not x.meta["val"].is_floating_point() for x in region.results)
 
@@ -47,7 +53,14 @@ def is_scalar_loss(view: TokenView, region: TileRegion) -> bool:
 def choose_tile_counts(
     view: TokenView, regions: Sequence[TileRegion], memory: RankMemory | None, times: Callable[[Node], int]
 ) -> list[int]:
-    """Tiles of each region; 0: it stays as it is. times: how many nodes a node stands for."""
+    """Return the number of tiles of each region; 0 for a region that is not tiled.
+
+    Args:
+        view: The token view of the local graph.
+        regions: The regions.
+        memory: The predicted memory of a rank, or None.
+        times: Returns the number of nodes that a node represents.
+    """
     numbers = [is_scalar_loss(view, region) for region in regions]
     if memory is None or math.isinf(memory.device):
         return [
@@ -63,6 +76,7 @@ def choose_tile_counts(
         beside -= sum(nbytes for nbytes, number in zip(of_all, numbers) if not number)
 
     def amount(region: TileRegion, nbytes: int, number: bool) -> int:
+        """Return the number of tiles of a region with `nbytes` inside; 0 if it is not tiled."""
         wanted = beside + nbytes > memory.device or nbytes > MEMORY_SHARE * memory.device if number else again
         room = min(beside, memory.device - beside)
         most = -(-inner_bytes(region) // TILE_BYTES)
@@ -72,7 +86,7 @@ def choose_tile_counts(
 
 
 def _saved_bytes(view: TokenView, region: TileRegion, number: bool) -> int:
-    """Bytes of its inside that are kept for the backward: a loss's logarithms; what the last product reads."""
+    """Return the bytes of the inside that are saved for the backward: of a loss, its log-probabilities."""
     if number:
         return sum(node_bytes(node, 4) for node in region.seed_products)
     again = "ac_graph_id" in view.source[region.seed_products[0]].meta

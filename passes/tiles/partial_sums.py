@@ -1,7 +1,7 @@
-"""The gradients of a tile that all tiles add up, in the form in which a loop adds them (`lowering/tiles/tile_sums.py`).
+"""Return gradients that all tiles add up as parts, which a loop adds (`lowering/tiles/tile_sums.py`).
 
-mm(dz.T, h)                               product (dz.T, h), and turned ones
-grouped products' gradients of matrices   groups (rows, their gradients, where groups end)
+mm(dz.T, h)                               product (dz.T, h), and transposed ones
+grouped products' gradients of matrices   groups (rows, their gradients, group ends)
 index_put(zeros, at, dy, accumulate)      rows (dy, at)
 """
 
@@ -25,7 +25,15 @@ SumParts = tuple[str, list[Node]]
 
 
 def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
-    """Let the graph's last results, those that tiles add up, be given as parts; how each is."""
+    """Replace the graph's last outputs, those that tiles add up, by their parts.
+
+    Args:
+        gm: The graph; edited in place.
+        sums: True for each of the last outputs that may be returned as parts.
+
+    Returns:
+        The form of each of these outputs; "" for a plain one.
+    """
     output = gm.graph.output_node()
     results = list(output.args[0])
     first = len(results) - len(sums)
@@ -44,12 +52,12 @@ def return_parts(gm: GraphModule, sums: Sequence[bool]) -> list[str]:
 
 
 def _match_parts(gm: GraphModule, x: Node) -> SumParts:
-    x = (move_source(x) or x) if is_cast_op(x) else x  # what it is added to is wide itself
+    x = (move_source(x) or x) if is_cast_op(x) else x  # the accumulator is wide itself
     return _match_product(gm, x) or _scattered_rows(x) or ("", [x])
 
 
 def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
-    """The matrices that a value is the product of, or, turned, the transpose of their product."""
+    """Return the operands of a product, or of a transposed one, as parts; else None."""
     turned = False
     while (order := permutation_of(x)) is not None and order[:-2] == tuple(range(len(order) - 2)):
         turned ^= order[-1] != len(order) - 1
@@ -65,9 +73,10 @@ def _match_product(gm: GraphModule, x: Node) -> SumParts | None:
 
 
 def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] | None:
-    """The rows, those that they are multiplied with, and where the groups end.
+    """Return the rows, the rows by which they are multiplied, and the group ends; None for other nodes.
 
-    On a GPU torch's own grouped product does not wait for the device to tell where they end; nor does it here.
+    On a GPU, torch's own grouped product is not replaced, since it does not synchronize with the device to read the
+    group ends.
     """
     if x.target is operator.getitem and x.args[1] == 1 and _packet_name(x.args[0]) == GROUPED_BACKWARD:
         rows, _, ends, grad = x.args[0].args
@@ -79,7 +88,7 @@ def _match_grouped_product(gm: GraphModule, x: Node) -> tuple[Node, Node, Node] 
 
 
 def _drop_unused_matrices(gm: GraphModule) -> None:
-    """Where an op makes gradients of the rows and of the matrices, and nobody reads the second: the first alone."""
+    """Compute only the gradient of the rows where the gradient of the matrices has no users."""
     editor = GraphEditor().edit(gm.graph)
     for node in list(gm.graph.nodes):
         if _packet_name(node) == GROUPED_BACKWARD and {user.args[1] for user in node.users} == {0}:
@@ -91,7 +100,7 @@ def _drop_unused_matrices(gm: GraphModule) -> None:
 
 
 def _scattered_rows(x: Node) -> SumParts | None:
-    """What is added to zeros at an index of the first dim."""
+    """Return the rows that are added to zeros at an index of the first dim, and the index; else None."""
     if x.target is not aten.index_put.default or not OpCall(x)["accumulate"] or x.meta["val"].dtype not in WIDE_DTYPES:
         return None
     into, indices, values = x.args[:3]

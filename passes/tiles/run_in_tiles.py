@@ -1,11 +1,12 @@
-"""Token-wise work whose inside is large runs in tiles, one behind the other.
+"""Run token-wise work with a large inside in tiles, one after the other.
 
     z = linear(h, w); cross_entropy(z, y, sum)     ->     sp.tiled([h, y], [w], tiles, program)
 
-One op in a region's place, which calls the program of one tile in a loop; forward and backward hold one tile's inside.
-What ends in a number gets its gradients in the forward's loop; all else is computed again in the backward. A wide value
-that is read elsewhere, as logits that the model returns, is made for its readers by the nodes that made it.
-Bytes between ranks: none. Leaves alone: random draws but dropout's, a state or no rule, sizes that no operand has.
+One op replaces a region and calls the program of one tile in a loop; forward and backward store the inside of one tile.
+Gradients of a region that ends in a number are computed in the forward's loop; other regions are recomputed in the
+backward. A wide value with readers outside, such as returned logits, is computed for its readers by the original nodes.
+The pass adds no traffic. Not tiled: random draws other than dropout, ops with a state or without a rule, and sizes that
+no operand has.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ ONCE_REASON = "tiles='auto' does no work again, as its backward would, where the
 
 
 class RunInTiles(Pass):
-    """Puts one op in the place of each region that is worth it."""
+    """Pass that replaces each region that is worth tiling by one op."""
 
-    requires = frozenset({"proved", "attention is kept"})  # no pass looks into tiles
+    requires = frozenset({"proved", "attention is kept"})  # no pass reads the program of a tile
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if job.tiles == "never" or (
             job.tiles == "auto" and not any(node_bytes(n) > TILE_BYTES for n in gm.graph.nodes)
         ):
@@ -72,14 +74,14 @@ class RunInTiles(Pass):
         return 0
 
     def _can_tile(self, view: TokenView, region: TileRegion) -> bool:
-        """Could it be done in tiles? If not, a line of the report."""
+        """Return True if the region can be tiled; else add a note."""
         why = _refusal(view, region)
         if why:
             self.note_refusal(view.source[region.seed_products[0]], why)
         return why is None
 
     def _tile_region(self, view: TokenView, region: TileRegion, tiles: int, job: PassContext) -> bool:
-        """Put the region's tiles in its place; False, and a line of the report, where that is not to be."""
+        """Replace the region by its tiles; return False, possibly with a note, if it is not tiled."""
         node = view.source[region.seed_products[0]]
         if not tiles:
             if not is_scalar_loss(view, region):
@@ -122,13 +124,13 @@ class RunInTiles(Pass):
             bool(region.shared),
         )
         job.tiled_regions.append(made)
-        view.source.update(made_by_tiles)  # what the next regions read
+        view.source.update(made_by_tiles)  # the operands of the next regions
         return True
 
     def _emit_tiles(
         self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late: list[Node]
     ) -> dict[Node, Node]:
-        """Put it there; what the region's results have become."""
+        """Emit the tiles, and return the nodes that replace the region's results."""
         last, place = view.source[region.nodes[-1]], _insertion_node(view, region)
         assert place is not None
         with self.graph.inserting_before(place.next):
@@ -146,25 +148,25 @@ class RunInTiles(Pass):
         return dict(zip(region.results, made))
 
     def _emit_seed(self, like: Node) -> Node:
-        """Drawn anew in each call."""
+        """Emit a seed that is drawn again in each call."""
         options = {"dtype": torch.int64, "device": torch.device("cpu")}
         return self.compute(aten.randint.default, (1 << 62, []), like, options)
 
     def _split_rows(self, view: TokenView, x: Node, like: Node) -> Node:
-        """The operand with its rows alone in a dim."""
+        """Return the operand with its rows in a separate dim."""
         have = view.rows(x)
         assert have is not None
         node = self._emit_flags(view, x, like) if x in view.flags else view.source[x]
         return self.reshape(node, split_row_dim(as_sizes(x.meta["val"].shape), have, have.frame.size), like)
 
     def _merge_rows(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
-        """The result as others read it."""
+        """Return the result in the shape that its readers expect."""
         values = one.meta["val"]
         made = self.emit(operator.getitem, (one, index), values[index], view.source[x])
         return self.reshape(made, as_sizes(x.meta["val"].shape), view.source[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
-        """Which rows a mask fills."""
+        """Emit flags of the rows that a mask fills."""
         call, shape = OpCall(view.source[x]), as_sizes(x.meta["val"].shape)
         options = {"dtype": torch.bool, "device": x.meta["val"].device}
         none = self.compute(aten.zeros.default, (self.sizes.list(shape),), like, options)
@@ -173,14 +175,17 @@ class RunInTiles(Pass):
 
 
 def _materialize_deferred(gm: GraphModule) -> None:
-    """No tiles do what others have left to whoever reads it: it is made as it is written."""
+    """Clear the marks of deferred outputs: without tiles they are computed as written."""
     for node in gm.graph.nodes:
         if node_info(node).recomputed:
             set_node_info(node, recomputed=False)
 
 
 def _refusal(view: TokenView, region: TileRegion) -> str | None:
-    """Why the region stays as it is; "" if it is not worth a word, None if it may be tiled."""
+    """Return the reason for which the region is not tiled; None if it may be.
+
+    The reason is "" if it is not reported.
+    """
     nodes = (*region.nodes, *region.rows, *region.replicated)
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
@@ -208,7 +213,7 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
 
 
 def _is_cast(node: Node) -> bool:
-    """May autocast say what it computes in? Of operators of ours, it does not of those that add up numbers."""
+    """Return True if autocast may determine the node's dtype; of sp ops, not for those that return numbers."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -218,7 +223,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _reads_symbols(node: Node) -> bool:
-    """Does it take sizes that are symbols, but for where the op's rule says its shape?"""
+    """Return True if the node has symbolic size arguments other than the rule's shape argument."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or node.op != "call_function" or rule.reshapes:
         return False
@@ -227,14 +232,16 @@ def _reads_symbols(node: Node) -> bool:
 
 
 def programs_of(gm: GraphModule) -> list[TileProgram]:
-    """The programs that a local graph calls, once each."""
+    """Return the distinct tile programs that a local graph calls."""
     nodes = gm.graph.find_nodes(op="call_function", target=sp.tiled.default)
     return list(dict.fromkeys(PROGRAMS[node.args[3]] for node in nodes))
 
 
 def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
-    """The node behind which the region runs: its last one, or, if that has no gradients and others have, the one that
-    records them again; None where nothing does.
+    """Return the node after which the region runs.
+
+    It is the last node, or, if that has no gradients and others have, the next node that records gradients; None if
+    there is none.
     """
     nodes = [view.source[n] for n in region.nodes]
     last = nodes[-1]
@@ -245,9 +252,9 @@ def _insertion_node(view: TokenView, region: TileRegion) -> Node | None:
 
 
 def _late_nodes(view: TokenView, region: TileRegion) -> list[Node]:
-    """What reads a result before the place where the region runs, and all that it leads to till there: it moves behind.
+    """Return the readers of results before the insertion point and their dependents, which move after it.
 
-    Out of a part without gradients, too: what leaves that is read through a detach.
+    They may move out of a part without gradients, since its values are read through a detach.
     """
     inside = {view.source[n] for n in region.nodes}
     place = _insertion_node(view, region)

@@ -1,13 +1,13 @@
-"""What is worth doing in tiles: where rows get wide between narrow ones, as a head's logits and an MLP's inside do.
+"""Find regions with wide rows between narrow ones, such as a head's logits or the inside of an MLP.
 
     h -> linear -> float -> cross_entropy(sum)      a region that ends in a number
-    h -> gate, up -> silu, mul -> down              one that ends in rows
-    h -> each k times, sorted -> experts -> back, summed      so does a mixture of experts
+    h -> gate, up -> silu, mul -> down              a region that ends in rows
+    h -> each k times, sorted -> experts -> back, summed      a mixture of experts, which ends in rows
 
-A region begins at a product that makes rows wider (a seed) and grows over all that is token-wise and reads or makes
-wide rows, and over numbers per token that come of them, up to narrow rows or sums over the tokens. Copies of a row that
-it alone reads are made in it, so that nobody keeps them, or their gradients, for all rows. Rows that are sorted by a
-key are in no order that a tile has a part of: a region has all that is made of such a sort, or nothing.
+A region starts at a product that widens rows (a seed). It grows over all token-wise nodes that read or compute wide
+rows, and over numbers per token computed from them. It ends at narrow rows and at sums over the tokens. Copies of a row
+that only the region reads are computed in it, so that neither they nor their gradients are stored for all rows. Rows
+that are sorted by a key have no order that a tile can split: a region contains all nodes of such a sort, or none.
 """
 
 from __future__ import annotations
@@ -29,29 +29,25 @@ from sp_compile.passes.sharding.rule import lookup_rule
 from .tile_view import TokenView
 
 sp, aten = torch.ops.sp, torch.ops.aten
-MIN_WIDENING = 2  # times as many numbers a row as went in: a projection that only reshuffles a row does not count
-MAX_THIN_WIDTH = 8  # times fewer: a few numbers for each token, such as its loss
+MIN_WIDENING = 2  # minimum ratio of elements per row, result to operand: excludes projections of equal width
+MAX_THIN_WIDTH = 8  # minimum ratio of operand to result for a few numbers per token, such as its loss
 
 
 @dataclass(frozen=True)
 class TileRegion:
-    """nodes: of the view, in its order. seeds: products among them that make rows wider, and matrices read for rows.
+    """A region of a token view."""
 
-    rows: values that come in by rows, whole: those that all tiles read; results: what is read elsewhere.
-    also: results that are wide, which others make again for themselves. narrow: numbers of a row that comes in.
-    """
-
-    nodes: tuple[Node, ...]
-    seed_products: tuple[Node, ...]
-    rows: tuple[Node, ...]
-    replicated: tuple[Node, ...]
-    results: tuple[Node, ...]
-    shared: tuple[Node, ...]
-    narrow: int
+    nodes: tuple[Node, ...]  # nodes of the view, in its order
+    seed_products: tuple[Node, ...]  # products that widen rows, and tables that are read by row
+    rows: tuple[Node, ...]  # operands that are split into tiles
+    replicated: tuple[Node, ...]  # operands that all tiles read
+    results: tuple[Node, ...]  # narrow values with readers outside
+    shared: tuple[Node, ...]  # wide values with readers outside, which recompute them
+    narrow: int  # elements per row of the operands
 
 
 def row_width(view: TokenView, node: Node) -> int:
-    """Numbers a row."""
+    """Return the number of elements per row; 0 for a value without rows."""
     have = view.rows(node)
     if have is None:
         return 0
@@ -60,7 +56,7 @@ def row_width(view: TokenView, node: Node) -> int:
 
 
 def count_rows(view: TokenView, region: TileRegion) -> int:
-    """Its rows; now, where their number is a symbol."""
+    """Return the region's number of rows; of a symbolic one, that of the current call."""
     have, value = view.rows(region.seed_products[0]), region.seed_products[0].meta["val"]
     assert have is not None
     if isinstance(have.frame.size, int):
@@ -70,7 +66,7 @@ def count_rows(view: TokenView, region: TileRegion) -> int:
 
 
 def find_seeds(view: TokenView) -> list[Node]:
-    """Products that make rows wider."""
+    """Return the products that widen rows."""
     return [n for n in view.gm.graph.nodes if view.is_inside(n) and view.rows(n) and _is_widening(view, n)]
 
 
@@ -85,7 +81,7 @@ def _is_widening(view: TokenView, node: Node) -> bool:
 
 
 def _input_width(view: TokenView, node: Node) -> int:
-    """Numbers a row of what a seed is made of, before rows were repeated, moved or sorted."""
+    """Return the elements per row of a seed's operands, before rows were repeated, moved or sorted."""
     operands = [x for x in node.all_input_nodes if view.rows(x)]
     given = [x for x in operands if not _is_table_lookup(view, x)] or operands
     return max((row_width(view, _skip_moves(view, x)) for x in given), default=0)
@@ -101,19 +97,19 @@ def _skip_moves(view: TokenView, x: Node) -> Node:
 
 
 def _is_table_lookup(view: TokenView, node: Node) -> bool:
-    """Is it read, for each row, out of a table that all rows share?"""
+    """Return True if each row is read from a table that all rows share."""
     return node.target is aten.index.Tensor and view.is_inside(node) and not view.rows(node.args[0])
 
 
 def find_regions(view: TokenView) -> Iterator[TileRegion]:
-    """Each with the seeds that grow together, or into the same nodes, in the graph's order."""
-    groups: dict[Node, set[Node]] = {}  # by their first seed
+    """Yield the regions in the order of the graph; seeds that share nodes are in one region."""
+    groups: dict[Node, set[Node]] = {}  # by first seed
     sorts = sort_groups(view)
     for seed in find_seeds(view):
         if not any(seed in nodes for nodes in groups.values()):
             grown = _grow(view, seed, sorts)
             while seed not in (nodes := _drop_unreachable(view, grown)):
-                grown -= nodes  # of a residual: what attention, and the seed behind it, is made of
+                grown -= nodes  # of a residual, from which attention and a later seed are computed
             _add_group(view, groups, seed, nodes)
     for seed, nodes in groups.items():
         copies = _row_copies(view, seed, nodes)
@@ -125,7 +121,7 @@ def find_regions(view: TokenView) -> Iterator[TileRegion]:
 
 
 def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes: set[Node]) -> None:
-    """By itself, or with one whose nodes it shares, such as a loss made of the logits of both."""
+    """Add a group, or extend one that shares its nodes, such as a loss of the logits of both."""
     for first, others in groups.items():
         if nodes.isdisjoint(others):
             continue
@@ -139,7 +135,7 @@ def _add_group(view: TokenView, groups: dict[Node, set[Node]], seed: Node, nodes
 
 
 def sort_groups(view: TokenView) -> list[set[Node]]:
-    """Of each sort of the local graph: all that is in its order, and what puts rows back."""
+    """Return, for each sort of the local graph, the nodes in its order, including the inverse."""
     sorts = view.local.find_nodes(op="call_function", target=sp.sort_rows.default)
     return [reachable_set([one], lambda n: n.users if n.target is not sp.from_sorted.default else ()) for one in sorts]
 
@@ -148,13 +144,15 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
     narrow = _input_width(view, seed)
 
     def goes_on(node: Node) -> bool:
-        if not is_tensor(node):  # several results, which are read one by one
+        """Return True if the region grows over the users of the node: it is wide, thin or a sum."""
+        if not is_tensor(node):  # several results, which are read separately
             return True
         return view.is_sum(node) or (
             bool(view.rows(node)) and not narrow / MAX_THIN_WIDTH < row_width(view, node) < MIN_WIDENING * narrow
         )
 
     def onwards(node: Node) -> Iterable[Node]:
+        """Return the neighbors of a node that the region includes."""
         behind = node.users if goes_on(node) else ()
         wide = [x for x in node.all_input_nodes if row_width(view, x) >= MIN_WIDENING * narrow or not is_tensor(x)]
         together = [x for one in sorts if view.source[node] in one for x in one]
@@ -168,9 +166,10 @@ def _grow(view: TokenView, seed: Node, sorts: Sequence[set[Node]]) -> set[Node]:
 
 
 def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
-    """What repeats rows for these alone, as those of a mixture, one for each of a token's experts."""
+    """Return the nodes that repeat rows only for this region, such as one for each of a token's experts."""
 
     def repeats(x: Node) -> bool:
+        """Return True if the node repeats narrower rows for the seed."""
         narrower = move_source(x) is not None and row_width(view, _skip_moves(view, x)) < row_width(view, x)
         return narrower and _belongs_to(view, x, seed)
 
@@ -181,20 +180,20 @@ def _row_copies(view: TokenView, seed: Node, nodes: set[Node]) -> set[Node]:
 
 
 def _drop_partial_sums(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Without what adds up sums of which some are no part of it: these are the same for every tile."""
+    """Remove nodes that add sums of which some are outside: these are equal for all tiles."""
     while short := {n for n in nodes if any(view.is_sum(x) and x not in nodes for x in n.all_input_nodes)}:
         nodes = nodes - short
     return nodes
 
 
 def _belongs_to(view: TokenView, node: Node, seed: Node) -> bool:
-    """Is it of as many rows as the seed, and of its checkpoint, so that one tile may have both?"""
+    """Return True if the node has the seed's number of rows and checkpoint, so that a tile may have both."""
     alike = view.is_inside(node) and view.checkpoint(node) == view.checkpoint(seed)
     return alike and _row_sizes(view, node) <= {_row_size(view, seed)}
 
 
 def _row_sizes(view: TokenView, node: Node) -> set[object]:
-    """The numbers of rows of what it reads and makes."""
+    """Return the numbers of rows of the node's operands and results."""
     return {_row_size(view, x) for x in (*node.all_input_nodes, node) if view.rows(x)}
 
 
@@ -204,7 +203,7 @@ def _row_size(view: TokenView, node: Node) -> object:
 
 
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
-    """Without what needs a value from outside that comes of the others: tiles run as one."""
+    """Remove nodes that need an outside value which depends on the others: a region runs as one op."""
     inside = {view.source[n]: n for n in nodes}
     kept, behind = set[Node](), set[Node]()
     for node in view.local.nodes:
@@ -217,7 +216,7 @@ def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
 
 
 def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:
-    """Who reads the value in the local graph but the nodes that these stand for."""
+    """Return the readers of the value in the local graph that are not among the nodes."""
     inside = {view.source[n] for n in nodes}
     return [user for user in view.source[node].users if user not in inside]
 

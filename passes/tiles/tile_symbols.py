@@ -1,4 +1,4 @@
-"""Sizes of a region beside its number of rows that are symbols, as a batch is: read off the operands of each call."""
+"""Find operands from which a tile reads symbolic sizes, such as a batch size."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from .tile_regions import TileRegion
 from .tile_view import TokenView
 
 SymbolPlaces = dict[sympy.Symbol, tuple[int, int]]
-"""The operand, and its dim, of which each is the size; with rows in a dim of their own."""
+"""The operand and dim of each symbol, with the rows in a separate dim."""
 
 
 def row_dim(have: Shard) -> int:
-    """Where the rows are alone in a dim, once `split_row_dim` has had the value."""
+    """Return the dim of the rows after `split_row_dim`."""
     return have.dim if is_same_size(have.outer, 1) else have.dim + 1
 
 
 def split_row_dim(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
-    """The shape with rows (so many) in a dim of their own."""
+    """Return the shape with the rows in a separate dim.
+
+    Args:
+        shape: The shape of the value.
+        have: The placement of its rows.
+        rows: The size of the new dim.
+    """
     before, behind = ([x] if not is_same_size(x, 1) else [] for x in (have.outer, have.inner))
     return [*shape[: have.dim], *before, rows, *behind, *shape[have.dim + 1 :]]
 
 
 def sizes_without_rows(view: TokenView, x: Node) -> list[Size]:
-    """The shape, 1 in the place of the rows."""
+    """Return the shape with 1 in place of the rows."""
     have, shape = view.rows(x), list(as_sizes(x.meta["val"].shape))
     return shape if have is None else list(as_sizes(split_row_dim(shape, have, 1)))
 
 
 def symbol_places(view: TokenView, region: TileRegion) -> SymbolPlaces | None:
-    """Where each symbol is the size of a dim of an operand; None where one is nowhere."""
+    """Return the operand and dim of each symbol, or None if a symbol is the size of no dim."""
     found: SymbolPlaces = {}
     for i, x in enumerate((*region.rows, *region.replicated)):
         for d, extent in enumerate(sizes_without_rows(view, x)):
@@ -55,10 +61,10 @@ def _free_symbols(view: TokenView, region: TileRegion) -> Iterator[sympy.Symbol]
 
 
 def has_symbolic_length(view: TokenView, region: TileRegion) -> bool:
-    """Is its number of rows a symbol?"""
+    """Return True if the number of rows is symbolic."""
     return not all(isinstance(have.frame.size, int) for x in region.rows if (have := view.rows(x)))
 
 
 def has_symbols(view: TokenView, region: TileRegion) -> bool:
-    """Is any of its sizes one?"""
+    """Return True if any size is symbolic."""
     return has_symbolic_length(view, region) or any(_free_symbols(view, region))

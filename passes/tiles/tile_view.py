@@ -1,8 +1,8 @@
-"""A local graph as one of `tiles` ranks would see it: what the rules allow on a shard they allow on a tile.
+"""View a local graph as one of `tiles` ranks, so that the sharding rules apply to tiles.
 
-The plan of the global view says where the rows of every local value are. Between what mixes rows (exchanges, attention,
-scans, all that has no rule or a state), propagation runs anew over the local shapes, with tiles for ranks: a node that
-demands nothing there is token-wise, and its result is rows again, or a sum over the tiles.
+The plan of the global view contains the placement of the rows of every local value. Propagation runs again on the local
+shapes, with tiles as ranks, between nodes that mix rows: exchanges, attention, scans, and nodes without a rule or with
+a state. A node without demands is token-wise, and its result is rows or a sum over the tiles.
 """
 
 from __future__ import annotations
@@ -40,68 +40,71 @@ POWER_OPS = parse_overloads("pow.Tensor_Scalar")
 CHOICE_OPS = parse_overloads("where.ScalarOther where.self")
 EXPONENTIAL_OPS = parse_overloads("exp")
 LOGARITHM_OPS = parse_overloads("log_softmax.int sub.Tensor")
-"""Their exponentials do not overflow, if these are logarithms of probabilities; those of scaled logits may."""
+"""Ops whose exponentials do not overflow if they return log-probabilities; those of scaled logits may."""
 FINITE_ON_ONES = parse_overloads("""
     abs argmax clamp eq.Scalar eq.Tensor ge.Scalar ge.Tensor gather gt.Scalar gt.Tensor index_select kl_div le.Scalar
     le.Tensor log_sigmoid logsumexp lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor softplus square
 """)
-"""With smooth ops what tiles make of logits: finite in value and derivative at a row of ones and what follows of it."""
+"""Ops that are, like smooth ones, finite with finite derivatives on rows computed from a row of ones."""
 
 
 @dataclass
 class TokenView:
-    """A copy (gm) of a local graph in which all that is not token-wise is an input.
+    """A copy of a local graph in which all nodes that are not token-wise are inputs."""
 
-    source: the node of the local graph that an input or a call stands for. flags: inputs that tell which rows a mask
-    fills, which the local graph does not have yet. plan: where rows lie in each value. without_grad: what runs in
-    no_grad, which a detach follows, so that it may be part of a tile with gradients.
-    """
-
-    gm: GraphModule
+    gm: GraphModule  # the copy
     local: Graph
-    source: dict[Node, Node]
-    flags: set[Node]
-    plan: PlacementPlan
+    source: dict[Node, Node]  # the node of the local graph for each input or call
+    flags: set[Node]  # inputs with the rows that a mask fills, which the local graph does not contain
+    plan: PlacementPlan  # the placement of the rows of each value
+    # Nodes in no_grad, whose values are read through a detach, so that they may be in a tile with gradients.
     without_grad: set[Node]
 
     def checkpoint(self, node: Node) -> Any:
-        """The one that the node is in, if any; a tile has one."""
+        """Return the checkpoint of the node, or None; all nodes of a tile have the same."""
         return self.source[node].meta.get("ac_graph_id")
 
     def rows(self, node: Node) -> Shard | None:
-        """Where the rows of a value lie; None of a value without."""
+        """Return the placement of a value's rows, or None for a value without rows."""
         have = self.plan.of(node)
         return have if isinstance(have, Shard) else None
 
     def is_sum(self, node: Node) -> bool:
-        """Is it a sum over the rows, so that those of tiles add up to it?"""
+        """Return True if the value is a sum over the rows, so that the values of tiles add up to it."""
         return isinstance(self.plan.of(node), Partial)
 
     @cached_property
     def inner_nodes(self) -> dict[Node, Node]:
-        """The call that stands for a node of the local graph."""
+        """Return the calls of the view by node of the local graph."""
         return {old: new for new, old in self.source.items() if new.op == "call_function"}
 
     @cached_property
     def size_hints(self) -> dict[Size, int]:
-        """What sizes that are symbols are in the call that is being compiled."""
+        """Return the values of symbolic sizes in the call that is being compiled."""
         shapes = (node.meta["val"].shape for node in self.gm.graph.nodes if is_tensor(node))
         return {as_size(x): size_hint(x) for shape in shapes for x in shape if isinstance(x, torch.SymInt)}
 
     def is_inside(self, node: Node) -> bool:
-        """Is it computed from rows, token by token?"""
+        """Return True if the node is computed from rows, token by token."""
         if node.target is operator.getitem:
             return self.is_inside(node.args[0])
         return node.op == "call_function" and node in self.plan.wants
 
 
 def is_dropout(node: Node) -> bool:
-    """Draws that a tile may make of its rows alone, and a backward again."""
+    """Return True for dropout, which a tile may draw for its rows only, and a backward again."""
     return node.target is aten.dropout.default and is_random(node)
 
 
 def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -> TokenView:
-    """The view, from the plan that the local graph of n ranks was made from."""
+    """Return the view of a local graph.
+
+    Args:
+        local: The local graph.
+        planned: The plan from which the local graph was created.
+        n: The number of ranks.
+        tiles: The number of tiles.
+    """
     off = no_grad_nodes(local.graph)
     refused: set[Node] = set()
     while True:
@@ -113,9 +116,10 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
 
 
 def is_finite_on_ones(window: Node) -> bool:
-    """Is all that a local graph makes of the value finite, with its derivatives, where a row is filled with ones?
+    """Return True if all dependents of a value are finite, with derivatives, on rows of ones.
 
-    Up to sums, which fill their padding. Then a tile, which has no other rows, may fill instead of restoring.
+    Dependents end at sums, which fill their padding. A tile, which has no other rows, may then fill in place of
+    restoring.
     """
     seen, ones, waiting = {window}, {window}, [window]
     for node in waiting:
@@ -133,9 +137,11 @@ def is_finite_on_ones(window: Node) -> bool:
 
 
 def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
-    """Is the call finite, with its derivatives, where `made` of its operands are of a row of ones, or are `ones`?
+    """Return True if the call is finite, with derivatives, on rows computed from ones.
 
-    A choice by such a row may be another one than any valid row's: it has to be between finite values.
+    A condition on such a row may select another value than for any valid row, so that both must be finite.
+
+    made: operands that depend on a row of ones. ones: operands that are ones.
     """
     call = OpCall(node)
     if node.target in DIVISION_OPS:
@@ -153,7 +159,7 @@ def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
 
 
 def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
-    """Where this rank's rows are in a value of the local graph."""
+    """Return the placement of this rank's rows in a value of the local graph."""
     origin = node_info(node).origin
     have = planned.of(origin) if origin is not None else REPLICATE
     if isinstance(have, Shard):
@@ -162,10 +168,10 @@ def local_shard(node: Node, planned: PlacementPlan, n: int) -> Placement:
 
 
 def _is_user_shard(node: Node) -> Placement:
-    """Of what a rank cuts or masks itself: its frame says it."""
+    """Return the placement of a value that a rank shards or masks itself, from its frame."""
     call = OpCall(node)
     dim, (frame, outer) = call.dim(), call_frame(call)
-    rows = frame.local_length(call["n"])  # as the shape spells it, where the length is a symbol
+    rows = frame.local_length(call["n"])  # in the form of the shape, if the length is symbolic
     inner = exact_quotient(as_sizes(node.meta["val"].shape)[dim], size_product((outer, rows)))
     return Shard(dim, Frame.full(rows), outer, inner) if inner is not None else REPLICATE
 
@@ -182,6 +188,7 @@ class _TokenViewBuilder:
     inputs: dict[Node, Placement] = field(default_factory=dict)
 
     def view(self, tiles: int, without_grad: set[Node]) -> TokenView:
+        """Return the view, without checking for demands."""
         graph = Graph()
         for node in self.local.graph.nodes:
             if node.op == "output":
@@ -221,7 +228,7 @@ class _TokenViewBuilder:
             return False
         if node.target.namespace == "sp" and node.target not in SORTED_ROWS:
             return False
-        return is_pure(node) or node.target is aten.dropout.default  # which may draw nothing, too
+        return is_pure(node) or node.target is aten.dropout.default  # which may not draw
 
     def _fills(self, node: Node) -> bool:
         if node in self.rejected or node.target not in MASKING_OPS or not node.meta["val"].is_floating_point():
@@ -229,7 +236,7 @@ class _TokenViewBuilder:
         return node.target is sp.mask.default or is_finite_on_ones(node)
 
     def _copy_fill(self, graph: Graph, node: Node) -> Node:
-        """A mask as one op on rows: which of them it fills is an input of rows. A window, too: with ones."""
+        """Copy a mask as one op on rows, whose flags are an input. A window is filled with ones."""
         call, have = OpCall(node), _is_user_shard(node)
         x = node.meta["val"]
         shape = [extent if d == call.dim() else 1 for d, extent in enumerate(x.shape)]

@@ -1,9 +1,10 @@
-"""A region -> the programs of one tile: its results, and the gradients of what goes in, as graphs without autograd.
+"""Trace the programs of one tile, for results and gradients, as graphs without autograd.
 
     h, w, y -> sum of cross_entropy     forward: (h, w, y) -> loss      at once: (h, w, y) -> loss, dh, (dz.mT, h)
 
-Each node of the region runs with the sizes of a tile where the call spells sizes. What all tiles add to is given as
-`partial_sums.py` finds it: the loop adds it to what it has, and no tile makes a gradient of a weight of its own.
+Each node of the region runs with the sizes of a tile in its size arguments. Values that all tiles add up are returned
+as parts (`partial_sums.py`): the loop adds them to its accumulator, and no tile computes a separate gradient of a
+weight.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ aten = torch.ops.aten
 
 
 def merge_row_dim(shape: Sequence[Any], have: Shard, rows: Any) -> list[Any]:
-    """The shape with so many rows, in the dim that they share with others."""
+    """Return the shape with `rows` rows, in the dim that they share with other factors.
+
+    Args:
+        shape: The shape of the value.
+        have: The placement of its rows.
+        rows: The number of rows.
+    """
     return [*shape[: have.dim], have.outer * rows * have.inner, *shape[have.dim + 1 :]]
 
 
@@ -61,12 +68,12 @@ class TileFunction:
         self.view, self.region, self.places, self.length, self.sizes = view, region, places, length, sizes
 
     def shape(self, node: Node, length: Any, of: Extents) -> list[Any]:
-        """Of a value in a tile of this length."""
+        """Return the shape of a value in a tile of this length, with symbols replaced by `of`."""
         have, shape = self.view.rows(node), as_sizes(node.meta["val"].shape)
         return resolve_shape(shape if have is None else merge_row_dim(shape, have, ROWS), {**of, ROWS: length})
 
     def inputs(self) -> list[Tensor]:
-        """Fake operands: rows, then whole ones."""
+        """Return fake operands: rows, then replicated ones."""
         rows = []
         for x in self.region.rows:
             have, value = self.view.rows(x), x.meta["val"]
@@ -82,11 +89,11 @@ class TileFunction:
         return torch.empty(resolve_shape(shape, self.sizes), dtype=x.dtype, device=x.device)
 
     def results(self, *given: Tensor) -> list[Tensor]:
-        """What one tile makes of its operands, rows in a dim of their own."""
+        """Return the results of one tile for its operands, with rows in a separate dim."""
         env: dict[Node, Any] = dict(zip((*self.region.rows, *self.region.replicated), given, strict=True))
         first = self.view.rows(self.region.rows[0])
         assert first is not None
-        length = given[0].shape[row_dim(first)]  # read off the operand, so that a trace knows where it is from
+        length = given[0].shape[row_dim(first)]  # read from the operand, so that the trace records its source
         of = {symbol: given[i].shape[d] for symbol, (i, d) in self.places.items()}
         env.update({x: env[x].reshape(self.shape(x, length, of)) for x in self.region.rows})
         for node in self.region.nodes:
@@ -116,7 +123,13 @@ class TileFunction:
 
 
 def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram:
-    """The region's program for so many tiles; registered."""
+    """Create and register the region's program.
+
+    Args:
+        view: The token view.
+        region: A region of the view.
+        tiles: The number of tiles.
+    """
     total = count_rows(view, region)
     length: Any = tile_length(total, tiles)
     places = symbol_places(view, region)
@@ -152,7 +165,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(places)}
     results = tuple(_trace_value(view, x, x.meta["val"].dtype, names) for x in region.results)
     kept = [_trace_value(view, operands[i], operands[i].meta["val"].dtype, names) for i in wanted]
-    if at_once:  # of a sum over many tokens: more than a small exponent holds
+    if at_once:  # a sum over many tokens may exceed the range of float16
         kept = [replace(x, dtype=torch.float32) if x.dtype == torch.float16 else x for x in kept]
     gradients = tuple(replace(x, adds=way) for x, way in zip(kept, ways, strict=True))
     dims = tuple(row_dim(have) for x in region.rows if (have := view.rows(x)))
@@ -162,7 +175,7 @@ def tile_program(view: TokenView, region: TileRegion, tiles: int) -> TileProgram
 
 
 def redraws_in_backward(program: TileProgram) -> bool:
-    """Do gradients that are computed from nothing draw as often as the forward does, and so the same numbers?"""
+    """Return True if a recomputing backward draws the same random numbers as the forward."""
     pairs = [(body.forward.graph, body.gradients.graph) for body in program.bodies.values() if body.gradients]
     counts = [[sum(map(_count_draws, gm.graph.nodes)) for gm in pair] for pair in pairs]
     return program.at_once or all(first == second for first, second in counts)
@@ -189,7 +202,7 @@ def _trace_value(view: TokenView, x: Node, dtype: torch.dtype, names: Mapping[An
 
 @contextmanager
 def _tracing_mode(mode: FakeTensorMode) -> Iterator[None]:
-    """On fake tensors, under the caller's autocast."""
+    """Run on fake tensors, under the caller's autocast."""
     with mode, enable_python_dispatcher(), disable_autocast_cache():
         yield
 
@@ -199,10 +212,10 @@ def _fresh_leaves(given: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor
 
 
 def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The results that a gradient goes through, and of the operands that want one those that it comes to.
+    """Return the numbers of differentiable results, and of the operands in `wanted` that have a gradient.
 
-    A weight that is read under no_grad alone has none, on one device, and an optimizer leaves it as it is; given zeros,
-    it would decay.
+    A weight that is read only under no_grad has no gradient on a single device, and an optimizer does not update it;
+    with a gradient of zeros, it would decay.
     """
     with torch.enable_grad():
         leaves = _fresh_leaves(tile.inputs(), wanted)
@@ -220,7 +233,7 @@ def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tu
 def _compute_gradients(
     through: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor], allow_unused: bool = False
 ) -> tuple[Any, ...]:
-    """Of a part in full precision they are made in that, as by a backward that is called outside of autocast."""
+    """Compute gradients outside of autocast, as a backward that is called outside of autocast does."""
     with disable_autocast(through[0].device.type):
         return torch.autograd.grad(through, leaves, cotangents, allow_unused=allow_unused)
 
@@ -228,15 +241,20 @@ def _compute_gradients(
 def _trace_body(
     tile: TileFunction, wanted: Sequence[int], differentiable: Sequence[int], at_once: bool, sums: Sequence[bool]
 ) -> tuple[TileBody, list[str]]:
-    """The parts for one length, and how each gradient is added up. sums: may it be given as parts?"""
+    """Trace the parts for one length, and return the form in which each gradient is added up.
+
+    sums: True for gradients that may be returned as parts.
+    """
     inputs = tile.inputs()
     many = len(inputs)
 
     def forward(*given: Tensor) -> list[Tensor]:
+        """Return the results of one tile."""
         with torch.no_grad():
             return tile.results(*given)
 
     def gradients(*given: Tensor) -> list[Tensor]:
+        """Return the gradients of one tile; with `at_once`, after its results."""
         with torch.enable_grad():
             leaves = _fresh_leaves(given[:many], wanted)
             made = tile.results(*leaves)
@@ -265,7 +283,7 @@ def _trace_graph(run: Callable[..., Any], given: Sequence[Tensor]) -> GraphModul
 
 
 def _hash_bodies(bodies: dict[int, TileBody], known: Any) -> str:
-    """Of what the parts compute; the name of a program."""
+    """Return the name of a program: a hash of its computation."""
     text = hashlib.sha256(repr(known).encode())
     for length, body in bodies.items():
         for part in body.parts:

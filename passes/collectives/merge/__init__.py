@@ -1,1 +1,1 @@
-"""Reductions over several axes of a mesh become one."""
+"""Merge reductions over several axes of a mesh."""

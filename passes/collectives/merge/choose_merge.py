@@ -1,4 +1,4 @@
-"""The ways to do a chain of collectives: which of them may be one, what that takes, and which way to choose."""
+"""Choose how to merge a chain of collectives: list the exact options, predict their time, select one."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from .find_chains import CollectiveChain
 
 COMPOSERS = {"all_reduce": reduce_partitions, "reduce_scatter": scatter_partitions, "all_gather": gather_partitions}
 MERGE_TIE = 1.05
-"""A way that is predicted to take up to so much longer than the fastest is as good; the fewest collectives win."""
+"""Options within this factor of the fastest prediction count as equal; the one with the fewest collectives wins."""
 
 LinkSet = tuple[int, ...]
-"""Links of a chain, by their numbers."""
+"""Numbers of links of a chain."""
 
 
 @dataclass(frozen=True)
 class MergeOption:
-    """How a chain may be done: blocks of links, each with its communicator; and the seconds that this takes."""
+    """A way to run a chain."""
 
-    blocks: dict[LinkSet, str]
-    time: float
+    blocks: dict[LinkSet, str]  # the communicator of each block of links
+    time: float  # predicted seconds
 
 
 @dataclass(frozen=True)
 class MergeChooser:
-    """What decides: the declared groups, the policy, and for a node the constants of what was not measured."""
+    """The choice between the options of a chain."""
 
-    groups: KnownGroups
-    policy: str
-    machine_of: Callable[[Node], Machine]
+    groups: KnownGroups  # the declared groups
+    policy: str  # the option merge_reductions
+    machine_of: Callable[[Node], Machine]  # constants of a node's device, for groups without measurements
 
     def options(self, chain: CollectiveChain) -> list[MergeOption]:
-        """Every way that is exact and has its communicators; the one that merges nothing is among them."""
+        """Return all exact options that have communicators, including the one that merges nothing."""
         count = len(chain.links)
         subsets = [block for k in range(count) for block in itertools.combinations(range(count), k + 1)]
         names = {block: self._communicator(chain, block) for block in subsets}
@@ -65,7 +65,7 @@ class MergeChooser:
         return found
 
     def _total_seconds(self, chain: CollectiveChain, named: dict[LinkSet, str]) -> float:
-        """Predicted seconds of the blocks, one behind the other."""
+        """Return the predicted seconds of the blocks, one after the other."""
         line = self.groups.turns.get(frozenset(named.values()))
         values = {self._bytes(chain, block) for block in named}
         if line is not None and len(named) > 1 and len(values) == 1:
@@ -73,7 +73,7 @@ class MergeChooser:
         return sum(self._time(chain, block, name) for block, name in named.items())
 
     def best(self, ways: list[MergeOption]) -> MergeOption:
-        """The one that the policy takes."""
+        """Return the option that the policy selects."""
         if self.policy == "auto":
             fastest = min(way.time for way in ways)
             ways = [way for way in ways if way.time <= fastest * MERGE_TIE] or [unmerged_option(ways)]
@@ -83,7 +83,7 @@ class MergeChooser:
         return min(ways, key=lambda way: (len(way.blocks), way.time))
 
     def unmerged_reason(self, chain: CollectiveChain, ways: list[MergeOption]) -> str:
-        """Why the chain stays as it is."""
+        """Return the reason for which the chain is not merged."""
         merged = [way for way in ways if way is not unmerged_option(ways)]
         if merged and self.policy == "intra_node":
             return "the policy is 'intra_node', and the ranks are on several machines"
@@ -105,7 +105,7 @@ class MergeChooser:
         return [self.groups[chain.links[i].group] for i in block]
 
     def _communicator(self, chain: CollectiveChain, block: LinkSet) -> str | None:
-        """The group over which one collective does what those of the block do; None if there is none."""
+        """Return the group over which one collective replaces those of the block, or None."""
         if len(block) == 1:
             return chain.links[block[0]].group
         kind = chain.links[0].kind
@@ -115,13 +115,13 @@ class MergeChooser:
         return self.groups.communicator(union, ordered=kind != "all_reduce")
 
     def _keeps_rows(self, chain: CollectiveChain, block: LinkSet, ranks: int) -> bool:
-        """Are the rows that are scattered at once the same as those scattered step by step?"""
+        """Return True if a merged scatter sends the same rows to each rank as the separate ones."""
         first = chain.links[block[0]]
         rows = static_value(first.source).shape[first.dim] if first.kind == "reduce_scatter" else 0
         return bool(statically_known_true(rows % ranks == 0))
 
     def _time(self, chain: CollectiveChain, block: LinkSet, name: str) -> float:
-        """Predicted seconds of a block done at once."""
+        """Return the predicted seconds of a block as one collective."""
         line = self.groups.lines.get(name)
         if line is None:
             machine = self.machine_of(chain.links[block[0]].node)
@@ -130,29 +130,36 @@ class MergeChooser:
         return self._seconds(chain, line, self._bytes(chain, block), [name])
 
     def _seconds(self, chain: CollectiveChain, line: LatencyBandwidth, nbytes: float, names: Iterable[str]) -> float:
-        """Of the chain's collective over groups in turn; a line of all_reduces is twice that of gathers or scatters."""
+        """Return the predicted seconds of the chain's collective over groups in turn.
+
+        A line of all_reduces takes twice the time of a gather or a scatter.
+        """
         sent = sum(collective_bytes("all_reduce", nbytes, self.groups.size(name)) for name in names)
         return line.seconds(sent) / (1 if chain.links[0].kind == "all_reduce" else 2)
 
     def _bytes(self, chain: CollectiveChain, block: LinkSet) -> float:
-        """Of what a block reduces, gathers in all, or scatters in all."""
+        """Return the bytes that a block reduces, or gathers or scatters in total."""
         first, last = chain.links[block[0]], static_value(chain.links[block[-1]].node)
         whole = static_value(first.source) if first.kind == "reduce_scatter" else last
         return _num_elements(whole) * last.dtype.itemsize
 
 
 def unmerged_option(ways: list[MergeOption]) -> MergeOption:
-    """The way that merges nothing."""
+    """Return the option that merges nothing."""
     return max(ways, key=lambda way: len(way.blocks))
 
 
 def format_predictions(merged: MergeOption, other: MergeOption) -> str:
-    """Both predictions."""
+    """Return the predictions of both options as text."""
     return f"{merged.time * 1e3:.3g} ms instead of {other.time * 1e3:.3g} ms"
 
 
 def static_value(node: Node) -> torch.Tensor:
-    """The value that the graph tells. Raises SpError if it tells none."""
+    """Return the node's fake tensor.
+
+    Raises:
+        SpError: The node has none.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise SpError("SP906", f"{describe_node(node)} has no fake tensor, so its shape is not known.")
@@ -160,7 +167,7 @@ def static_value(node: Node) -> torch.Tensor:
 
 
 def _num_elements(value: torch.Tensor) -> float:
-    """How many numbers, in the call that is being compiled; nan where that is not known."""
+    """Return the number of elements in the call that is being compiled, or nan if it is unknown."""
     try:
         return math.prod(map(size_hint, value.shape))
     except TypeError:
@@ -168,7 +175,7 @@ def _num_elements(value: torch.Tensor) -> float:
 
 
 def _link_partitions(links: LinkSet) -> Iterator[tuple[LinkSet, ...]]:
-    """Every way to put the links into blocks."""
+    """Yield all partitions of the links into blocks."""
     if not links:
         yield ()
         return

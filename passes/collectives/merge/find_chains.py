@@ -1,12 +1,13 @@
-"""Chains of collectives on one value: reduced, gathered or scattered over one group after the other.
+"""Find chains of collectives that reduce, gather or scatter a value over several groups in turn.
 
     all_reduce(a) -> wait -> view, permute, scale, cast -> all_reduce(b) -> wait
 
-What lies between has to commute with the collectives, so that those further up may move down to the last.
+The nodes in between must commute with the collectives, so that the earlier ones can move to the last.
 
-How programs gather and scatter along another dim than the first: by chunks that are moved beside the collective.
+Programs gather and scatter along another dim than the first by moving chunks next to the collective:
 
-all_gather(x) -> wait -> split(dim 0) -> cat(dim d)             split(x, dim d) -> cat(dim 0) -> reduce_scatter -> wait
+    all_gather(x) -> wait -> split(dim 0) -> cat(dim d)
+    split(x, dim d) -> cat(dim 0) -> reduce_scatter -> wait
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class ChunkMove:
-    """`count` equal chunks of one dim, put side by side along another: source is before, result behind."""
+    """A move of equal chunks of one dim to another dim, by a split and a cat."""
 
     split: Node
     pieces: tuple[Node, ...]
-    joined: Node
-    away: int  # the dim that the chunks were taken from
-    onto: int  # the dim along which they lie now
+    joined: Node  # the cat
+    away: int  # dim of the split
+    onto: int  # dim of the cat
 
     @property
     def source(self) -> Node:
-        """What is split."""
+        """Return the value that is split."""
         return OpCall(self.split)["self"]
 
 
 def match_chunks(cat: Node) -> ChunkMove | None:
-    """The move that ends with this node, if it is one, and if nothing else reads the chunks."""
+    """Return the move that ends with this cat if nothing else reads the chunks, else None."""
     if cat.target is not aten.cat.default:
         return None
     call = OpCall(cat)
@@ -65,7 +66,7 @@ def match_chunks(cat: Node) -> ChunkMove | None:
 
 
 def match_chunks_after(node: Node) -> ChunkMove | None:
-    """The move that is all that reads the node."""
+    """Return the move that is the only reader of the node, or None."""
     for split in node.users:
         for piece in split.users:
             for cat in piece.users:
@@ -84,12 +85,12 @@ COLLECTIVES = {
     autograd.all_gather_into_tensor.default: "all_gather",
 }
 
-# Reductions that may be exchanged with each other.
+# Families of reductions; those of one family commute.
 FAMILIES = {"sum": "linear", "avg": "linear", "max": "max", "min": "min", "product": "product"}
 OTHER_NODES = ("band", "bor", "bxor", "premul_sum")
 
 MAX_CHAIN = 6
-"""No mesh has more axes; there are 203 ways to put so many links into blocks."""
+"""Maximum number of links. No mesh has more axes; 6 links have 203 partitions into blocks."""
 
 MULTIPLICATIONS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
@@ -104,29 +105,29 @@ _WIDER = {
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One collective. op: the reduction, "" of an all_gather. chunks: what makes it one along another dim than 0."""
+    """A collective of a chain."""
 
     node: Node
-    kind: str
-    op: str
+    kind: str  # "all_reduce", "reduce_scatter" or "all_gather"
+    op: str  # the reduction; "" for an all_gather
     group: str
-    chunks: ChunkMove | None = None
+    chunks: ChunkMove | None = None  # the move that makes it a collective along another dim than 0
 
     @property
     def operand(self) -> Node:
-        """What the collective itself takes."""
+        """Return the operand of the collective itself."""
         return OpCall(self.node)["input"]
 
     @property
     def source(self) -> Node:
-        """What is reduced, gathered or scattered: before its chunks are moved."""
+        """Return the value that is reduced, gathered or scattered, before its chunks are moved."""
         if self.chunks is not None and self.kind == "reduce_scatter":
             return self.chunks.source
         return self.operand
 
     @property
     def dim(self) -> int:
-        """The dim that is gathered or scattered."""
+        """Return the dim that is gathered or scattered."""
         if self.chunks is None:
             return 0
         return self.chunks.away if self.kind == "reduce_scatter" else self.chunks.onto
@@ -134,16 +135,23 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class CollectiveChain:
-    """links: the collectives, the first one first. steps[i]: what lies between links[i] and the next, in order."""
+    """A chain of collectives of one kind."""
 
-    links: list[ChainLink]
-    steps: list[list[Node]]
+    links: list[ChainLink]  # in order
+    steps: list[list[Node]]  # steps[i]: the nodes between links[i] and links[i + 1], in order
 
 
 def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, str]]]:
-    """The longest chains of two and more, and where one would go on if it were not for something: that is told.
+    """Find the longest chains of two and more collectives.
 
-    Raises SpError: a reduction that torch does not know.
+    Args:
+        graph: A graph of functional collectives.
+
+    Returns:
+        The chains, and the collectives at which a chain ends for a reason that the report shows.
+
+    Raises:
+        SpError: torch does not know a reduction.
     """
     found: list[CollectiveChain] = []
     broken: list[tuple[Node, str]] = []
@@ -166,13 +174,16 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
 
 
 def check_reductions(graph: Graph) -> None:
-    """Raise SpError at a reduction that torch does not know: it would fail on this rank, and the others would wait."""
+    """Raise SpError for a reduction that torch does not know.
+
+    It would fail on this rank during the run, and the other ranks would wait.
+    """
     for node in graph.nodes:
         match_link(node)
 
 
 def match_link(node: Node) -> ChainLink | None:
-    """The node as a link of a chain; None if it is no collective of these kinds, or over a group not known by name."""
+    """Return the node as a link, or None for another op or a group without a name."""
     kind = COLLECTIVES.get(node.target) if node.op == "call_function" else None
     if kind is None:
         return None
@@ -186,7 +197,7 @@ def match_link(node: Node) -> ChainLink | None:
 
 
 def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
-    """The move before a reduce_scatter, or behind an all_gather, of one chunk for each rank of its group."""
+    """Return the move before a reduce_scatter or after an all_gather, of one chunk per rank of its group."""
     if kind == "all_reduce":
         return None
     if kind == "reduce_scatter":
@@ -194,14 +205,17 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
     else:
         (wait,) = call.node.users if len(call.node.users) == 1 else (call.node,)
         found = match_chunks_after(wait if wait.target is c10d.wait_tensor.default else call.node)
-    if found is None or found.split.target is not aten.split.Tensor:  # by whose size more can be cut
+    if found is None or found.split.target is not aten.split.Tensor:  # its chunk size allows more chunks
         return None
     beside = found.onto if kind == "reduce_scatter" else found.away
     return found if beside == 0 and len(found.pieces) == call["group_size"] else None
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:
-    """The collective of the same kind above a link and what lies between; why the two are not one; None if none is."""
+    """Return the previous collective of the same kind and the nodes in between.
+
+    Returns the reason if the two cannot be merged, or None if there is no such collective.
+    """
     node, steps, shared = link.source, [], ""
     moved: ChunkMove | None = None
     while (upper := match_link(node)) is None:
@@ -232,7 +246,7 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
 
 
 def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
-    """The operand that commutes through `node` with the collective; None if none does."""
+    """Return the operand that commutes through `node` with the collective, or None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is aten.copy.default:
@@ -253,7 +267,7 @@ def _commuting_operand(node: Node, link: ChainLink) -> Node | None:
 
 
 def _preserves_values(x: Node, node: Node, link: ChainLink) -> bool:
-    """Does the node hold the values of x exactly, at most in a wider dtype of the same order?"""
+    """Return True if the node has the values of x exactly, possibly in a wider dtype of the same order."""
     before, after = x.meta["val"], node.meta["val"]
     if before.device != after.device or before.shape != after.shape:
         return False
@@ -270,7 +284,7 @@ def _is_int(dtype: torch.dtype) -> bool:
 
 
 def _is_scaled(node: Node, link: ChainLink) -> bool:
-    """Is the operand multiplied by a number that the reduction lets through?"""
+    """Return True if the operand is multiplied by a number that commutes with the reduction."""
     x, number = node.args[0], node.args[1]
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
         return False

@@ -1,23 +1,29 @@
-"""Merges collectives over several mesh axes: one over the union of the groups instead of one after the other.
+"""Merge collectives over several mesh axes into one over the union of the groups.
 
     all_reduce(wait(all_reduce(x, sum, a)), sum, b)   ->   all_reduce(x, sum, a + b)
 
-So for chains of two and more, through views, permutations, exact casts and factors that are Python numbers, taken to be
-the same on all ranks; and of reduce_scatters and all_gathers, along any dim, through casts and factors. It works on any
-graph of functional collectives on ATen level: exported, or the forward, backward or joint graph of AOTAutograd, where
-DTensor's redistributions over several axes appear.
+Chains of two and more are merged through views, permutations, exact casts, and factors that are Python scalars and
+assumed equal on all ranks. Chains of reduce_scatters and all_gathers are merged along any dim, through casts and
+factors. The pass works on any graph of functional collectives at ATen level: exported graphs, and the forward, backward
+or joint graph of AOTAutograd, where DTensor's redistributions over several axes appear.
 
-What is exact: the groups are the axes of a full grid, so that each rank's value counts once; the reductions agree. The
-result of max and min is the same, bit by bit; sums and products are rounded in another order, and are the same on all
-ranks, which two steps do not promise. sum and avg may follow each other: the factor 1 / (ranks averaged over) is
-applied once, before the sum, so that nothing overflows that did not; on bfloat16 and float16 that rounds each rank's
-value, as NCCL's own avg does. Only avgs stay one avg. Factors and wider dtypes between two reductions are applied
-before the one.
+Exactness: the groups are the axes of a full grid, so that each rank's value counts once, and the reductions agree. The
+result of max and min is equal bit by bit. Sums and products are rounded in another order, and are equal on all ranks,
+which two steps do not guarantee. For chains of sum and avg, the factor 1 / (ranks averaged over) is applied once,
+before the sum, so that no new overflow occurs. On bfloat16 and float16 this rounds each rank's value, as NCCL's avg
+does. A chain of avgs stays one avg. Factors and wider dtypes between two reductions are applied before the merged
+one.
 
-Left alone, with a note: other mixtures of reductions, averages of integers, values that are used in between, groups
-that overlap or are no grid, orders of gathering that no communicator has, sizes that the ranks do not divide, groups
-without a declared communicator, and what the policy forbids. Sums of two all_reduces are not merged, nor coalesced
-collectives; a reduce_scatter inside machines, an all_reduce between them and an all_gather is not considered.
+Chains are not merged, with a note, for:
+
+- other mixtures of reductions, and averages of integers
+- values that are used in between
+- groups that overlap or form no grid, and groups without a declared communicator
+- orders of gathering without a communicator, and sizes that the ranks do not divide
+- merges that the policy excludes
+
+Sums of two all_reduces and coalesced collectives are not merged. A reduce_scatter within machines, an all_reduce
+between them and an all_gather is not considered.
 """
 
 from __future__ import annotations
@@ -47,19 +53,23 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @register_pass
 class MergeReductions(CollectivePass):
-    """MergeReductions(groups)(graph_module): in place; `notes` tells what was merged, and what was not and why.
+    """Pass that merges reductions: `MergeReductions(groups)(graph_module)`, in place.
 
-    groups: what declare_groups returned, or Groups.of(mesh_shape, names) without processes.
-    policy: "auto" merges where the cost model predicts that it is faster, "always" wherever it is exact, "intra_node"
-        where the ranks to be merged are on one machine, "never" nowhere. cost: of communicators that `groups` has no
-        measurement of, the device's default constants with these replaced.
-    strict: a chain over a group that was not declared is an error; otherwise it is noted and left alone.
-    Every rank decides alike, if all have the same graph and what declare_groups gave them. The pass sees one rank's
-    graph and cannot tell whether the others have it too: a number between two reductions, as in
-    all_reduce(all_reduce(x, a) * 2.0, b), has to be the same number on every rank, or the merged values are wrong.
-    Exported on each rank of a program that writes `rank + 1` there, the graphs are different programs, not to be given
-    to this pass; backend="sp" compares what the ranks have written, and leaves such a program alone.
-    Raises SpError: an unknown policy or reduction, a graph without shapes, an undeclared group.
+    `notes` lists the merged chains, and the reasons for which others are not merged. All ranks decide equally if they
+    have the same graph and the same results of declare_groups. The pass reads one rank's graph and cannot compare it
+    with the others. A number between two reductions, as in all_reduce(all_reduce(x, a) * 2.0, b), must be equal on
+    every rank, or the merged values are wrong. Do not apply the pass to programs that differ by rank, for example
+    exported ones with a factor `rank + 1`. backend="sp" compares the programs and does not merge in such a case.
+
+    Args:
+        groups: The result of declare_groups, or Groups.of(mesh_shape, names) without processes.
+        policy: "auto" merges where the cost model predicts a gain, "always" wherever it is exact, "intra_node" where
+            the ranks to be merged are on one machine, "never" nowhere.
+        cost: Constants that replace the device's defaults, for communicators without a measurement in `groups`.
+        strict: True to raise for a chain over an undeclared group, False to note it.
+
+    Raises:
+        SpError: An unknown policy or reduction, a graph without shapes, or an undeclared group.
     """
 
     requires = frozenset({"captured", "exchanges are joined"})
@@ -67,6 +77,7 @@ class MergeReductions(CollectivePass):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         known, policy = declared_groups(), job.merge_reductions
         return cls(known, policy, job.cost, strict=False) if policy != "never" and known.members else None
 
@@ -80,6 +91,7 @@ class MergeReductions(CollectivePass):
         self.groups, self.policy, self.strict = groups, policy, strict
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.chooser = MergeChooser(self.groups, self.policy, job.machine_of)
         self.gone: set[Node] = set()
         for node in gm.graph.nodes:
@@ -98,7 +110,7 @@ class MergeReductions(CollectivePass):
         return changes
 
     def _merge_chain(self, chain: CollectiveChain) -> bool:
-        """Do a chain in the best way that the policy allows."""
+        """Run a chain as the best option that the policy allows. Returns True if it was merged."""
         ways = self.chooser.options(chain)
         best = self.chooser.best(ways)
         if best is unmerged_option(ways):
@@ -116,7 +128,7 @@ class MergeReductions(CollectivePass):
         return True
 
     def _chain_refusal(self, chain: CollectiveChain) -> str | None:
-        """Why nothing of a chain can be merged, whatever the ranks; None if something might."""
+        """Return the reason for which no part of a chain can be merged, or None."""
         if self.policy == "never":
             return "the policy is 'never'"
         undeclared = next((link for link in chain.links if link.group not in self.groups.members), None)
@@ -133,10 +145,10 @@ class MergeReductions(CollectivePass):
             return f"an average of {value.dtype} is rounded in every step"
         return None
 
-    # The rewrite.
+    # Rewrite a chain.
 
     def _merge(self, chain: CollectiveChain, block: LinkSet, name: str) -> None:
-        """Take the first links of a block out, and let the last one do their work."""
+        """Erase all links of a block but the last, and extend the last one to all ranks."""
         last, links = chain.links[block[-1]], [chain.links[i] for i in block]
         averages = [link for link in links if link.op == "avg"]
         for i in block[:-1]:
@@ -160,7 +172,7 @@ class MergeReductions(CollectivePass):
             self._resize_chunks(last.chunks, ranks)
 
     def _erase_link(self, chain: CollectiveChain, number: int) -> None:
-        """Erase a link, with what waits for it and what moves its chunks."""
+        """Erase a link, its wait, and the moves of its chunks."""
         steps, link = chain.steps[number], chain.links[number]
         waits = [node for node in steps if node.target is c10d.wait_tensor.default]
         chain.steps[number] = [node for node in steps if node not in waits]
@@ -175,7 +187,7 @@ class MergeReductions(CollectivePass):
         self.gone.add(link.node)
 
     def _resize_chunks(self, chunks: ChunkMove, count: int) -> None:
-        """Move so many chunks of the same size."""
+        """Move `count` chunks of the same size."""
         self._reinfer(chunks.split)
         split, values, pieces = chunks.split, chunks.split.meta["val"], list(chunks.pieces)
         for piece, value in zip(pieces, values):
@@ -187,14 +199,17 @@ class MergeReductions(CollectivePass):
         self._reinfer(chunks.joined)
 
     def _nodes_between(self, chain: CollectiveChain, block: LinkSet) -> Iterator[Node]:
-        """What is left between the first and the last link of a block."""
+        """Yield the remaining nodes between the first and the last link of a block."""
         for i in range(block[0], block[-1]):
             yield from chain.steps[i]
             if i + 1 < block[-1] and chain.links[i + 1].node not in self.gone:
                 yield chain.links[i + 1].node
 
     def _reinfer(self, node: Node) -> None:
-        """Infer a value anew. A view may be none of the operand as it was before a collective made it contiguous."""
+        """Infer a value again.
+
+        A view may be invalid on the operand that a collective had made contiguous; then the operand is cloned.
+        """
         try:
             node.meta["val"] = infer_value(node.target, node.args, node.kwargs)
         except (RuntimeError, ValueError):

@@ -1,1 +1,1 @@
-"""A permute and an exchange become one `all_to_all_permute`."""
+"""Fuse permutes and all-to-alls into `all_to_all_permute`."""

@@ -1,8 +1,8 @@
-"""Where data that is only moved ends up: a chain of views, permutes and copies as an arrangement of factors.
+"""Track the position of elements through views, permutes and copies, as an arrangement of factors.
 
-Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two, a permute orders factors, a
-flatten puts several into one dim. Two chains move data alike if they arrange the factors of one tensor alike, however
-they are spelled. Sizes may be symbolic; what does not provably factor has no arrangement.
+Splitting x (b, s, n * h, d) as (b, s, n, h, d) splits the factor of its third dim in two. A permute reorders factors,
+and a flatten combines several in one dim. Two chains move data equally if they arrange the factors of one tensor
+equally, in any form of code. Sizes may be symbolic; a size that does not provably factor has no arrangement.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sp_compile.passes.sharding.matchers import (
 from sp_compile.passes.sharding.reshape import reshape_rule
 
 FactorIds = tuple[int, ...]
-"""Factors of a dim, by number, outermost first."""
+"""Numbers of the factors of a dim, outermost first."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The factors of each dim; fixed: at which index of which factors this piece of a larger tensor was taken."""
+    """The factors of each dim of a tensor."""
 
-    dims: tuple[FactorIds, ...]
-    fixed: tuple[tuple[FactorIds, int], ...] = ()
+    dims: tuple[FactorIds, ...]  # factors of each dim
+    fixed: tuple[tuple[FactorIds, int], ...] = ()  # for a piece of a larger tensor: removed factors and their index
 
 
 @dataclass
@@ -47,16 +47,16 @@ class IndexMap:
     _parts: dict[int, FactorIds] = field(default_factory=dict)
 
     def factor(self, size: Size) -> int:
-        """A new one."""
+        """Create a factor of the given size."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
     def tensor(self, shape: Sequence[Size]) -> Arrangement:
-        """One factor a dim."""
+        """Return the arrangement of a new tensor, with one factor per dim."""
         return Arrangement(tuple((self.factor(size),) for size in shape))
 
     def resolve(self, factors: Sequence[int]) -> list[int]:
-        """As they are split by now, without those of size 1."""
+        """Return the current parts of the factors, without those of size 1."""
         out: list[int] = []
         for factor in factors:
             if factor in self._parts:
@@ -66,32 +66,32 @@ class IndexMap:
         return out
 
     def order(self, x: Arrangement) -> list[int]:
-        """All factors as they follow each other in a row-major copy."""
+        """Return all factors in the order of a row-major copy."""
         return [factor for dim in x.dims for factor in self.resolve(dim)]
 
     def size(self, factors: Sequence[int]) -> Size:
-        """Their product."""
+        """Return the product of the factors."""
         return size_product(self._sizes[factor] for factor in factors)
 
     def same_factors(self, a: Sequence[int], b: Sequence[int]) -> bool:
-        """Are these the same factors in the same order?"""
+        """Return True if both are the same factors in the same order."""
         return self.resolve(a) == self.resolve(b)
 
     def equal(self, a: Arrangement, b: Arrangement) -> bool:
-        """Do both hold the same elements at the same places?"""
+        """Return True if both have the same elements at the same positions."""
         alike = len(a.dims) == len(b.dims) and all(map(self.same_factors, a.dims, b.dims))
         return alike and not a.fixed and not b.fixed
 
     def take(self, dim: FactorIds, length: Size) -> tuple[FactorIds, FactorIds] | None:
-        """The leading factor of this size, and the rest; a factor is split where it holds more."""
+        """Return the leading factor of this size and the rest, and split a larger factor; None if impossible."""
         rest = exact_quotient(self.size(dim), length)
         found = self.reshape(Arrangement((dim,)), (length, rest)) if rest is not None else None
         return None if found is None else (found.dims[0], found.dims[1])
 
-    # What ops do. None: it cannot be said.
+    # The effects of ops; None if the result has no arrangement.
 
     def reshape(self, x: Arrangement, shape: Sequence[Size]) -> Arrangement | None:
-        """The same row-major order in other dims; a factor that lies in several of them is split."""
+        """Return the same row-major order in other dims; a factor in several of them is split."""
         order = self.order(x)
         rule = reshape_rule(tuple(self._sizes[factor] for factor in order), tuple(shape))
         if rule.kinds:
@@ -105,7 +105,10 @@ class IndexMap:
         return Arrangement(tuple(tuple(known[name] for name in dim_factors(dim)) for dim in rule.results[0]), x.fixed)
 
     def piece(self, x: Arrangement, dim: int, count: int, at: int, keep: bool) -> Arrangement | None:
-        """One of `count` equal pieces along a dim; unless keep, it is one position, and the dim goes."""
+        """Return one of `count` equal pieces of a dim, or None.
+
+        Without `keep` the piece is one position, and the dim is removed.
+        """
         cut = self.take(x.dims[dim], count)
         if cut is None or (not keep and self.resolve(cut[1])):
             return None
@@ -113,7 +116,7 @@ class IndexMap:
         return Arrangement(dims, (*x.fixed, (cut[0], at)))
 
     def join(self, parts: Sequence[Arrangement], dim: int, new: bool) -> Arrangement | None:
-        """Undo `piece`, perhaps along another dim, a `new` one or one that is there."""
+        """Undo `piece`, possibly along another dim: a `new` one or an existing one."""
         first = parts[0]
         if not first.fixed:
             return None
@@ -143,20 +146,20 @@ MAY_COPY = parse_overloads("contiguous reshape reshape_as flatten.using_ints rav
 
 
 def is_view(node: Node) -> bool:
-    """Does the value lie in the memory of its first operand, whatever the strides?"""
+    """Return True if the value shares the storage of its first operand for all strides."""
     if node.target in PASSTHROUGH_MOVES or not isinstance(node.target, OpOverload):
         return node.target in PASSTHROUGH_MOVES
     return node.target not in MAY_COPY and all(result.alias_info for result in schema_of(node.target).returns)
 
 
 def is_move(node: Node) -> bool:
-    """Might it only move data?"""
+    """Return True if the node may only move data."""
     moves = node.target in PASSTHROUGH_MOVES or is_rearrangement(node)
     return moves or match_join(node) is not None or nth_result(node, 0) is not None
 
 
 def moved_operands(node: Node) -> list[Node]:
-    """The tensors, or pieces of one, that it moves. Others only lend their shape."""
+    """Return the operands, or pieces of one, that the node moves. Other operands only provide a shape."""
     if node.target in PASSTHROUGH_MOVES:
         return [node.args[0]]
     found = OpCall(node).operands
@@ -164,14 +167,14 @@ def moved_operands(node: Node) -> list[Node]:
 
 
 class ArrangementTracker:
-    """Arrangements of the nodes that move what the leaves hold."""
+    """The arrangements of nodes that move the elements of the leaves."""
 
     def __init__(self, index: IndexMap, leaves: Mapping[Node, Arrangement]) -> None:
         self.index = index
         self.known: dict[Node, Arrangement | None] = dict(leaves)
 
     def tensor(self, node: Node) -> Arrangement | None:
-        """Where the leaves' elements are in this tensor; None if it holds others, or that is not known."""
+        """Return the arrangement of the leaves' elements in this tensor, or None if it is unknown."""
         if node not in self.known:
             self.known[node] = self._move(node)
         return self.known[node]
@@ -194,7 +197,7 @@ class ArrangementTracker:
         return self.tensor(node.args[0]) if node.target is WAIT_OPS else None
 
     def _piece(self, x: Arrangement, piece: SlicePiece) -> Arrangement | None:
-        """One of several equal pieces."""
+        """Return the arrangement of one of several equal pieces, or None."""
         extent = as_sizes(piece.source.meta["val"].shape)[piece.dim]
         count, at = exact_quotient(extent, piece.length), exact_quotient(piece.start, piece.length)
         if piece.step != 1 or not isinstance(count, int) or not isinstance(at, int):

@@ -1,13 +1,14 @@
-"""Which exchanges may become one: the same dims, ranks and dtype, none of them waiting for another.
+"""Pack independent exchanges into one, and merge dims before an exchange.
 
-q' = exchange(q); k' = exchange(k); v' = exchange(v); attention(q', k', v')
+    q' = exchange(q); k' = exchange(k); v' = exchange(v); attention(q', k', v')
 
-Dims that are merged behind an exchange are merged before it.
+Exchanges are packed if they have the same dims, ranks and dtype, and none depends on another. Dims that are merged
+after an exchange are merged before it.
 
-all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
+    all_to_all_permute(x [b, S, h, d], 1, 2).flatten(2)   ->   all_to_all_permute(x.flatten(2), 1, 2)
 
-What arrives are n blocks of the dims that are gathered, [n, h * d, b * s]: transposed, the operand of a matmul. With h
-and d apart they are [n, h, b, s, d], where n * h * d positions have no common stride, so that flatten copies.
+An exchange receives n blocks of the gathered dims, [n, h * d, b * s]: transposed, the operand of a matmul. With
+separate h and d they are [n, h, b, s, d]. There, n * h * d positions have no common stride, so that flatten copies.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ aten = torch.ops.aten
 
 
 class PackExchanges(Pass):
-    """Independent exchanges of the same two dims as one, where the last of them is."""
+    """Pass that packs independent exchanges of the same two dims, at the position of the last one."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         groups = _combinable_exchanges(gm.graph)
         for members in groups:
             _move_users_after(members)
@@ -46,7 +48,7 @@ class PackExchanges(Pass):
 
     def _combine(self, members: Sequence[Node]) -> None:
         _, scatter, gather, n, group = members[0].args
-        whole = [1, n, 0, n]  # n positions, one a rank: equal shares of any size
+        whole = [1, n, 0, n]  # n positions, one per rank: equal shares of any size
         ndim = members[0].meta["val"].ndim
         with self.graph.inserting_before(members[-1]):
             args = ([m.args[0] for m in members], scatter % ndim, whole, gather % ndim, whole, n, group)
@@ -58,9 +60,9 @@ class PackExchanges(Pass):
 
 
 def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
-    """Those that may become one: nothing between them waits for one of them."""
+    """Return groups of exchanges that can be packed: no node between them depends on a member."""
     done = []
-    backward = reachable_set(graph_tangents(graph), lambda n: n.users)  # which will be cut off
+    backward = reachable_set(graph_tangents(graph), lambda n: n.users)  # which will be partitioned
     open_groups: dict[Any, list[Node]] = {}
     for node in [n for n in graph.nodes if n.target is PERMUTE]:
         key = (*_exchange_key(node), node in backward)
@@ -73,7 +75,7 @@ def _combinable_exchanges(graph: Graph) -> list[list[Node]]:
 
 
 def _exchange_key(node: Node) -> Any:
-    """Exchanges that differ in this need different messages."""
+    """Return a key; exchanges with different keys need different messages."""
     x, scatter, gather, n, group = node.args
     value = x.meta["val"]
     scatter, gather = scatter % value.ndim, gather % value.ndim
@@ -82,19 +84,19 @@ def _exchange_key(node: Node) -> Any:
 
 
 def _first_dependent(members: list[Node], last: Node) -> list[Node] | None:
-    """What uses the members' results and comes before the last exchange; None if that exchange is among it."""
+    """Return the dependents of the members before the last exchange, or None if it is one of them."""
     found = reachable_set(members, lambda n: [user for user in n.users if user < last])
     return None if any(i in found for i in last.all_input_nodes) else sorted(found - set(members))
 
 
 def _can_join(members: list[Node], node: Node) -> bool:
     waiting = _first_dependent(members, node)
-    # What has effects, or takes part in a collective, keeps its place.
+    # Nodes with effects, and collectives, are not moved.
     return waiting is not None and all(is_pure(n) and not is_mutation(n) and not is_collective(n) for n in waiting)
 
 
 def _move_users_after(members: list[Node]) -> None:
-    """What used the first of them comes behind the last."""
+    """Move the users of the first members after the last one."""
     behind = members[-1]
     for node in _first_dependent(members[:-1], behind) or ():
         behind.append(node)
@@ -102,15 +104,16 @@ def _move_users_after(members: list[Node]) -> None:
 
 
 class MergeDimsBeforeExchange(Pass):
-    """Dims are merged before an exchange, not behind it."""
+    """Pass that merges dims before an exchange in place of after it."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._rewrite(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
     def _rewrite(self, node: Node) -> bool:
         for result in downstream_moves(node)[::-1]:
             chain = exclusive_chain(node, result)
-            returned = any(user.op == "output" for user in result.users)  # in its old layout, whatever that costs
+            returned = any(user.op == "output" for user in result.users)  # an output keeps its layout
             groups = _merged_dims(node, result) if chain is not None and not returned else None
             if groups is not None and chain is not None and _rewrite_exchange(self, node, result, groups):
                 erase_chain(self.graph, frozenset(chain))
@@ -119,7 +122,7 @@ class MergeDimsBeforeExchange(Pass):
 
 
 def _merged_dims(node: Node, result: Node) -> list[list[int]] | None:
-    """Which dims of the exchange's result are each dim of what is made of it, if gathered ones lead a merged dim."""
+    """Return the exchange's result dims that form each dim of `result`, if gathered ones lead a merged dim."""
     index = IndexMap()
     given = index.tensor(as_sizes(node.meta["val"].shape))
     made = ArrangementTracker(index, {node: given}).tensor(result)
@@ -139,7 +142,7 @@ def _rewrite_exchange(editor: GraphEditor, node: Node, result: Node, groups: lis
     x, scatter, gather, n, group = node.args
     shape, order = as_sizes(x.meta["val"].shape), [d for dims in groups for d in dims]
     if all(is_same_size(size, 1) for size in shape[: scatter % len(shape)]):
-        return False  # x is sent as it lies, and copied on its arrival
+        return False  # x is sent without a copy, and copied after it is received
     leads = [dims[0] for dims in groups]
     merged = [size_product(shape[d] for d in dims) for dims in groups]
     with editor.graph.inserting_before(node):
@@ -147,7 +150,7 @@ def _rewrite_exchange(editor: GraphEditor, node: Node, result: Node, groups: lis
             if order != sorted(order):
                 x = editor.compute(aten.permute.default, (x, order), node)
             x = editor.compute(aten.view.default, (x, editor.sizes.list(merged)), node)
-        except (RuntimeError, ValueError):  # x would have to be copied for that
+        except (RuntimeError, ValueError):  # this would need a copy of x
             editor.drop(x)
             return False
         dims = [leads.index(d % len(shape)) for d in (scatter, gather)]

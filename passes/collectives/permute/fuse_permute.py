@@ -1,22 +1,20 @@
-"""Permute + all-to-all + permute, however it is spelled, as one exchange of two dims.
+"""Fuse permute + all-to-all + permute, in any form, into one exchange of two dims.
 
     x.reshape(b, s, n, h, d).permute(2, 0, 1, 3, 4).contiguous()      x: [b, s, n * h, d]
     all_to_all_single, wait                                     ->    sp.all_to_all_permute(x, 2, 1): [b, n * s, h, d]
     .permute(1, 0, 2, 3, 4).reshape(b, n * s, h, d)
 
-By index algebra (see `arrangement.py`), so in any spelling: permutes, transposes, chunks and cats. Then an exchange
-that brings back what another took away goes, with it; exchanges that do not wait for each other (q, k and v of an
-attention) become one sp.all_to_all; and heads that are flattened after an exchange are flattened before it (see
-`combine_permutes.py`). Bytes moved: equal or less. Of the copies on both sides one is left, which a compiler
-writes from
-the kernel that makes x.
+The match uses index algebra (see `arrangement.py`), so that it covers permutes, transposes, chunks and cats. An
+exchange and its inverse are then removed. Independent exchanges (q, k and v of an attention) become one sp.all_to_all.
+Heads that are flattened after an exchange are flattened before it (see `combine_permutes.py`). The traffic is equal or
+less. Of the copies on both sides one remains, which a compiler fuses into the kernel that computes x.
 
-Works on captured graphs, in which no value changes (`capture_export` makes them of exported programs), and on those of
-AOTAutograd, forward, backward or joint. Leaves alone, with a note: unequal shares, results or copies that are also used
-elsewhere, any other permutation, sizes of which it cannot be proved.
+Works on captured graphs, in which no value changes (`capture_export` creates them from exported programs), and on
+those of AOTAutograd: forward, backward or joint. Not fused, with a note: unequal shares, results or copies with other
+users, other permutations, and sizes for which the match cannot be proved.
 
-What follows may find other strides than before. Views that the new strides do not allow become reshapes; results of the
-graph keep the old ones.
+Later nodes may have other strides than before. Views that the new strides do not allow become reshapes; outputs of the
+graph keep their strides.
 """
 
 from __future__ import annotations
@@ -50,13 +48,14 @@ from .restride import StrideRepair
 from .tidy_permutes import ConcatPadded, DropBuffers
 
 aten = torch.ops.aten
-FUSED_NOTE = "permute_all_to_all"  # in the report, whichever of the parts below did it
+FUSED_NOTE = "permute_all_to_all"  # name of all passes below in the report
 
 
 class FusePermutes(Pass):
-    """Permute + all-to-all + permute, and DTensor's own op, as sp.all_to_all_permute."""
+    """Pass that fuses permute + all-to-all + permute, and DTensor's own op, into sp.all_to_all_permute."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._match_and_rewrite(node) for node in list(gm.graph.nodes)])
 
     def _match_and_rewrite(self, node: Node) -> bool:
@@ -88,7 +87,7 @@ class FusePermutes(Pass):
         erase_chain(self.graph, found.chain)
 
     def _rewrite_dtensor(self, node: Node) -> bool:
-        """DTensor's own op says the dims."""
+        """Rewrite DTensor's op, whose arguments are the dims."""
         x, gather, scatter, group = node.args
         n = exact_quotient(as_size(node.meta["val"].shape[gather]), as_size(x.meta["val"].shape[gather]))
         if not isinstance(n, int) or not is_same_size(
@@ -103,20 +102,21 @@ class FusePermutes(Pass):
 
 
 class CancelExchanges(Pass):
-    """Neither of two exchanges, the second of which takes back the first."""
+    """Pass that removes an exchange and its inverse."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         return sum([self._cancel(node) for node in gm.graph.find_nodes(op="call_function", target=PERMUTE)])
 
     def _cancel(self, node: Node) -> bool:
-        """Replace an exchange by the operand of the one that it takes back."""
+        """Replace an exchange by the operand of the exchange of which it is the inverse."""
         for first in source_exchanges(node):
             how = is_inverse(first, node)
             if how is None:
                 continue
             home = first.args[0]
             with self.graph.inserting_before(node):
-                if is_written(node) or aliases_input(home):  # which may be written, and is not to be returned
+                if is_written(node) or aliases_input(home):  # may be written, and must not be returned
                     home = self.compute(aten.clone.default, (home,), node)
                 if not how:
                     home = self.reshape(home, as_sizes(node.meta["val"].shape), node)
@@ -128,9 +128,10 @@ class CancelExchanges(Pass):
 
 @register_pass
 class FuseAllToAllPermutes(CollectivePass, Passes):
-    """By hand: `FuseAllToAllPermutes()(graph_module)`; `.notes` says what was done.
+    """All passes over permuted exchanges: `FuseAllToAllPermutes()(graph_module)`.
 
-    decomposed: leave ATen and functional collectives, as after AOTAutograd, instead of sp:: ops.
+    Args:
+        decomposed: True to emit ATen ops and functional collectives, as after AOTAutograd, in place of sp:: ops.
     """
 
     provides = frozenset({"exchanges are joined"})
@@ -138,6 +139,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:
+        """Create the pass for a job, or return None if it does not apply."""
         return cls(decomposed=True) if job.session.groups else None
 
     def __init__(self, decomposed: bool = False) -> None:
@@ -145,6 +147,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         self.decomposed = decomposed
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         require_ops(gm, self.name)
         if not any(map(_is_permute_exchange, gm.graph.nodes)):
             return 0

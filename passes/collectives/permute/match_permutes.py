@@ -1,10 +1,10 @@
-"""Exchanges in a graph, and which of them are an all_to_all_permute: the sums behind `permute_all_to_all`.
+"""Match exchanges that are an all_to_all_permute.
 
     x  (b, s, n * h, d)  -> any views, permutes and copies ->  (n, ...)   all_to_all_single   (n, ...)  -> any ->  y
 
-Of dim 0 the leading factor of n is *sent*: block p goes to rank p. In the result it is *came*: block r is rank r's.
-The whole is an exchange of dim a for dim b if `sent` is the leading factor of x's dim a, and y holds the other factors
-of x in their order, with `came` in front of those of dim b.
+In dim 0 of the operand, the leading factor of n is `sent`: block p goes to rank p. In the result it is `came`: block r
+is from rank r. The chain exchanges dim a for dim b under two conditions: `sent` is the leading factor of x's dim a, and
+y has the other factors of x in their order, with `came` before the factors of dim b.
 """
 
 from __future__ import annotations
@@ -27,39 +27,42 @@ from .arrangement import Arrangement, ArrangementTracker, FactorIds, IndexMap, i
 c10d = torch.ops._c10d_functional
 PERMUTE = torch.ops.sp.all_to_all_permute.default
 ALL_TO_ALLS = (c10d.all_to_all_single, torch.ops._c10d_functional_autograd.all_to_all_single)
-MAX_CANDIDATES = 64  # nodes of a chain
+MAX_CANDIDATES = 64  # maximum number of nodes of a chain
 
 
 @dataclass(frozen=True)
 class AllToAllMatch:
-    """Nodes: sent, the all_to_all_single, what waits for it. n equal shares over the group of this name."""
+    """An all_to_all_single of equal shares."""
 
-    sent: Node
-    node: Node
+    sent: Node  # the operand
+    node: Node  # the all_to_all_single
     wait: Node
-    n: int
+    n: int  # number of shares
     group: str
 
 
 @dataclass(frozen=True)
 class PermuteMatch:
-    """x -> y is all_to_all_permute(x, scatter_dim, gather_dim), or a reshape of it unless exact; chain: all between."""
+    """A chain x -> y that is all_to_all_permute(x, scatter_dim, gather_dim)."""
 
     x: Node
     y: Node
     scatter_dim: int
     gather_dim: int
-    exact: bool
-    chain: frozenset[Node]
+    exact: bool  # False: up to a reshape
+    chain: frozenset[Node]  # all nodes after x, up to y
 
 
 def is_all_to_all(node: Node) -> bool:
-    """Is it torch's functional all_to_all_single?"""
+    """Return True if the node is torch's functional all_to_all_single."""
     return node_packet(node) in ALL_TO_ALLS
 
 
 def match_all_to_all(node: Node) -> AllToAllMatch | str:
-    """The exchange; or why it is not one of equal shares between all ranks, "" if it is of another kind."""
+    """Return the exchange, or the reason for which it is not one of equal shares between all ranks.
+
+    The reason is "" for an exchange of another kind.
+    """
     call, group = OpCall(node), exchange_group(node)
     sent, received_sizes, sent_sizes = (call[name] for name in ("input", "output_split_sizes", "input_split_sizes"))
     if group is None:
@@ -76,7 +79,7 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
 
 
 def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
-    """The longest chain around the exchange that is one all_to_all_permute, exactly or up to a reshape."""
+    """Return the longest chain around the exchange that is an all_to_all_permute, or None."""
     sources = [exchange.sent, *_upstream_moves(exchange.sent)][::-1]
     results = [exchange.wait, *downstream_moves(exchange.wait)][::-1]
     for exact in (True, False):
@@ -94,14 +97,14 @@ def match_permute(exchange: AllToAllMatch) -> PermuteMatch | None:
 
 
 def _upstream_moves(node: Node) -> list[Node]:
-    """What the node moves, from the nearest to the farthest."""
-    # What a wait waits for is not there yet.
+    """Return the values that the node moves, from the nearest to the farthest."""
+    # The operand of a wait is not complete.
     moved = iterate_reachable([node], lambda n: moved_operands(n) if is_move(n) and n.target is not WAIT_OPS else ())
     return [x for x in islice(moved, 1, MAX_CANDIDATES + 1) if is_tensor(x)]
 
 
 def downstream_moves(node: Node) -> list[Node]:
-    """What only moves the node's data, from the nearest to the farthest."""
+    """Return the nodes that only move the node's data, from the nearest to the farthest."""
     found, waiting = {node: None}, list(node.users)
     while waiting and len(found) < MAX_CANDIDATES:
         nearest = waiting.pop(0)
@@ -112,7 +115,7 @@ def downstream_moves(node: Node) -> list[Node]:
 
 
 def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
-    """All nodes from x to what is sent, both included; None if a copy on the way is used elsewhere too."""
+    """Return all nodes from x to the sent value, or None if a copy in between has other users."""
     chain = reachable_set([sent], lambda n: moved_operands(n) if n is not x and is_move(n) else ()) | {x}
     for node in chain - {x}:
         elsewhere = any(user not in chain and not is_all_to_all(user) for user in node.users)
@@ -122,19 +125,19 @@ def _upstream_chain(sent: Node, x: Node) -> set[Node] | None:
 
 
 def exclusive_chain(wait: Node, y: Node) -> set[Node] | None:
-    """All nodes from the wait to y, both included; None if another than y is used elsewhere."""
+    """Return all nodes from the wait to y, or None if a node before y has other users."""
     chain = reachable_set([y], lambda n: moved_operands(n) if n is not wait else ())
     users = {user for node in chain - {y} for user in node.users if not is_unused(user)}
     return chain if users <= chain else None
 
 
 def is_unused(node: Node) -> bool:
-    """One of several pieces that nobody reads."""
+    """Return True if the node is one of several results and has no users."""
     return node.target is operator.getitem and not node.users
 
 
 def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tuple[int, int] | None:
-    """The scatter and the gather dim, if x -> y is an exchange of these."""
+    """Return the scatter and the gather dim if x -> y is an exchange of these, else None."""
     index = IndexMap()
     given = index.tensor(as_sizes(x.meta["val"].shape))
     sent = ArrangementTracker(index, {x: given}).tensor(exchange.sent)
@@ -142,7 +145,7 @@ def _exchange_dims(exchange: AllToAllMatch, x: Node, y: Node, exact: bool) -> tu
     if sent is None or cut is None:
         return None
     came = (index.factor(exchange.n),)
-    # The shape is the same on both sides, so that what follows the leading factor stays where it is.
+    # The shape is the same on both sides, so that the factors after the leading one do not move.
     received = Arrangement((came + cut[1], *sent.dims[1:]))
     made = ArrangementTracker(index, {exchange.wait: received}).tensor(y)
     if made is None or made.fixed:
@@ -176,7 +179,7 @@ def _canonical_dims(
 def dims_after(
     index: IndexMap, given: Arrangement, scatter: int, gather: int, sent: FactorIds, came: FactorIds
 ) -> tuple[FactorIds, ...]:
-    """The dims after the exchange, of which `sent` leads the scatter dim."""
+    """Return the dims after the exchange, where `sent` leads the scatter dim."""
     dims = list(given.dims)
     dims[scatter] = tuple(index.resolve(dims[scatter])[len(index.resolve(sent)) :])
     dims[gather] = (*came, *dims[gather])
@@ -184,7 +187,10 @@ def dims_after(
 
 
 def is_inverse(first: Node, second: Node) -> bool | None:
-    """Does the second all_to_all_permute bring the operand of the first back? False: up to a reshape. None: no."""
+    """Return True if the second all_to_all_permute restores the operand of the first.
+
+    Returns False if it does so up to a reshape, and None if it does not.
+    """
     x, scatter, gather, n, group = first.args
     if tuple(second.args[3:]) != (n, group):
         return None
@@ -200,7 +206,7 @@ def is_inverse(first: Node, second: Node) -> bool | None:
         return None
     scatter, gather = (d % len(there.dims) for d in second.args[1:3])
     back = index.take(there.dims[scatter], n)
-    # What came from rank r goes back to rank r: its block of what was sent to this rank is this rank's again.
+    # Data from rank r returns to rank r, so that this rank receives its own blocks again.
     if back is None or not index.same_factors(back[0], came):
         return None
     home = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
@@ -210,20 +216,20 @@ def is_inverse(first: Node, second: Node) -> bool | None:
 
 
 def source_exchanges(node: Node) -> Sequence[Node]:
-    """The exchanges whose results a chain of moves brings to this one's operand."""
+    """Return the exchanges whose results are moved to this one's operand."""
     x = node.args[0]
     return [n for n in [x, *_upstream_moves(x)] if n.target is PERMUTE]
 
 
 def aliases_input(node: Node) -> bool:
-    """Does it share memory with an input of the graph?"""
+    """Return True if the node shares storage with an input of the graph."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")
 
 
 def erase_chain(graph: Graph, chain: frozenset[Node]) -> None:
-    """Erase the nodes, as far as nothing else uses them."""
+    """Erase the nodes that have no other users."""
     for node in reversed(graph.nodes):
         unread = is_unused(node) and node.args[0] in chain
         if (node in chain or unread) and not node.users:

@@ -1,4 +1,4 @@
-"""Bring a graph's fake values up to date where a rewrite has changed strides, and keep those of its results.
+"""Update fake values after a rewrite has changed strides, and preserve the strides of outputs.
 
 y: [s, b, h, d] in memory, read as [b, s, h, d]; y.view(b, s, h * d)   ->   y.reshape(b, s, h * d)
 """
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class StrideRepair:
-    """What the graph's nodes were before a rewrite; `apply` afterwards."""
+    """The values of a graph's nodes before a rewrite; call `apply` after it."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -29,7 +29,7 @@ class StrideRepair:
         self.results = _graph_results(graph)
 
     def apply(self) -> None:
-        """Edit the graph in place."""
+        """Infer the changed values again, in place."""
         changed = {node for node in self.graph.nodes if node not in self.before}
         for node in list(self.graph.nodes):
             if node in self.before and any(i in changed for i in node.all_input_nodes) and self._reinfer(node):
@@ -37,7 +37,7 @@ class StrideRepair:
         self._keep_results()
 
     def _reinfer(self, node: Node) -> bool:
-        """Infer the node's value again; whether its strides are others now."""
+        """Infer the node's value again, and return True if its strides have changed."""
         if node.target is aten.as_strided.default:
             self._restore_operands(node)
             return False
@@ -46,7 +46,7 @@ class StrideRepair:
             return False
         try:
             value = infer_value(node.target, node.args, node.kwargs)
-        except (RuntimeError, ValueError):  # the memory does not allow this view any more
+        except (RuntimeError, ValueError):  # the new strides do not allow this view
             if node.target not in (aten.view.default, aten._unsafe_view.default):
                 raise
             node.target = aten.reshape.default
@@ -56,7 +56,7 @@ class StrideRepair:
         return _strides_changed(old, value)
 
     def _restore_operands(self, node: Node) -> None:
-        """An op that reads memory gets the memory it was written for."""
+        """Restore the operand's strides for an op that reads storage directly."""
         source = node.args[0]
         old = self.before.get(source)
         if isinstance(old, Tensor) and _strides_changed(old, source.meta["val"]):
@@ -70,7 +70,7 @@ class StrideRepair:
 
 
 def _graph_results(graph: Graph) -> list[Node | None]:
-    """What the graph returns; None for numbers and the like."""
+    """Return the graph's outputs, with None for values that are not nodes."""
     flat = pytree.tree_leaves(graph.output_node().args[0])
     return [x if isinstance(x, Node) else None for x in flat]
 

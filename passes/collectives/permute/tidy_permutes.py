@@ -1,13 +1,12 @@
-"""What autograd and AOTAutograd write around exchanges, brought back to what was meant.
+"""Simplify code that autograd and AOTAutograd write around exchanges.
 
-Sums of pieces that are padded with zeros -> the pieces side by side. Autograd makes them where pieces were read.
+Sums of pieces that are padded with zeros become a cat of the pieces. Autograd creates them where pieces were read.
 
     cat([p, zeros]) + cat([zeros, q])                                       ->  cat([p, q])
     select_backward(p, shape, d, 0) + select_backward(q, shape, d, 1)       ->  stack([p, q], d)
 
-Exact: every element is one piece's. In joint graphs of ATen ops, decomposed for Inductor or not.
-
-A buffer that is made only to be filled with what an exchange brings -> what it brings.
+The rewrite is exact, as every element is from one piece. It works in joint graphs of ATen ops, decomposed for Inductor
+or not. A buffer that is created only to be filled with the result of an exchange is replaced by that result.
 
     copy(empty_like(x), wait)                                               ->  wait
 """
@@ -31,9 +30,10 @@ aten = torch.ops.aten
 
 
 class DropBuffers(Pass):
-    """An exchange's result instead of a buffer like it that the result fills."""
+    """Pass that replaces a buffer by the result of an exchange that fills it."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         copies = gm.graph.find_nodes(op="call_function", target=aten.copy.default)
         found = [node for node in copies if node.args[1].target is WAIT_OPS and _has_same_layout(*node.args[:2])]
         for node in found:
@@ -48,10 +48,11 @@ def _has_same_layout(a: Node, b: Node) -> bool:
 
 
 class ConcatPadded(Pass):
-    """Pieces side by side instead of a sum of padded ones."""
+    """Pass that replaces a sum of padded pieces by a cat of the pieces."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         # The parts of a sum that was replaced have no users.
+        """Apply the pass to a graph and return the number of changes."""
         return sum([node.users != {} and self._concat(node) for node in reversed(list(gm.graph.nodes))])
 
     def _concat(self, node: Node) -> bool:
@@ -66,7 +67,7 @@ class ConcatPadded(Pass):
 
 
 def _sum_terms(node: Node) -> list[SlicePiece] | None:
-    """What is added up in the node, in order, if it is all of it and each once."""
+    """Return the pieces that the node adds, in order, if they cover it and do not overlap; else None."""
     if not _is_addition(node):
         return None
     found: list[SlicePiece] = []
@@ -100,7 +101,10 @@ def _static_shape(node: Node) -> tuple[Size, ...]:
 
 
 def match_placed(node: Node) -> SlicePiece | None:
-    """What lies where in the node among zeros: padded, joined to them, or the gradient of a slice or a select."""
+    """Return the piece that the node places among zeros, or None.
+
+    The node is a padding, a cat with zeros, or the gradient of a slice or a select.
+    """
     pad, op = match_padding(node), node_packet(node)
     if pad is not None:
         inside = not pad.fill and all(isinstance(rows, int) and rows >= 0 for rows in (pad.before, pad.after))
@@ -116,13 +120,13 @@ def match_placed(node: Node) -> SlicePiece | None:
 
 
 def _piece_shape(whole: Sequence[Size], leaf: SlicePiece) -> tuple[Size, ...]:
-    """The shape that the piece has to have."""
+    """Return the shape that the piece must have."""
     own = [leaf.length] if leaf.keeps_dim else []
     return (*whole[: leaf.dim], *own, *whole[leaf.dim + 1 :])
 
 
 def _match_slice_write(call: OpCall, one: bool) -> SlicePiece | None:
-    """Of a slice, or of `one` position: written into zeros, or their gradient."""
+    """Return the piece that is written into zeros, or whose gradient is zeros elsewhere; `one`: a select."""
     whole, dim = call.result_shapes()[0], call["dim"]
     start, end = (call["index"], None) if one else (call["start"] or 0, call["end"] or whole[dim])
     known = all(isinstance(x, int) for x in (start, whole[dim], end or 0))
