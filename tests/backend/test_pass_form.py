@@ -76,7 +76,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
         ("mean", "reduce_partials"),
         ("exchange_halos", "gather_operands"),
         ("gather_operands", "draw"),
-        ("discharge", "localize"),
+        ("apply_strategies", "localize"),
         ("use_fast_scans", "localize"),
         ("localize", "validate_shapes"),
         ("validate_shapes", "balance_layout"),
