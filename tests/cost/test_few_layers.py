@@ -85,7 +85,7 @@ def test_a_few_layers_say_what_all_do(
     options = {"offload": offload, "cost": cost, "state": "sharded", "param_grads": "partial", "tiles": tiles}
     options["compiler"] = "aot_eager"
     few = explained(True, wider, normed=tiles != "never", **options)
-    monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
+    monkeypatch.setattr(import_module("sp_compile.verify"), "SIMILAR_LAYERS_NOTE", LAYERS)
     whole = explained(True, wider, normed=tiles != "never", **options)
     assert [note.label for note in few.notes if note not in whole.notes].count("extrapolated") == 1
     assert "extrapolated" not in {note.label for note in whole.notes}
@@ -125,7 +125,7 @@ def test_gradients_of_a_few_layers_count_for_those_of_all(monkeypatch: pytest.Mo
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket)
     monkeypatch.setattr(gradients, "SMALL_BUCKET", bucket)
     few = bytes_of(explained(False, False))
-    monkeypatch.setattr(import_module("sp_compile.verify"), "MANY_ALIKE", LAYERS)
+    monkeypatch.setattr(import_module("sp_compile.verify"), "SIMILAR_LAYERS_NOTE", LAYERS)
     assert few == pytest.approx(bytes_of(explained(False, False)), rel=1e-3)
     assert len(few) == 1 or bucket == 1
 
