@@ -284,7 +284,10 @@ def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
 OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
     "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
-    "flips of two dims": (lambda x: x.flip(1).cumsum(1).flip(1, 2), "not rewrite_scan_idioms .* other dims than 1 are flipped"),
+    "flips of two dims": (
+        lambda x: x.flip(1).cumsum(1).flip(1, 2),
+        "not rewrite_scan_idioms .* other dims than 1 are flipped",
+    ),
     "a scan read before it is flipped back": (
         lambda x: (s := x.flip(1).cumsum(1)).flip(1) + s,
         r"not rewrite_scan_idioms .* something else reads the scan \(cumsum\)",
@@ -299,7 +302,10 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
-    "rows read on the way": (lambda x: rows(x, read=True), "not stack_written_rows .* something else reads select_scatter"),
+    "rows read on the way": (
+        lambda x: rows(x, read=True),
+        "not stack_written_rows .* something else reads select_scatter",
+    ),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
         "not group_key_heads .* its copies are of all heads in turn",
@@ -311,7 +317,10 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         "not group_key_heads .* one of them alone is repeated here",
     ),
     "a window beside its padding": (convolved, "not fold_paddings it reads pad with its padding"),
-    "a flattened repetition": (lambda x: x.repeat_interleave(2), "not normalize_repeats without a dim it repeats the flattened"),
+    "a flattened repetition": (
+        lambda x: x.repeat_interleave(2),
+        "not normalize_repeats without a dim it repeats the flattened",
+    ),
 }
 """Of (2, 8, 4), along dim 1."""
 
