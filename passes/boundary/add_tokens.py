@@ -32,7 +32,7 @@ class ReturnPermutation(Pass):
         """Apply the pass to a graph and return the number of changes."""
         if job.edges.order_input is not None or not any(one.layout.is_balanced for one in job.edges.results.values()):
             return 0
-        (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.balanced_order.default)
+        (dealt,) = gm.graph.find_nodes(op="call_function", target=torch.ops.sp.deal.default)
         with gm.graph.inserting_before(gm.graph.output_node()):
             orders = [self.emit(operator.getitem, (dealt, i), dealt.meta["val"][i], dealt) for i in range(3)]
         leaves = output_leaves(gm)

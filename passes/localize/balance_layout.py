@@ -97,9 +97,7 @@ class BalanceLayout(Pass):
             if given:
                 made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
-                made = self.compute(
-                    sp.balanced_order.default, self._balance_arguments(attends, found, length, n, device), first
-                )
+                made = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
             parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
             self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)

@@ -45,8 +45,8 @@ class BoundRule:
     extents: the sizes of the factors that stand in groups.
     sizes: the schema argument that spells the result's sizes (made local when the result is sharded).
     lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
-    begins: replicated operands are cut for it, whatever their dtype: what it makes of whole ones is none of shards, or
-        much wider than they are.
+    starts_sequence: replicated operands are cut for it, whatever their dtype: what it makes of whole ones is none of
+        shards, or much wider than they are.
     reshapes: the elements keep their row-major order, so a rank makes its part by a reshape to its local sizes.
     lenders: the operands of which only the shape is read.
     pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
@@ -99,7 +99,7 @@ class BoundRule:
         said = [f"{kind}={' '.join(factors)}" for kind, factors in by_kind.items()]
         given = {name: getattr(self, name) for name in ("sizes", "pad", "masks", "lenders")}
         said += [f"{name}={value}" for name, value in given.items() if value not in (None, ())]
-        flags = [name for name in ("lazy", "begins", "reshapes") if getattr(self, name)]
+        flags = [name for name in ("lazy", "starts_sequence", "reshapes") if getattr(self, name)]
         return "; ".join([" -> ".join(sides), *said, *flags])
 
     def kind(self, factor: str) -> str:

@@ -108,8 +108,8 @@ def rule(op: Any, *texts: str, **options: Any) -> None:
     """Register the sharding behaviour of an op overload (or of a list of them) as text; see the module's docstring.
 
     Several texts: the one with as many operand groups as the call has tensor operands is taken.
-    Options: sum, mean, total, whole, attend, scan, halo, window (space-separated factors), and sizes, lazy, begins,
-    pad, masks, reshapes, lenders as in Factors.
+    Options: sum, mean, total, whole, attend, scan, halo, window (space-separated factors), and sizes, lazy,
+    starts_sequence, pad, masks, reshapes, lenders as in BoundRule.
     Raises SpError for a malformed text, when a vanishing factor is not classified or an option is unknown.
     """
     parsed = [RulePattern.parse(text, **options) for text in texts]

@@ -413,7 +413,7 @@ class StepPlanner:
             "kept": looked.saved_bytes,
             "seconds": machine.together(seconds, 2 * copy_seconds(held.host, machine)),
             "fits": memory <= machine.memory and held.host <= self.host,
-            "looked": looked.is_exact(attend, state, share),
+            "is_measured": looked.is_exact(attend, state, share),
             "most_tiles": looked.max_tiles,
         }
 

@@ -43,12 +43,12 @@ Constraints
   4 ranks divide the 4 heads (dim 1)
 
 Rewrites
-  nodes  pass     at                                                        what and why
--------  -------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean     backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                            whole sequence
-      2  ulysses  backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
-      1  reduce   backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
+  nodes  pass             at                                                        what and why
+-------  ---------------  --------------------------------------------------------  ---------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
+                                                                                    whole sequence
+      2  ulysses          backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
+      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
@@ -85,12 +85,12 @@ Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3
 
 Rewrites
-  nodes  pass    at                                                        what and why
--------  ------  --------------------------------------------------------  -------------------------------------------------------
-      1  mean    backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                           whole sequence
-      2  ring    backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
-      1  reduce  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
+  nodes  pass             at                                                        what and why
+-------  ---------------  --------------------------------------------------------  -------------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
+                                                                                    whole sequence
+      2  ring             backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
+      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
 
 Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal

@@ -76,7 +76,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
         ("mean", "reduce_partials"),
         ("exchange_halos", "gather_operands"),
         ("gather_operands", "draw"),
-        ("discharge", "localize"),
+        ("apply_strategies", "localize"),
         ("use_fast_scans", "localize"),
         ("localize", "validate_shapes"),
         ("validate_shapes", "balance_layout"),
@@ -140,7 +140,7 @@ def test_a_spelling_registers_itself() -> None:
     assert "doubled" in [note.label for note in verified.notes]
     assert verified.worst < 1e-6
     names = [one.name for one in registered_passes(CanonicalPass)]
-    assert names.index("explicit") < names.index("doubled") < names.index("masks")
+    assert names.index("normalize_ops") < names.index("doubled") < names.index("rewrite_masks")
     with pytest.raises(SpError, match="SP901"):
         register_pass(Doubled)
 
@@ -151,20 +151,20 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
     report = sp_compile.explain(model, ids, ids, passes=True, offload=1.0)
     ran = [lap.name for lap in runs_by_pass(report.passes)]
     behind = [
-        "return_orders",
-        "make_late",
-        "leave_tickets",
-        "name_sources",
-        "stay_in_checkpoints",
-        "keep_results_apart",
-        "overlap",
-        "offload",
+        "return_permutation",
+        "defer_outputs",
+        "add_gradient_tokens",
+        "annotate_backward_sources",
+        "save_attention_in_checkpoints",
+        "separate_result_storage",
+        "overlap_collectives",
+        "offload_values",
     ]
     assert ran[-len(behind) :] == behind
     assert all(f"\n{name} " in str(report) for name in behind)
     changes = {lap.name: lap.changes for lap in runs_by_pass(report.passes)}
-    assert changes["overlap"] > 0
-    assert changes["offload"] > 0
+    assert changes["overlap_collectives"] > 0
+    assert changes["offload_values"] > 0
     plain = sp_compile.explain(model, ids, ids)
     assert not {lap.name for lap in plain.passes} & set(behind)
 
@@ -284,51 +284,60 @@ def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
 OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
     "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
-    "flips of two dims": (lambda x: x.flip(1).cumsum(1).flip(1, 2), "not scan_idioms .* other dims than 1 are flipped"),
+    "flips of two dims": (
+        lambda x: x.flip(1).cumsum(1).flip(1, 2),
+        "not rewrite_scan_idioms .* other dims than 1 are flipped",
+    ),
     "a scan read before it is flipped back": (
         lambda x: (s := x.flip(1).cumsum(1)).flip(1) + s,
-        r"not scan_idioms .* something else reads the scan \(cumsum\)",
+        r"not rewrite_scan_idioms .* something else reads the scan \(cumsum\)",
     ),
     "a recurrence read before it is flipped back": (
         lambda x: (h := step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1))).flip(1) + h,
-        r"not scan_idioms .* something else reads the scan \(linear_scan_default\)",
+        r"not rewrite_scan_idioms .* something else reads the scan \(linear_scan_default\)",
     ),
     "a recurrence of flipped rows": (
         lambda x: step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1)).flip(1),
-        "not scan_idioms .* what it scans is computed of flipped rows",
+        "not rewrite_scan_idioms .* what it scans is computed of flipped rows",
     ),
-    "a row written twice": (lambda x: rows(x, twice=3), "not written_lists .* row 3 is written twice"),
-    "rows never written": (lambda x: rows(x, first=2), "not written_lists .* 2 rows of 8 are never written"),
-    "rows read on the way": (lambda x: rows(x, read=True), "not written_lists .* something else reads select_scatter"),
+    "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
+    "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
+    "rows read on the way": (
+        lambda x: rows(x, read=True),
+        "not stack_written_rows .* something else reads select_scatter",
+    ),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
-        "not group_heads .* its copies are of all heads in turn",
+        "not group_key_heads .* its copies are of all heads in turn",
     ),
     "repeated keys alone": (
         lambda x: F.scaled_dot_product_attention(
             *[groups(x).repeat_interleave(2, 1)] * 2, groups(x).repeat_interleave(2, 1) + 1
         ),
-        "not group_heads .* one of them alone is repeated here",
+        "not group_key_heads .* one of them alone is repeated here",
     ),
-    "a window beside its padding": (convolved, "not paddings it reads pad with its padding"),
-    "a flattened repetition": (lambda x: x.repeat_interleave(2), "not repeats without a dim it repeats the flattened"),
+    "a window beside its padding": (convolved, "not fold_paddings it reads pad with its padding"),
+    "a flattened repetition": (
+        lambda x: x.repeat_interleave(2),
+        "not normalize_repeats without a dim it repeats the flattened",
+    ),
 }
 """Of (2, 8, 4), along dim 1."""
 
 REFUSED = {
     "sine": (attention(lambda s: s.sin().softmax(-1)), r"sin \(aten.sin.default\) stands between"),
-    "columns": (attention(lambda s: s.softmax(-2)), "not eager_attention the softmax is along dim 2, and"),
+    "columns": (attention(lambda s: s.softmax(-2)), "not fuse_eager_attention the softmax is along dim 2, and"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
-        "not eager_attention something else reads the probabilities",
+        "not fuse_eager_attention something else reads the probabilities",
     ),
     "overflow": (
         attention(lambda s: (e := s.exp()) / e.sum(-1, keepdim=True)),
-        "not eager_attention exp of scores from which the greatest of the row is not taken overflows",
+        "not fuse_eager_attention exp of scores from which the greatest of the row is not taken overflows",
     ),
     "log-sum-exp": (
         lambda x: ((s := x @ x.mT).softmax(-1) @ x) * s.logsumexp(-1)[..., None],
-        r"not eager_attention its log-sum-exp \(logsumexp\) is read, and not as by sinks",
+        r"not fuse_eager_attention its log-sum-exp \(logsumexp\) is read, and not as by sinks",
     ),
     "bias": (masked(lambda x: -grid(x)[1][None].float()), "a bias of other numbers than 0 and fills"),
     "pairs": (

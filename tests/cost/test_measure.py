@@ -70,7 +70,7 @@ def fails(where: str, folder: str) -> str:
         return error_text(lambda: measure.machine(ranks, DEVICE, make_error_barrier(ranks, MEASURE_VERB)))
 
 
-@pytest.mark.parametrize("where", ["_path", "whole"])
+@pytest.mark.parametrize("where", ["_cache_path", "full_span"])
 def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) -> None:
     """Every rank hears of it at once, and the next exchange of the group is as good as any."""
     for _ in range(2):

@@ -189,10 +189,10 @@ class Looked:
     """A step by hand: 400 bytes of values, of which 300 may go to the host, and attentions that take 3 s."""
 
     def __init__(self, n: int, again: bool) -> None:
-        self.way, self.again = PlanConfig(n, *SIZES.key, again, "never", SHARDED_STATE), again
-        self.attention, self.most_tiles, self.kept, self.look = 0.0, 0, 320.0, mock.Mock(steps=[1])
+        self.config, self.again = PlanConfig(n, *SIZES.key, again, "never", SHARDED_STATE), again
+        self.attention, self.max_tiles, self.saved_bytes, self.dry_run = 0.0, 0, 320.0, mock.Mock(steps=[1])
 
-    def held(self, share: float) -> Any:
+    def peak_memory(self, share: float) -> Any:
         state = {SHARDED_STATE: 1000 / 4 + 200 + 100, REPLICATED_STATE: 1000}
         values = 400 - 300 * share
 
@@ -201,7 +201,7 @@ class Looked:
 
         return mock.Mock(memory=memory, host=300 * share)
 
-    def as_it_is(self, attend: AttentionChoice) -> AttentionChoice:
+    def actual_attention(self, attend: AttentionChoice) -> AttentionChoice:
         return attend
 
     def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
@@ -224,7 +224,7 @@ def test_memory_and_seconds_of_a_row() -> None:
     assert (sharded["way"].state, whole["way"].state) == (SHARDED_STATE, REPLICATED_STATE)
     assert (sharded["memory"], whole["memory"]) == (550 + 400, 1000 + 400)
     assert (sharded["kept"], sharded["host"], sharded["phase"]) == (320, 0, "backward")
-    assert [row["looked"] for row in (sharded, whole)] == [True, False]
+    assert [row["is_measured"] for row in (sharded, whole)] == [True, False]
     more = [again["seconds"] - one["seconds"] for again, one in zip(rows(True), rows())]
     assert more == pytest.approx([2.0, 2.0])
     least, half, *_ = rows(memory=sharded["memory"] - 1)
@@ -272,7 +272,7 @@ def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2,
         "kept": 100.0,
         "tokens": 64,
         "fits": fits,
-        "looked": looked,
+        "is_measured": looked,
     }
     return Variant(ranks=n, memory=memory, seconds=seconds, **made, **rest)
 
@@ -285,14 +285,14 @@ def test_the_best_is_looked_at_until_it_is_known() -> None:
     )
     plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [known, here, first, second])
     planner = mock.Mock(shares=(0.25, 0.5, 0.75), tokens=64, options={}, host=math.inf)
-    planner.attends.return_value = [mock.Mock(key=row.config.key) for row in plan.rows]
-    planner.look = lambda ways: [
-        mock.Mock(way=way, covers_any_share=False) for way in ways if way.attention == "gather"
+    planner.attention_choices.return_value = [mock.Mock(key=row.config.key) for row in plan.rows]
+    planner.plan_steps = lambda ways: [
+        mock.Mock(config=way, covers_any_share=False) for way in ways if way.attention == "gather"
     ]
     holds = {0.5: 130.0, 0.75: 95.0}  # of 200 without a share
-    planner.row = lambda step, attend, state, share: {
-        **{"way": step.way, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
-        **{"fits": holds[share] <= 100, "looked": True, "most_tiles": 0, "seconds": 1.0},
+    planner.plan_row = lambda step, attend, state, share: {
+        **{"way": step.config, "host": 100 * share, "memory": holds[share], "phase": "loss", "kept": 100.0},
+        **{"fits": holds[share] <= 100, "is_measured": True, "most_tiles": 0, "seconds": 1.0},
     }
     plan_module._update_rows(planner, plan, plan_module._unplanned_best(plan, 2), refines=True)
     more = plan.of(2)
@@ -321,20 +321,26 @@ def test_a_look_at_a_few_layers_says_which_share_is_enough() -> None:
     for first, enough in ((0.5, 0.75), (0.75, 0.5)):
         plan = StepPlan(100, ModelBytes(1, 1, 0, 1), [here, replace(guess, offload=first)])
         planner = mock.Mock(shares=(0.25, 0.5, 0.75, 1.0), tokens=64, options={})
-        planner.attends.return_value = [mock.Mock(key=here.config.key)]
-        planner.look.side_effect = lambda ways: [mock.Mock(way=way, covers_any_share=True) for way in ways]
+        planner.attention_choices.return_value = [mock.Mock(key=here.config.key)]
+        planner.plan_steps.side_effect = lambda ways: [mock.Mock(config=way, covers_any_share=True) for way in ways]
 
         def row(step: Any, attend: Any, state: str, share: float, enough: float = enough) -> dict[str, Any]:
             memory = 200 - 101 * share / enough
-            rest = {"phase": "loss", "kept": 100.0, "looked": True, "most_tiles": 0, "seconds": 1.0 + share}
-            return {**rest, "way": replace(step.way, offload=share), "host": 1, "memory": memory, "fits": memory <= 100}
+            rest = {"phase": "loss", "kept": 100.0, "is_measured": True, "most_tiles": 0, "seconds": 1.0 + share}
+            return {
+                **rest,
+                "way": replace(step.config, offload=share),
+                "host": 1,
+                "memory": memory,
+                "fits": memory <= 100,
+            }
 
-        planner.row = row
-        planner.least = lambda step, attend, state, enough=enough: row(step, attend, state, enough)
+        planner.plan_row = row
+        planner.min_offload = lambda step, attend, state, enough=enough: row(step, attend, state, enough)
         plan_module._refine_best(planner, plan, [2])
         best = plan.of(2)
         assert best is not None
-        assert (best.offload, best.is_measured, planner.look.call_count) == (enough, True, 1)
+        assert (best.offload, best.is_measured, planner.plan_steps.call_count) == (enough, True, 1)
 
 
 def test_what_nearly_fits_is_looked_at_once() -> None:
@@ -373,21 +379,33 @@ def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed(
     def look(ways: Sequence[PlanConfig]) -> list[Any]:
         seen.extend(ways)
         return [
-            mock.Mock(way=way, most_tiles=0, covers_any_share=False, look=looked(checkpoints=way.checkpoint))
+            mock.Mock(config=way, max_tiles=0, covers_any_share=False, dry_run=looked(checkpoints=way.checkpoint))
             for way in ways
         ]
 
     def row(step: Any, attend: Any, state: str, share: float, looked: bool = True) -> dict[str, Any]:
-        memory = 70.0 if step.way.again else 200.0 - (105 if looked else 120) * share
-        made = {"memory": memory, "phase": "loss", "kept": 100.0, "seconds": 10.0 + step.way.again, "most_tiles": 0}
-        return {**made, "way": replace(step.way, offload=share), "host": share, "fits": memory <= 90, "looked": looked}
+        memory = 70.0 if step.config.checkpoint else 200.0 - (105 if looked else 120) * share
+        made = {
+            "memory": memory,
+            "phase": "loss",
+            "kept": 100.0,
+            "seconds": 10.0 + step.config.checkpoint,
+            "most_tiles": 0,
+        }
+        return {
+            **made,
+            "way": replace(step.config, offload=share),
+            "host": share,
+            "fits": memory <= 90,
+            "is_measured": looked,
+        }
 
-    planner = mock.Mock(shares=(1.0,), tokens=64, options={}, offload=0.0, blocks=[1], look=look, row=row)
+    planner = mock.Mock(shares=(1.0,), tokens=64, options={}, offload=0.0, blocks=[1], plan_steps=look, plan_row=row)
     planner.host = math.inf
     planner.constant.return_value = 0.0
-    planner.attends.return_value = [SIZES]
+    planner.attention_choices.return_value = [SIZES]
     planner.states.return_value = [SHARDED_STATE]
-    planner.rows = lambda step, attend: [
+    planner.plan_rows = lambda step, attend: [
         row(step, attend, SHARDED_STATE, 0.0),
         row(step, attend, SHARDED_STATE, 1.0, looked=False),
     ]
@@ -434,7 +452,7 @@ def test_what_would_have_to_change() -> None:
     small = variant(1.0, 300e6, True, False)
     more = [replace(small, ranks=n, fits=fits) for n, fits in ((1, True), (8, False), (16, True), (64, True))]
     plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
-    planner = mock.Mock(**{"largest.return_value": "a line", "constant.return_value": 1.0})
+    planner = mock.Mock(**{"largest_value.return_value": "a line", "constant.return_value": 1.0})
     words = plan_module._required_change(planner, plan, 2)
     assert words.startswith("2 ranks: the least is 300.0 MB (ring, as written, state sharded, tiles auto, 0% of what")
     assert "200.0 MB too much, in its loss; the largest there: a line; it fits on 16; take more ranks or" in words
@@ -448,13 +466,18 @@ def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: A
 
     def look(self: StepPlanner, ways: list[PlanConfig]) -> list[Any]:
         seen.update(((way.checkpoint, way.tiles), None) for way in ways)
-        return [mock.Mock(way=way, most_tiles=2, look=looked(checkpoints=own or way.checkpoint)) for way in ways]
+        return [mock.Mock(config=way, max_tiles=2, dry_run=looked(checkpoints=own or way.checkpoint)) for way in ways]
 
     def found(self: StepPlanner, looked: Any, attend: AttentionChoice) -> list[dict[str, Any]]:
         row = {"host": 0, "memory": 1e6 if fits else 2e9, "phase": "loss", "kept": 1, "seconds": 1.0, "fits": fits}
-        return [{"way": looked.way, "looked": True, "most_tiles": 2, **row}]
+        return [{"way": looked.config, "is_measured": True, "most_tiles": 2, **row}]
 
-    stand_ins = {"look": look, "rows": found, "attends": lambda self, n: [SIZES], "largest": lambda self, way: ""}
+    stand_ins = {
+        "plan_steps": look,
+        "plan_rows": found,
+        "attention_choices": lambda self, n: [SIZES],
+        "largest_value": lambda self, way: "",
+    }
     with mock.patch.multiple(StepPlanner, **stand_ins):
         plan = sp_compile.plan(model, tokens(64), memory=1e9, ranks=[2], **options)
     assert (len(plan.rows), list(plan.changes)) == (len(seen), [] if fits else [2])

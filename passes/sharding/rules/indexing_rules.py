@@ -198,4 +198,4 @@ def _embedding_rule(call: OpCall) -> BoundRule | None:
 @register_rule_function(aten.one_hot.default)
 def _one_hot_rule(call: OpCall) -> BoundRule | None:
     """Without a number of classes each rank would take its own largest index. Of integers, but as wide as logits."""
-    return None if call["num_classes"] == -1 else bind_rule(call, "... -> ... v", begins=True)
+    return None if call["num_classes"] == -1 else bind_rule(call, "... -> ... v", starts_sequence=True)
