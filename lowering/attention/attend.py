@@ -319,7 +319,7 @@ def attend_backward(
     dq, dk, dv = (GradAccumulator(x, dtype, place) for x, place in zip((q, k, v), (None, *places)))
     wanted = args.mask is not None and mask_grad
     dmask = q.new_zeros(_grad_shape(args, mask_grad), dtype=dtype)
-    tables = enumerate(args.split(dmask) if mask_grad else [])
+    tables = enumerate(args.split_tables(dmask) if mask_grad else [])
     of_tables = {f"table{i}": x for i, x in tables if x is not None}
     for block, kernel in (pair for strip in _query_strips(q, v, masking, wanted) for pair in strip):
         queries, keys = block.query_rows, block.key_rows

@@ -230,7 +230,7 @@ def test_a_job_analyses_anew_after_a_change() -> None:
     before = job.plan(gm)
     passes.GatherOperands().run(gm, job)
     assert job.plan(gm) is not before
-    assert [lap.name for lap in job.runs] == ["gather"]
+    assert [lap.name for lap in job.runs] == ["gather_operands"]
 
 
 def step_by_step(step: Callable[[Tensor, Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -160,7 +160,7 @@ def test_a_policy_saves_nothing_of_a_tile_and_that_is_said(how: str) -> None:
     model = build(Checkpointed, layers=1)
     model.given = CHECKPOINTS[how]
     report = sp_compile.explain(model, *text(16), sp=2, tiles=2)
-    assert report.find_notes(NoteKind.REWRITTEN, subject="tiles")
+    assert report.find_notes(NoteKind.REWRITTEN, subject="run_in_tiles")
     assert bool(report.find_notes(NoteKind.DECLINED, subject="checkpoint_policy")) == (how == "products stay")
 
 

@@ -242,10 +242,10 @@ Constraints
   sequence of 7: 4 positions a rank, padded to 2 * 4
 
 Rewrites
-  nodes  pass    at                   what and why
--------  ------  -------------------  ----------------------------------------------------
-      1  scan    unknown source line  exclusive sum of 7 positions: 1 all-gather of 32 B a
-                                      rank
+  nodes  pass         at                   what and why
+-------  -----------  -------------------  ----------------------------------------------------
+      1  shard_scans  unknown source line  exclusive sum of 7 positions: 1 all-gather of 32 B a
+                                           rank
 
 Collectives, bytes that one rank sends
   times  exchange    local shape    sent forward    sent backward    at

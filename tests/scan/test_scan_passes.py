@@ -37,7 +37,7 @@ def test_what_cannot_be_taken_apart_is_gathered():
     local = sp_compile.parallelize(gm, sp=2)
     report = local.meta["sp_report"]
     assert [len(report.find_notes(kind)) for kind in (NoteKind.GATHERED, NoteKind.DECLINED)] == [1, 1]
-    assert report.find_notes(NoteKind.DECLINED, subject="nested_scan")
+    assert report.find_notes(NoteKind.DECLINED, subject="split_nested_scans")
     values = torch.randn(3, 7, 4)
     for out in run_ranks(2, lambda rank: local(values)):
         assert torch.equal(out, (values * 2).flatten(0, 1).cummax(0)[0])

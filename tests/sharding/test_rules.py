@@ -190,7 +190,7 @@ def test_a_text_is_its_rule() -> None:
             if one is None or one.operand_placements is not None:
                 continue
             again = RulePattern.parse(str(one)).bind(call)
-            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalises": one.normalizes}
+            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalizes": one.normalizes}
             assert again is not None, str(one)
             assert replace(again, **spelt) == one, str(one)
             read += 1

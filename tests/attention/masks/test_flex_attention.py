@@ -217,7 +217,7 @@ def test_what_stays_is_right() -> None:
         return model
 
     report = check(seeded(make), *inputs(), sp=2)
-    assert report.find_notes(NoteKind.DECLINED, subject="flex_attention")
+    assert report.find_notes(NoteKind.DECLINED, subject="rewrite_flex_attention")
     assert report.fallbacks
 
 

@@ -85,7 +85,7 @@ def run(kind: str, ranks: int, length: int = LENGTH, heads: tuple[int, int] = (H
     inputs = tokens(length), _DOCUMENTS[:, :length]
     report = check(seeded(lambda: Learned(kind, heads)), *inputs, sp=ranks, **config)
     assert not report.fallbacks, report
-    assert not any(note.subject == "flex_attention" for note in report.notes), report
+    assert not any(note.subject == "rewrite_flex_attention" for note in report.notes), report
 
 
 @pytest.mark.sampled(every=14)

@@ -147,7 +147,7 @@ def test_groups_with_masks_of_their_own_stay() -> None:
 
     x = torch.randn(13, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     report = check(seeded(lambda: Biased(0)), x, sp=2)
-    assert report.find_notes(NoteKind.DECLINED, subject="eager_attention")
+    assert report.find_notes(NoteKind.DECLINED, subject="fuse_eager_attention")
 
 
 def both(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -166,4 +166,4 @@ add: [] = aten.add.Tensor(div_tensor, mul)
 all_reduce_default: [] = sp.all_reduce(add, 2, )
 return (all_reduce_default,)""",
         )
-        self.assertExpectedInline("\n".join(f"{note.label} {note.node}" for note in notes), """combine_sums add""")
+        self.assertExpectedInline("\n".join(f"{note.label} {note.node}" for note in notes), """mark_partial_sums add""")

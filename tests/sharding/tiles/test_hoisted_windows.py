@@ -153,7 +153,7 @@ def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tens
 def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
     found = sp_compile.verify(Model(row_by_row).double(), *batch(16), sp=2)
     assert found.worst < EXACT
-    assert not found.find_notes(NoteKind.REWRITTEN, subject="hoist")
+    assert not found.find_notes(NoteKind.REWRITTEN, subject="hoist_slices")
 
 
 @pytest.mark.parametrize(("loss", "cut"), [(narrowed, False), (last, True)])
@@ -161,7 +161,7 @@ def test_rows_that_were_dealt_out(loss: Loss, cut: bool) -> None:
     """A window's own sequence would be in another order; a row that every rank has is in none."""
     found = sp_compile.verify(Model(loss).double(), *batch(19), sp=3, tiles=3, layout="balanced")
     assert found.worst < EXACT
-    assert bool(found.find_notes(NoteKind.REWRITTEN, subject="hoist")) == cut
+    assert bool(found.find_notes(NoteKind.REWRITTEN, subject="hoist_slices")) == cut
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -58,7 +58,7 @@ def test_one_device(loss: Loss, n: int, tiles: int, seq: int) -> None:
     found = report_of(loss, n, tiles, seq)
     assert found.worst < EXACT
     assert found.tiled
-    notes = found.find_notes(NoteKind.REWRITTEN, subject="tiles")
+    notes = found.find_notes(NoteKind.REWRITTEN, subject="run_in_tiles")
     assert [one.where for one in found.tiled] == [note.where for note in notes]
     assert any(one.recomputed for one in found.tiled) == (loss in AGAIN)
 
@@ -571,7 +571,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.ceil(one.rows / one.tiles) == 1
     mlps = sp_compile.explain(Decoder(layers=1).double(), *text(16), sp=2)
     assert not mlps.tiled
-    assert mlps.find_notes(NoteKind.DECLINED, subject="tiles")
+    assert mlps.find_notes(NoteKind.DECLINED, subject="run_in_tiles")
 
 
 @pytest.mark.sampled(every=2)
