@@ -1,8 +1,7 @@
-"""What the passes know of a node, beside its value: one typed record, under one key of its meta.
+"""Metadata of the passes for a node: one frozen `NodeInfo` under one key of `node.meta`.
 
-Copies of a node share what its meta holds, so a record is frozen: `node_info(node)` reads it, `set_node_info(node,
-aside=True)`
-replaces it.
+Copies of a node share the objects in their meta, so the object is frozen: `node_info(node)` reads it, and
+`set_node_info(node, is_aside=True)` replaces it.
 """
 
 from __future__ import annotations
@@ -35,37 +34,39 @@ class NodeInfo:
     combines: does each rank add up, or scale, its own sums, which are added to those of the others behind it?
     """
 
-    requires_grad: bool | None = None
-    constant: bool = False
-    parameter: bool | None = None
-    local: Any = None
-    scale: int | None = None
-    origin: Node | None = None
-    result: Any = None
-    no_rule: str | None = None
-    replicated: bool = False
-    starts_sequence: bool = False
-    is_aside: bool = False
-    scanned: tuple[int, int] | None = None
-    grouped: bool = False
-    choice: Any = None
-    recomputed: bool = False
-    combines: bool = False
+    requires_grad: bool | None = None  # input: its own flag; local node: True if gradients reach it
+    constant: bool = False  # True for an attribute that the trace created from a constant tensor
+    parameter: bool | None = None  # True for a parameter or module state; None if not determined
+    local: Any = None  # shard that is passed under inputs='local'
+    scale: int | None = None  # ratio of the global to the local length of such an input
+    origin: Node | None = None  # global-view node of a local node
+    result: Any = None  # Placement of the result of a user's collective, which overrides its rule
+    no_rule: str | None = None  # reason why the node requires gathered operands
+    replicated: bool = False  # True if propagation starts no sequence at this gathered value
+    starts_sequence: bool = False  # True if a sequence starts here although the node does no work
+    is_aside: bool = False  # True if the node names no sequence
+    scanned: tuple[int, int] | None = (
+        None  # (a, d): the node is (part of) a scan without a rule along dim d of argument a
+    )
+    grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
+    choice: Any = None  # attention decision, a cost.attention.Candidate
+    recomputed: bool = False  # True if the node only repeats work of tiles, or of nodes before them, for other users
+    combines: bool = False  # True if each rank adds or scales partial sums that are added to those of other ranks later
 
 
 BLANK_INFO = NodeInfo()
 
 
 def node_info(node: Node) -> NodeInfo:
-    """What is known of the node."""
+    """Return the metadata of the node."""
     return node.meta.get(META_KEY, BLANK_INFO)
 
 
 def set_node_info(node: Node, **known: Any) -> None:
-    """Let the node's record say this, too."""
+    """Update fields of the node's metadata."""
     node.meta[META_KEY] = replace(node_info(node), **known)
 
 
 def clear_node_info(node: Node) -> None:
-    """Forget all that is known of the node."""
+    """Remove the metadata of the node."""
     node.meta.pop(META_KEY, None)
