@@ -63,7 +63,10 @@ class GraphEditor:
         return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
-        """Append repeat_interleave(x, times, dim) as a view: (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
+        """Append repeat_interleave(x, times, dim) as views.
+
+        (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)
+        """
         shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
         behind = dim + 1 if dim >= 0 else dim

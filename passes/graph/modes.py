@@ -80,7 +80,7 @@ def restore_autocast(node: Node) -> Iterator[None]:
 
 @contextmanager
 def disable_autocast(device: str) -> Iterator[None]:
-    """Inside, nothing is cast on this device; "meta" has no autocast that could be left."""
+    """Disable autocast on a device; a no-op on devices without autocast, such as "meta"."""
     known = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
         yield
@@ -120,7 +120,7 @@ def _cast_like(x: Any, like: Any) -> Any:
 
 @contextmanager
 def disable_autocast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no weights in less precision: those of a trace are none of the program's."""
+    """Disable the autocast weight cache, so that weights cast during a trace are not reused by the program."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

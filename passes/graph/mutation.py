@@ -36,7 +36,7 @@ No gradient passes through these writes.
 
 @dataclass(frozen=True)
 class Mutation:
-    """What an in-place op changes, and how to compute the new value."""
+    """Arguments that an in-place op mutates, and the computation of the new value."""
 
     targets: list[Node]  # mutated arguments
     value: NewValue | None  # computes the new value of the only target; None if the op has no functional form

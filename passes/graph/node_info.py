@@ -16,23 +16,7 @@ META_KEY = "sp"
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What is known of one node; every field has a default that says nothing.
-
-    requires_grad: of an input, as it was given; of a local node, whether gradients reach it.
-    constant: is an attribute a tensor that the trace has written down?
-    parameter: is an input a parameter, or state of a module? None: nobody looked.
-    local: an input's own value under inputs='local', a shard. scale: how many times longer the whole is.
-    origin: the node of the global view that a local node stands for.
-    result: where an exchange of the program's own leaves its result (a Placement), whatever its rule says.
-    no_rule: why a node runs on whole values only.
-    whole: propagation begins no sequence here, of what was gathered. begins: it does, though the node does no work.
-    aside: the node names no sequence.
-    scanned: (a, d): the node is, or is a part of, a scan along dim d of its argument a that has no rule.
-    grouped: canonicalize gave the attention its grouped heads, so expand_heads may undo it.
-    choice: how an attention will be split (a cost.attention.Candidate).
-    again: does the node only repeat what tiles, or what was cut in front of it, do, for others that read it?
-    combines: does each rank add up, or scale, its own sums, which are added to those of the others behind it?
-    """
+    """Metadata of one node; the defaults mean that nothing is known."""
 
     requires_grad: bool | None = None  # input: its own flag; local node: True if gradients reach it
     constant: bool = False  # True for an attribute that the trace created from a constant tensor

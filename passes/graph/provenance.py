@@ -41,7 +41,7 @@ def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dic
 def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
     """Format the exchange that raised the error at run time; return "" if it is unknown.
 
-    If compiled code runs other compiled code, this is the innermost exchange that is known.
+    If compiled code runs other compiled code, this is the innermost known exchange.
     """
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
     return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
@@ -76,7 +76,7 @@ def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
 
     Args:
         line: Line of compiled code. If only the ops of its kernel are known, all nodes with these ops are returned, those
-            closest to the nodes after it first.
+            closest to the next node first.
         names: Node names in program order.
     """
     known = [*names]
