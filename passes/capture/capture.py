@@ -53,8 +53,9 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
     """Convert the Dynamo graph of a running torch.compile to IR with the same calling convention.
 
     Placeholders correspond to Dynamo's, with the same order, names and sources, so the result can replace `gm` in
-    compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed by
-    hidden bases of results that are views, see `view_writes.py`. Inside `cache_captures` each graph is captured once.
+    compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed
+    by hidden bases of results that are views, see `view_writes.py`. Inside `cache_captures` each graph is captured
+    once.
 
     Args:
         gm: Dynamo graph.
@@ -219,8 +220,8 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
 def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
     """Convert an exported program, its module, or a make_fx graph to IR with the same calling convention.
 
-    Parameters and buffers are get_attr nodes, shared ones remain shared; no input guards run. The program is not modified;
-    its parameters are not copied.
+    Parameters and buffers are get_attr nodes, shared ones remain shared; no input guards run. The program is not
+    modified; its parameters are not copied.
 
     Args:
         program: Exported program, or a graph module of ops.

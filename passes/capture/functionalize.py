@@ -56,8 +56,8 @@ def functionalize(gm: GraphModule) -> GraphModule:
         The same graph.
 
     Raises:
-        SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad, detach,
-            .data), whose gradient renaming would lose.
+        SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad,
+            detach, .data), whose gradient renaming would lose.
     """
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):

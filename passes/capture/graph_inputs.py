@@ -64,8 +64,8 @@ def capture_shards(
         The graph in the global view, and the placements of sharded inputs.
 
     Raises:
-        SpError: If a sequence dim is static or shares its symbol with another dim, or a guard on its length does not hold
-            for the full sequence.
+        SpError: If a sequence dim is static or shares its symbol with another dim, or a guard on its length does not
+            hold for the full sequence.
     """
     mode, _ = fake_inputs(())
     asked = length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
@@ -269,8 +269,8 @@ def _omitted_views(
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
     """Omit results that are recreated as views of others after the run.
 
-    The output option of a base applies to all its views. Results are not omitted with inputs='local' or outputs='local',
-    because the sizes of views are global.
+    The output option of a base applies to all its views. Results are not omitted with inputs='local' or
+    outputs='local', because the sizes of views are global.
 
     Returns:
         The omitted views, and for each hidden result its first view.

@@ -16,9 +16,8 @@ from sp_compile.lowering.torch_compat import TracingContext, is_fragment
 class CapturedGraphs:
     """Graphs that Dynamo traced for a model with certain layers, for analyses with other options."""
 
-    graph: tuple[GraphModule, Sequence[Any], TracingContext] | None = (
-        None  # the only graph, its inputs and context; None for several graphs or symbolic lengths
-    )
+    # the only graph, its inputs and context; None for several graphs or symbolic lengths
+    graph: tuple[GraphModule, Sequence[Any], TracingContext] | None = None
     graphs: int = 0  # number of graphs
     captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
 

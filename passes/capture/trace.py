@@ -157,8 +157,9 @@ class _TracingInterpreter(Interpreter):
     def inline_functorch(self, nodes: list[Node], first: Node) -> Any:
         """Record a vmap or grad region as ATen below functorch, and replay it in the outer trace.
 
-        The replay is differentiable; the recording runs on detached inputs, with grad mode enabled because torch.func.grad
-        needs it. A no_grad inside of the region is recorded, too, because it applies to outer differentiation.
+        The replay is differentiable; the recording runs on detached inputs, with grad mode enabled because
+        torch.func.grad needs it. A no_grad inside of the region is recorded, too, because it applies to outer
+        differentiation.
         """
         inside = set(nodes)
         ins = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))

@@ -208,9 +208,8 @@ class Strategy:
     preference: int  # lower values win ties
     rewrite: Any  # `AttentionPass` of the same name; its `op` replaces attention
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
-    sends: Callable[[OpCall, int], tuple[Size, Size]] | None = (
-        None  # (forward, backward) bytes that a rank sends in a call of the op; required with an op
-    )
+    # (forward, backward) bytes that a rank sends in a call of the op; required with an op
+    sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
     declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None  # declares the routes of the op's exchanges
     neighbours: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
     axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)

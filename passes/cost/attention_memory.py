@@ -38,8 +38,8 @@ class RankMemory:
     def available(self) -> float:
         """Return the bytes that one attention may use in addition to its shards.
 
-        This is the full device if the rest does not fit: then something invisible to the program shards, offloads or recomputes
-        it, and the choice of attention would not help.
+        This is the full device if the rest does not fit: then something invisible to the program shards, offloads or
+        recomputes it, and the choice of attention would not help.
         """
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 

@@ -1,7 +1,7 @@
 """Reduce a model to few layers of each kind, or checkpoint each layer.
 
-From the third layer of a kind on, each layer adds the same to a step: the backward of the last one has a different peak.
-Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind.
+From the third layer of a kind on, each layer adds the same to a step: the backward of the last one has a different
+peak. Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
 def reduce_partitions(parts: Sequence[Partition]) -> Partition | None:
     """Return the groups of one reduction that is equal to consecutive reductions over `parts`, or None.
 
-    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the parts are axes of a
-    full grid. Overlapping groups, groups of different sizes and missing ranks return None.
+    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the parts are axes of
+    a full grid. Overlapping groups, groups of different sizes and missing ranks return None.
     """
     held = _held_ranks(parts)
     return None if held is None else _as_disjoint({tuple(sorted(ranks)) for ranks in held})

@@ -54,8 +54,8 @@ _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKey
 def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
     """Return the constants of these ranks, equal on all of them.
 
-    All-to-all, all-gather and attention are measured, see `measure_lines`; this takes about a second on CPU. All ranks must
-    call it together, outside of tracing. A single rank and simulated ranks use the defaults.
+    All-to-all, all-gather and attention are measured, see `measure_lines`; this takes about a second on CPU. All ranks
+    must call it together, outside of tracing. A single rank and simulated ranks use the defaults.
 
     Args:
         ranks: Ranks of the sequence.
@@ -203,10 +203,18 @@ def _measure_attention(device: torch.device) -> Measurement:
 def measure_lines(
     jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
-    """The lines of the jobs, equal on all ranks of the group, which have to ask together.
+    """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
 
-    Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
-    slowest rank decides. where: the device whose tensors the group's own collectives take.
+    Lines that this process does not have are read from the cache of rank 0; the rest are measured by all ranks, and the
+    slowest rank counts.
+
+    Args:
+        jobs: Timing jobs.
+        group: Process group.
+        device: Device of the model.
+        where: Device of tensors in collectives of the group.
+        repeats: Measured rounds.
+        meet: Barrier for errors.
     """
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
@@ -230,8 +238,8 @@ def _measure_and_fit(
 ) -> list[LatencyBandwidth]:
     """Measure the jobs and fit lines; the slowest rank of a round counts, because others wait for it.
 
-    Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one would
-    find other cache contents than in a program with small messages.
+    Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one
+    would find other cache contents than in a program with small messages.
     """
     points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
     for k in range(max(len(job.sizes) for job in jobs)):

@@ -56,7 +56,7 @@ class GraphStep:
     copied: int = 0  # part of these that is copied to another layout
     offloaded: HostValues | None = None
     hosted: GraphStep | None = None  # same graph with all permitted values on the host, if requested
-    saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # saved values by the layer whose backward reads them last; "" outside of layers
+    saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # by the layer that reads them last, or ""
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:

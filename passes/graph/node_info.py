@@ -29,9 +29,8 @@ class NodeInfo:
     replicated: bool = False  # True if propagation starts no sequence at this gathered value
     starts_sequence: bool = False  # True if a sequence starts here although the node does no work
     is_aside: bool = False  # True if the node names no sequence
-    scanned: tuple[int, int] | None = (
-        None  # (a, d): the node is (part of) a scan without a rule along dim d of argument a
-    )
+    # (a, d): the node is (part of) a scan without a rule along dim d of argument a
+    scanned: tuple[int, int] | None = None
     grouped: bool = False  # True if canonicalize added the grouped heads, so that expand_heads may revert it
     choice: Any = None  # attention decision, a cost.attention.Candidate
     recomputed: bool = False  # True if the node only repeats work of tiles, or of nodes before them, for other users

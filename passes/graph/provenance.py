@@ -75,8 +75,8 @@ def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
     """Return the nodes that a line of compiled code computes.
 
     Args:
-        line: Line of compiled code. If only the ops of its kernel are known, all nodes with these ops are returned, those
-            closest to the next node first.
+        line: Line of compiled code. If only the ops of its kernel are known, all nodes with these ops are returned,
+            those closest to the next node first.
         names: Node names in program order.
     """
     known = [*names]

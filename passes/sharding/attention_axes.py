@@ -71,7 +71,7 @@ SLICE_ENDS = 2**40
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
-    """Return the float values that may contain fills: constants, inputs without gradients, and values computed from them."""
+    """Return the float values that may contain fills: constants, inputs without gradients, and their users."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):

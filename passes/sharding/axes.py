@@ -198,8 +198,8 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
         gm: Graph.
         axes: Axes from `name_axes`; updated.
         seq_dims: Sequence dims by input node.
-        picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for load-balanced
-            layouts, which distribute only one sequence.
+        picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for
+            load-balanced layouts, which distribute only one sequence.
 
     Raises:
         SpError: If an input does not have its dim in seq_dims.

@@ -47,18 +47,16 @@ class BoundRule:
     kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
     sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
     lazy: bool = False  # the op only moves data, so it is no reason to shard a replicated value
-    starts_sequence: bool = (
-        False  # replicated operands are sharded for it: its result differs on full values, or is much wider
-    )
+    # replicated operands are sharded for it: its result differs on full values, or is much wider
+    starts_sequence: bool = False
     pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
     masks: tuple[int, ...] = ()  # operands that are only indexed by position, replicated while that is free
     normalizes: bool = False  # divides a gathered factor by its total, as softmax does
     slides: Mapping[str, SlidingRows] = field(
         default_factory=dict
     )  # rows that a result reads, by "halo" factor, whose extent may differ in the result
-    operand_placements: tuple[Placement, ...] | None = (
-        None  # placements that the call defines for its operands (ops with exchanges)
-    )
+    # placements that the call defines for its operands (ops with exchanges)
+    operand_placements: tuple[Placement, ...] | None = None
     result_placements: Placement | None = None  # placement that the call defines for its results
     alias: bool = False  # with an operand placed as required, a rank's part of it is its part of the result
     reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
@@ -151,8 +149,8 @@ class BoundRule:
     def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:
         """Return the shard of the window factor in each result, or None if it has no single position there.
 
-        A piece has the same frame with a shorter window, and no data moves. For a short piece most ranks would compute invalid
-        rows, so gathering is cheaper. A single row may broadcast, which its local shape would not show.
+        A piece has the same frame with a shorter window, and no data moves. For a short piece most ranks would compute
+        invalid rows, so gathering is cheaper. A single row may broadcast, which its local shape would not show.
         """
         whole = shard.outer * shard.frame.length * shard.inner
         if all(is_same_size(start, 0) and is_same_size(length, whole) for start, length in self.spans):  # all rows

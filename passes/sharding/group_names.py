@@ -45,7 +45,8 @@ AskRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
     """Return the groups of more than one rank in the program's collectives and DTensors, in order.
 
-    Groups that only reduce scalars and vectors count if another group occurs, too, because these reductions may be merged.
+    Groups that only reduce scalars and vectors count if another group occurs, too, because these reductions may be
+    merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]

@@ -21,8 +21,8 @@ from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_size,
 class Frame:
     """Axis of `size` positions distributed over the ranks; the value is valid in [start, start + length).
 
-    Each rank holds one contiguous run of positions (folds=1), chunks r and 2n - 1 - r of 2n (folds=2, zigzag), or one run of
-    a permutation known at run time (folds=0, see `passes.localize.balance_layout`).
+    Each rank holds one contiguous run of positions (folds=1), chunks r and 2n - 1 - r of 2n (folds=2, zigzag), or one
+    run of a permutation known at run time (folds=0, see `passes.localize.balance_layout`).
     """
 
     size: Size  # positions of the axis
@@ -63,9 +63,8 @@ class Frame:
 class Replicate:
     """Equal value on every rank."""
 
-    partial_grad: bool = (
-        False  # the gradient is partial (R in spmd_types); else it is equal on all ranks, too (I, invariant)
-    )
+    # the gradient is partial (R in spmd_types); else it is equal on all ranks, too (I, invariant)
+    partial_grad: bool = False
 
     def __str__(self) -> str:
         return "R+" if self.partial_grad else "R"
@@ -136,9 +135,8 @@ class Demand:
     operand: int  # index of the operand
     kind: str  # reason and key of the strategy, such as "align", "reduce", "attend", "scan", "halo" or "no rule"
     have: Placement  # current placement of the operand
-    keeps_sharding: bool = (
-        False  # the node remains sharded along another operand, so the gathered operand's gradient is partial
-    )
+    # the node remains sharded along another operand, so the gathered operand's gradient is partial
+    keeps_sharding: bool = False
     why: str = ""  # text for reports
 
 

@@ -115,9 +115,8 @@ class WindowCall:
     op: Any  # sp:: op
     head: tuple[Any, ...] = ()  # arguments before `before`
     tail: tuple[Any, ...] = ()  # arguments after `after`
-    first: tuple[Any, tuple[Any, ...]] | None = (
-        None  # op, and its arguments after x, that applies the call along other dims first
-    )
+    # op, and its arguments after x, that applies the call along other dims first
+    first: tuple[Any, tuple[Any, ...]] | None = None
 
     def args(self, rows: Size) -> tuple[Any, ...]:
         """Return the arguments after an x of `rows` rows."""

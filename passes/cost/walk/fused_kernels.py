@@ -87,8 +87,8 @@ class FusedEvents:
     def _fuse_sums(self) -> None:
         """Fuse nearby sums that read a common value with the same number of rows.
 
-        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first part, so
-        nodes between the first and last sum that no sum needs run later than in the graph.
+        Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
+        part, so nodes between the first and last sum that no sum needs run later than in the graph.
         """
         results = (
             len(node_tensors(node)) for node in self.made
@@ -223,7 +223,8 @@ class FusedEvents:
 def products_in_sums(graph: Graph) -> dict[Node, Node]:
     """Map each sum to the product that only it reads: Inductor computes both at once (`addmm`).
 
-    An example is a weight's gradient added to that of a tied embedding. On a GPU, sums with elementwise users do not count.
+    An example is a weight's gradient added to that of a tied embedding. On a GPU, sums with elementwise users do not
+    count.
     """
     found = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):

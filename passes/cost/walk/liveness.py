@@ -346,9 +346,9 @@ class _StoragePlaces(FusedEvents):
     ) -> list[list[LiveValue]]:
         """Return the buffers that Inductor retains for reuse at each event, if that does not raise the peak.
 
-        The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it sorts for
-        the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned buffers are not
-        reused for aligned ones.
+        The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
+        sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
+        buffers are not reused for aligned ones.
         """
         totals = [0] * len(lives)
         for node in self.inputs:

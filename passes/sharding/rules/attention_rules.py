@@ -20,9 +20,9 @@ def _attention_rule(call: OpCall) -> BoundRule:
     With log-sum-exps the last dim of the result belongs to no operand.
 
     There may be any number of leading dims, which may broadcast. With enable_gqa, a rank's query heads use its own key
-    heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention indexes, "b row0, b col0",
-    are read in full by every rank. Their batch is that of q without a head dim, or its flattened leading dims. Vectors that
-    the score indexes by query head have the dim "h", as have sinks. Tables of a score are read in full.
+    heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention indexes, "b row0, b
+    col0", are read in full by every rank. Their batch is that of q without a head dim, or its flattened leading dims.
+    Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are read in full.
     """
     leading, extent = _leading_names(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
