@@ -146,7 +146,7 @@ class FusedEvents:
         number: dict[Node, int],
         written: dict[PlaceKey, int],
     ) -> RowKernel | None:
-        """Return an earlier kernel over as many elements at which all operands are available, or None."""
+        """Return an earlier kernel over the same number of elements at which all operands are available, or None."""
         large = {key for key in last.reads if self.sizes[key] >= count}
         for one in others:
             first = number[one.nodes[0]]
