@@ -1,4 +1,4 @@
-"""Rules of expert rows sorted by key: each rank sorts its own rows (see `lowering/moe/expert_rows.py`)."""
+"""Rules of expert rows sorted by key: each rank sorts its own rows (see `lowering/expert_rows.py`)."""
 
 from __future__ import annotations
 
