@@ -1,1 +1,1 @@
-"""Dynamo's graph or an exported program becomes the one IR: functional pre-dispatch ATen with global shapes."""
+"""Capture Dynamo graphs and exported programs as IR: functional pre-dispatch ATen with global shapes."""

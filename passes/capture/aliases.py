@@ -1,4 +1,4 @@
-"""Who shares memory with whom in a captured graph, and through whom a gradient flows."""
+"""Track storage sharing and gradient flow in a captured graph."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _STOPS_GRADIENT = parse_overloads("""
 
 
 class Aliases:
-    """Facts about the nodes read so far, in program order.
+    """Aliasing and gradient facts about the nodes visited so far, in program order.
 
-    A view is a node whose value lies in the storage of an argument; its root is the node that owns the storage.
+    A view is a node whose value is in the storage of an argument; its root is the node that owns the storage.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.calls: dict[Node, tuple[Any, Any]] = {}  # arguments as they were named when the node was read
-        self.parent: dict[Node, Node] = {}  # view -> what it is a view of
+        self.calls: dict[Node, tuple[Any, Any]] = {}  # (args, kwargs), renamed at the time of the visit
+        self.parent: dict[Node, Node] = {}  # view -> its base
         self.grad = torch.is_grad_enabled()
         self.any_grad = self.grad or any(n.target is set_grad_enabled and n.args[0] for n in graph.nodes)
         self._meaning: dict[Node, Node] = {}
@@ -39,23 +39,23 @@ class Aliases:
         self._cut: set[Node] = set()
 
     def name(self, node: Node) -> Node:
-        """The node that now stands for `node`, after in-place ops that return or reshape it."""
+        """Return the current name of `node`, after in-place ops that return or reshape it."""
         while node in self._meaning:
             node = self._meaning[node]
         return node
 
     def rename(self, node: Node, meaning: Node) -> None:
-        """From here on `meaning` stands for `node`."""
+        """Replace `node` by `meaning` from here on."""
         self._meaning[node] = meaning
 
     def root(self, node: Node) -> Node:
-        """The node that owns the storage in which the value of `node` lies."""
+        """Return the node that owns the storage of the value of `node`."""
         while node in self.parent:
             node = self.parent[node]
         return node
 
     def adopt(self, node: Node) -> bool:
-        """Learn what `node`, whose call is known, is a view of, and whether it has a gradient. True for a view."""
+        """Record the base and the gradient of a visited node, and return True if it is a view."""
         inputs = collect_nodes(self.calls[node])
         if node.op == "placeholder" or node.op == "get_attr":
             flows = bool(node_info(node).requires_grad)
@@ -71,7 +71,7 @@ class Aliases:
         base = next((i for i in inputs if node_storages(i) == storages), None)
         element = node.target is operator.getitem and base not in self.parent
         (storage,) = storages
-        if node.target in LITERAL_OPS:  # shares its storage in the trace, but is new each time the program runs
+        if node.target in LITERAL_OPS:  # shares its storage in the trace, but is a new tensor in each run
             self._owner[storage] = node
             return False
         if base is None or element:
@@ -83,28 +83,28 @@ class Aliases:
         return True
 
     def sharer(self, root: Node) -> Node | None:
-        """Another node that owns the same memory: two inputs that overlap, or a result that hides a view."""
+        """Return another owner of the same memory, such as an overlapping input or a result that hides a view."""
         owners = {self._owner.get(s, root) for s in node_storages(root)}
         return next(iter(owners - {root}), None)
 
     def detach_view(self, node: Node) -> bool:
-        """A view through detach, or made under no_grad: its root's gradient does not pass."""
+        """Return True if the view was created by detach or under no_grad, so that no gradient reaches its root."""
         return node in self._cut
 
     def differentiable(self, node: Node) -> bool:
-        """Does a gradient reach the value of `node`?"""
+        """Return True if the value of `node` has a gradient."""
         return node in self._wants_grad or (node not in self._cut and self.root(node) in self._wants_grad)
 
     def any_differentiable(self, node: Node) -> bool:
-        """Does a gradient reach an argument of `node`, or the memory that one lies in, and so what it writes?"""
+        """Return True if an argument of `node`, or the storage of one, has a gradient."""
         read = [] if node.target in SILENT_WRITERS else collect_nodes(self.calls[node])
         return any(self.differentiable(a) or self.differentiable(self.root(a)) for a in read)
 
     def receive_gradient(self, target: Node) -> None:
-        """`target` has been changed to something differentiable."""
+        """Record that a differentiable value was written to `target`."""
         self._wants_grad |= {target} if target in self._cut else {target, self.root(target)}
 
 
 def node_storages(node: Node) -> set[int]:
-    """The memory of the tensors that a node makes."""
+    """Return the storages of the tensors in the value of a node."""
     return {storage_of(t) for t in node_tensors(node) if t.layout is torch.strided and not is_functorch_tensor(t)}

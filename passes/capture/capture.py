@@ -1,4 +1,4 @@
-"""capture: what torch.compile or torch.export made of a model -> the one IR of the package.
+"""Capture the graphs of torch.compile and torch.export as the IR of the package.
 
 The IR: pre-dispatch ATen (composite ops such as linear, scaled_dot_product_attention and cross_entropy_loss are single
 nodes, autograd has not run), functional, with a fake value in every node's meta["val"] and the user's lines in
@@ -50,20 +50,30 @@ _PLACEHOLDER_META = ("tensor_dict", "stack_trace", "nn_module_stack", "grapharg"
 
 
 def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[Any] | None = None) -> GraphModule:
-    """The Dynamo graph `gm` of a running torch.compile as IR, with the same calling convention.
+    """Convert the Dynamo graph of a running torch.compile to IR with the same calling convention.
 
-    Placeholders stay one to one with Dynamo's, in order, with its names and sources, so the result stands in for `gm`
-    in compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. Behind its results
-    come those of which several are views, see `view_writes.py`.
-    fakes: used in place of `fake_inputs(example_inputs)`, to capture for other sizes.
-    Inside `cache_captures` each graph is captured the first time alone. Raises SpError where that can not be.
+    Placeholders correspond to Dynamo's, with the same order, names and sources, so the result can replace `gm` in
+    compile_fx. An input that the program mutates is written back by one aten.copy_ at the end. The results are followed
+    by hidden bases of results that are views, see `view_writes.py`. Inside `cache_captures` each graph is captured
+    once.
+
+    Args:
+        gm: Dynamo graph.
+        example_inputs: Inputs of the graph.
+        fakes: Replacement for `fake_inputs(example_inputs)`, to capture for other sizes.
+
+    Returns:
+        The captured graph.
+
+    Raises:
+        SpError: If the program cannot be captured.
     """
     known = _capture_cache.get()
     if known is None or fakes is not None:
         return _capture(gm, example_inputs, fakes)
     if gm not in known:
         known[gm] = _capture(gm, example_inputs, fakes)
-    if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes change these, too
+    if any(isinstance(child, GraphModule) for child in known[gm].children()):  # passes mutate these, too
         return known.pop(gm)
     found = copy_graph(known[gm])
     found.meta.update(known[gm].meta)
@@ -73,7 +83,11 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any], *, fakes: Sequence[A
 
 @contextmanager
 def cache_captures(known: dict[GraphModule, GraphModule]) -> Iterator[None]:
-    """For who looks at the same graphs with the same inputs in several ways. known: of each what was captured."""
+    """Cache captures in this context, for repeated analyses of the same graphs with the same inputs.
+
+    Args:
+        known: Captured graph by Dynamo graph; updated.
+    """
     before = _capture_cache.set(known)
     try:
         yield
@@ -99,16 +113,16 @@ def _capture(gm: GraphModule, example_inputs: Sequence[Any], fakes: Sequence[Any
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """The fake mode of the running compilation, and `example_inputs` in it with Dynamo's dynamic dims.
+    """Return the fake mode of the compilation, and the inputs as fake tensors with dynamic dims.
 
-    Of a value in shards the whole. A dim that the program's guards leave one length has this number.
+    A `Sharded` input is the full tensor. A dim that the guards restrict to one length has this length.
     """
     mode, fakes = _fake_inputs(example_inputs)
     return mode, _replace_single_values(fakes, mode)
 
 
 def settle_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, but a fake one in place of each plain one that has a number where Dynamo has a symbol."""
+    """Return the inputs, with fakes for tensors that have a constant size where Dynamo has a symbol."""
     mode, fakes = _fake_inputs(example_inputs)
     rows = zip(example_inputs, fakes, _replace_single_values(fakes, mode))
     return [x if new is old or isinstance(x, Sharded) or is_wrapper(x) else new for x, old, new in rows]
@@ -130,21 +144,21 @@ def fix_lengths(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
         marked |= {as_size(extent) for extent, one in rows if one is not None and not one.warn_only}
     found = [e for e in _symbol_sizes(fakes) if as_size(e) not in marked and depends_on_size(e)]
     for extent in found:
-        int(extent)  # adds a guard: another length is compiled again
+        int(extent)  # adds a guard: another length recompiles
     (_capture_cache.get() or {}).pop(gm, None)
     return bool(found)
 
 
 def _symbol_sizes(fakes: Sequence[Any]) -> list[torch.SymInt]:
-    """The symbols among inputs and their sizes."""
+    """Return the symbolic ints among inputs and their sizes."""
     extents = [e for x in fakes for e in (x.shape if isinstance(x, torch.Tensor) else [x])]
     return [e for e in extents if isinstance(e, torch.SymInt)]
 
 
 def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """The fake mode, and the inputs in it with all of Dynamo's dynamic dims.
+    """Return the fake mode, and the inputs in it with all dynamic dims of Dynamo.
 
-    The values in the graph's meta["example_value"] belong to Dynamo's own finished trace and must not be mixed in.
+    The values in meta["example_value"] belong to Dynamo's finished trace and must not be mixed in.
     """
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -154,7 +168,7 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
     def fake(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if isinstance(x, Sharded) or is_wrapper(x):  # the whole, whatever holds it
+        if isinstance(x, Sharded) or is_wrapper(x):  # the full tensor, for any storage
             parts = x if isinstance(x, Sharded) and isinstance(x.local, FakeTensor) else in_mode(x)
             return _new_fake(x, parts.shape, parts.stride(), mode)
         if isinstance(x, FakeTensor):
@@ -171,12 +185,12 @@ def _fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[An
 
 
 def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
-    """A fake tensor as the input is one, of another shape."""
+    """Return a fake tensor of another shape with the metadata of the input."""
     with mode, torch.enable_grad():
         made = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         if x.is_leaf:
             return made
-        dense = made.clone()  # to which a program may write
+        dense = made.clone()  # non-leaf, to which a program may write
         if is_same_shape(as_sizes(dense.stride()), as_sizes(stride)):
             return dense
         memory = torch.empty(made.untyped_storage().nbytes() // made.element_size(), dtype=x.dtype, device=x.device)
@@ -184,7 +198,7 @@ def _new_fake(x: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any], mode
 
 
 def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
-    """The fake inputs, with the only number that a symbol can be in its place."""
+    """Replace symbols in the fake inputs that can have one value only by that value."""
     symbols: dict[Any, Any] = {as_size(e): e for e in _symbol_sizes(fakes)}
     numbers = {symbol: n for symbol, e in symbols.items() if (n := single_value(e)) is not None}
     if not numbers:
@@ -204,10 +218,19 @@ def _replace_single_values(fakes: list[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def capture_export(program: ExportedProgram | GraphModule) -> GraphModule:
-    """An exported program, or the module made of one, as IR with the user's calling convention. Graphs of make_fx too.
+    """Convert an exported program, its module, or a make_fx graph to IR with the same calling convention.
 
-    Parameters and buffers are get_attr nodes on the result, shared ones shared; no input guards are run. The given
-    program is not changed; its parameters are not copied. Raises SpError for a graph of calls that are no ops.
+    Parameters and buffers are get_attr nodes, shared ones remain shared; no input guards run. The program is not
+    modified; its parameters are not copied.
+
+    Args:
+        program: Exported program, or a graph module of ops.
+
+    Returns:
+        The captured graph.
+
+    Raises:
+        SpError: If the graph contains calls that are not ops.
     """
     source = program.module() if isinstance(program, ExportedProgram) else program
     gm = inline_regions(source)
@@ -233,7 +256,7 @@ def _single_fake_mode(gm: GraphModule) -> FakeTensorMode | None:
 
 
 def _copy_bodies(gm: GraphModule) -> None:
-    """Replace the bodies of region ops by copies, which may then be rewritten."""
+    """Copy the bodies of region ops, so that they can be rewritten."""
     for name, child in list(gm.named_children()):
         if isinstance(child, GraphModule):
             setattr(gm, name, inline_regions(child))
@@ -255,7 +278,10 @@ def _keep_sources(new: GraphModule, old: GraphModule) -> None:
 
 
 def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """An input written through one name and read through another: no graph over separate values can say that."""
+    """Raise if an input is written through one name and shares memory with another input.
+
+    A graph over separate values cannot represent this.
+    """
     placeholders = captured.graph.find_nodes(op="placeholder")
     owners: dict[int, list[Node]] = {}
     for node, value in zip(placeholders, example_inputs, strict=True):
@@ -272,9 +298,9 @@ def _refuse_written_aliases(captured: GraphModule, example_inputs: Sequence[Any]
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode | None) -> None:
-    """Make every tensor attribute a parameter or buffer and give its node a fake value.
+    """Register tensor attributes as parameters or buffers and set the fake values of their nodes.
 
-    A fake or functorch tensor in an attribute is a value that escaped the trace: the graph would be wrong.
+    A fake or functorch tensor in an attribute escaped the trace, so that the graph would be wrong.
     """
     known = {*dict(gm.named_parameters(remove_duplicate=False)), *dict(gm.named_buffers(remove_duplicate=False))}
     for node in gm.graph.find_nodes(op="get_attr"):

@@ -1,4 +1,4 @@
-"""The form of a captured graph: calls of ops on fake values, of which none ever changes."""
+"""Validate captured graphs: calls of ops on fake values, without mutation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,30 @@ STRICT_EXPORT = "Export the program with strict=True, where collectives are func
 
 
 def require_ops(gm: GraphModule, name: str) -> None:
-    """Raises SpError, in the name of who asks, unless the graph calls ops on fake values; they may change some."""
+    """Check that the graph calls ops on fake values; mutations are permitted.
+
+    Args:
+        gm: Graph.
+        name: Prefix of the error message.
+
+    Raises:
+        SpError: If a node is a method, a module or a Python function.
+    """
     for node in gm.graph.nodes:
         if call := _non_op_reason(node):
             raise SpError("SP204", f"{name}: {node.name} is {call}.")
 
 
 def require_functional(gm: GraphModule, name: str) -> None:
-    """Raises SpError where an op changes a value, other than an input at the end of the program."""
+    """Check that no op mutates a value, except an input at the end of the program.
+
+    Args:
+        gm: Graph.
+        name: Prefix of the error message.
+
+    Raises:
+        SpError: If an op mutates a value.
+    """
     for node in gm.graph.nodes:
         if _mutation_reason(node):
             fix = STRICT_EXPORT if namespace_of(node.target) == "c10d" else None
@@ -33,7 +49,7 @@ def require_functional(gm: GraphModule, name: str) -> None:
 
 
 def _non_op_reason(node: Node) -> str:
-    """Why the node is none of a graph of ops: as Dynamo has it before capture, and torch.fx.symbolic_trace."""
+    """Return the reason why a node is not an op, as in graphs of Dynamo and torch.fx.symbolic_trace, or ""."""
     if node.op in ("call_method", "call_module"):
         return f"a call of the {node.op.removeprefix('call_')} {node.target}"
     if node.op != "call_function" or isinstance(node.target, OpOverload | HigherOrderOperator):
@@ -46,9 +62,9 @@ def _non_op_reason(node: Node) -> str:
 
 
 def _mutation_reason(node: Node) -> bool:
-    """Return whether the node may change a value that is read elsewhere.
+    """Return True if the node may mutate a value that is read elsewhere.
 
-    An input is written back at the end of the program.
+    Writing an input back at the end of the program does not count.
     """
     target: Any = node.target
     if namespace_of(target) == "c10d":

@@ -1,10 +1,10 @@
-"""functionalize: GraphModule -> GraphModule in which no value ever changes (pre-dispatch ATen, before autograd).
+"""Functionalize a graph before autograd (pre-dispatch ATen), so that no value is mutated.
 
-Renaming, as in SSA. Aliases are read off the fake values (same storage), each with the view op that made it. An
-in-place op on a view becomes the functional op; the new value of the view's base follows by inverting the view ops,
-and the other views are taken anew from the new base when they are next read. A changed placeholder or buffer is
-written back by one aten.copy_ at the end. Two kinds of mutation stay: those copies, and ops with no functional form
-(custom ops, out= variants, norms with running statistics), which work on a private clone.
+The algorithm renames values, as in SSA. Aliases are derived from the fake values (same storage), each with its view op.
+An in-place op on a view becomes the functional op; the new value of the base is computed by inverting the view ops, and
+other views are recomputed from the new base at their next use. A mutated placeholder or buffer is written back by one
+aten.copy_ at the end. Two kinds of mutation remain: these copies, and ops without functional form (custom ops, out=
+variants, norms with running statistics), which mutate a private clone.
 """
 
 from __future__ import annotations
@@ -46,11 +46,18 @@ COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}
 
 
 def functionalize(gm: GraphModule) -> GraphModule:
-    """Make `gm` and the bodies of its region ops functional, in place; returns `gm`.
+    """Functionalize `gm` and the bodies of its region ops in place.
 
-    Every node needs meta["val"]; inputs may have requires_grad on record. A changed placeholder is un-marked as a
-    static input. Raises SpError for a mutation that has no functional form, and for one made outside autograd (no_grad,
-    detach, .data) of a value whose gradient is wanted: renaming would lose that gradient.
+    Args:
+        gm: Graph whose nodes have meta["val"]; the metadata of inputs may have requires_grad. Mutated placeholders are
+            unmarked as static inputs.
+
+    Returns:
+        The same graph.
+
+    Raises:
+        SpError: If a mutation has no functional form, or mutates a differentiable value outside autograd (no_grad,
+            detach, .data), whose gradient renaming would lose.
     """
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
@@ -61,15 +68,18 @@ def functionalize(gm: GraphModule) -> GraphModule:
 
 
 class _Functionalizer:
-    """One walk over the graph. A root's version counts its changes; a view is current if taken at that version."""
+    """Single pass over a graph; a view is current if it was computed at the version of its root.
+
+    The version of a root is the number of its mutations.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm, self.graph = gm, gm.graph
         self.editor = GraphEditor().edit(gm.graph)
         self.aliases = Aliases(gm.graph)
         self.version: dict[Node, int] = {}
-        self.current: dict[Node, Node] = {}  # changed root -> its value
-        self.values: dict[Node, tuple[Node, int, bool]] = {}  # node -> value, its version, may carry a gradient
+        self.current: dict[Node, Node] = {}  # mutated root -> its value
+        self.values: dict[Node, tuple[Node, int, bool]] = {}  # node -> (value, version, True if it may have a gradient)
         self.dead: list[Node] = []
         self.autocast = int(torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
@@ -112,13 +122,13 @@ class _Functionalizer:
         if self.aliases.adopt(node):
             self.values[node] = (node, self.version.get(self.aliases.root(node), 0), self.aliases.grad)
 
-    # ---- the value of a node at this point of the program
+    # ---- value of a node at this point of the program
 
     def current_in(self, node: Node) -> tuple[Any, Any]:
         return map_arg(self.aliases.calls[node], self.current_value)
 
     def current_value(self, node: Node) -> Node:
-        """The current value of `node`, a name as Aliases.name gives it."""
+        """Return the current value of `node`, which is a name from `Aliases.name`."""
         root = self.aliases.root(node)
         version = self.version.get(root, 0)
         value, taken_at, with_grad = self.values.get(node, (node, 0, True))
@@ -142,13 +152,13 @@ class _Functionalizer:
         return value
 
     def emitter(self, like: Node) -> view_inverses.Emit:
-        """A function that adds a node with its fake value, described as `like` is."""
+        """Return a function that appends a node with its fake value and the metadata of `like`."""
         return lambda target, *args, **kwargs: self.editor.compute(target, args, like, kwargs)
 
-    # ---- changes
+    # ---- mutations
 
     def change_view(self, node: Node) -> None:
-        """`x.unsqueeze_(0)`: from here on x means the view."""
+        """Replace x by the view in `x.unsqueeze_(0)`."""
         target = self.aliases.calls[node][0][0]
         op = functional_form(node.target)
         if op is None or self.aliases.root(target).op in ("placeholder", "get_attr"):
@@ -214,14 +224,14 @@ class _Functionalizer:
             value = emit(aten.to.dtype, value, expected.dtype)
         if value.meta["val"].shape != expected.shape:
             value = emit(aten.expand.default, value, view_inverses.shape_in_graph(args[0], emit))
-        # A later view may need the strides of what was written to.
+        # A later view may need the strides of the mutated tensor.
         if expected.is_contiguous() and not value.meta["val"].is_contiguous():
             value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
         return value
 
     @contextmanager
     def as_in_place(self, node: Node, device: torch.device) -> Iterator[None]:
-        """Autocast changes the dtype of some ops but not of their in-place variants: keep it off for these."""
+        """Disable autocast for ops whose in-place variants it does not change."""
         op = functional_form(node.target)
         if not self.autocast or op is None or not has_autocast_kernel(op, device.type):
             yield
@@ -233,7 +243,7 @@ class _Functionalizer:
         token.meta["val"] = leave.meta["val"] = None
 
     def assign(self, node: Node, target: Node, value: Node) -> None:
-        """Let `target` be `value` from here on, and with it the tensor of which `target` is a view."""
+        """Set the value of `target`, and update the root of which `target` is a view."""
         emit = self.emitter(node)
         if self.aliases.any_differentiable(node):
             if self.aliases.grad:
@@ -252,7 +262,7 @@ class _Functionalizer:
         self.values[target] = (value, version, True)
 
     def base_after(self, node: Node, view: Node, new: Node, emit: view_inverses.Emit) -> Node:
-        """The value of the tensor that `view` was taken from, once `view` is `new`."""
+        """Return the new value of the base of `view` if `view` is replaced by `new`."""
         if view.target is operator.getitem:
             split = self.aliases.calls[view][0][0]
             whole = view_inverses.rejoin_split(self.application(split), view, new, emit)

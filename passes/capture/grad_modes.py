@@ -1,8 +1,8 @@
-"""Regions without gradients end in detaches: whoever joins two nodes of a graph sees where a gradient stops.
+"""Insert detaches at the end of no-grad regions, so that gradient flow is explicit in the graph.
 
-Dynamo writes `with torch.no_grad():` as calls that switch the mode, so a node has a gradient or not by its place in the
-graph. A value that was made without one and is read with one is read through a detach instead. A hook of a value that
-has none goes, which torch would refuse, or never call: it was a view of a leaf, or was overwritten whole, in place.
+Dynamo records `with torch.no_grad():` as calls that switch the mode, so that the gradient of a node depends on its
+position. A value computed without gradients and read with gradients is read through a detach instead. A hook on a value
+without gradient is removed: the value was a view of a leaf, or was overwritten in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def detach_no_grad_regions(graph: Graph) -> None:
-    """Put a detach behind every value that leaves a region without gradients."""
+    """Insert a detach after every value that leaves a no-grad region."""
     off, editor = no_grad_nodes(graph), GraphEditor().edit(graph)
     for node in [n for n in graph.nodes if n in off and n.op == "call_function" and is_tensor(n)]:
         outside = [user for user in node.users if user not in off or user.op == "output"]

@@ -1,9 +1,9 @@
-"""Dynamo graph -> graph in the global view, whose inputs say whether they are parameters and where they lie.
+"""Build the global view of a Dynamo graph, with parameters and placements of its inputs.
 
-inputs="local": each rank passes its shard, and the program still means what it means on the whole sequence.
+With inputs="local" each rank passes its shard, and the program keeps its meaning for the full sequence.
 
-Dynamo saw a sequence of s tokens. The graph is captured again as if every sequence dim had n*s, so that positions made
-in the model (arange over the sequence) count over all ranks; the shards then enter the local graph as they are.
+Dynamo traced a sequence of s tokens. The graph is captured again with n*s in every sequence dim, so that positions
+created in the model (arange over the sequence) are global; the shards are the inputs of the local graph.
 """
 
 from __future__ import annotations
@@ -50,14 +50,25 @@ from .view_writes import VIEW_OPS, ResultView, SharedResults, omit_views
 def capture_shards(
     gm: GraphModule, example_inputs: Sequence[Any], n: int, seq_dims: Mapping[str, int] | None
 ) -> tuple[GraphModule, dict[str, Placement]]:
-    """(graph in the global view, placements of the inputs that arrive sharded).
+    """Capture the global view of a graph whose inputs are shards.
 
-    A dim that is static becomes a symbol: Dynamo traces the program once more.
-    Raises SpError: a sequence dim that stays static, that shares its symbol with a dim that is not a sequence, or whose
-    length the program has asked for something that is not so of the whole.
+    Dynamo traces the program again if a sequence dim is static.
+
+    Args:
+        gm: Dynamo graph.
+        example_inputs: Inputs of the graph, shards of a rank.
+        n: Number of ranks.
+        seq_dims: Sequence dims by input name; None to detect them.
+
+    Returns:
+        The graph in the global view, and the placements of sharded inputs.
+
+    Raises:
+        SpError: If a sequence dim is static or shares its symbol with another dim, or a guard on its length does not
+            hold for the full sequence.
     """
     mode, _ = fake_inputs(())
-    asked = length_guards(mode)  # by Dynamo alone: what capture asks, it asks of the whole, too
+    asked = length_guards(mode)  # guards of Dynamo only: capture adds guards on the global length
     local = capture(gm, example_inputs)
     dims = _sequence_dims(local, seq_dims)
     _, fakes = fake_inputs(example_inputs)
@@ -91,7 +102,7 @@ def _sequence_dims(graph: GraphModule, seq_dims: Mapping[str, int] | None) -> di
 
 
 def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None:
-    """Refuse shards of one sequence with different numbers of rows: one may be a table of positions."""
+    """Raise if shards of one sequence differ in their number of rows: one may be a table of positions."""
     first: dict[Any, tuple[Node, int]] = {}
     for node, dim in along:
         (name,) = {axes.find(atom.name) for atom in axes.dims[node, 0][dim] if axes.is_sequence(atom)}
@@ -154,41 +165,44 @@ def _enlarge(fake: Any, dim: int | None, symbols: set[sympy.Expr], n: int, mode:
 
 @dataclass(frozen=True)
 class GlobalView:
-    """A Dynamo graph in the global view. fragment: is it a piece of a model, between graph breaks?
+    """Dynamo graph in the global view."""
 
-    arguments, names: what the user's code calls inputs and results; outputs: what the option of that name says of each
-    result. writes: which result, behind those of the code, is what the graph writes to an input that is `Sharded`: by
-    the number of that. seq_dims: the sequence dims that the user named. inputs: where those lie that come in shards;
-    layouts: of the ones that are `Sharded`, by number. views, hidden, written: as `GraphBoundary` has them. folds:
-    chunks of
-    the sequence that a rank holds of them.
-    """
-
-    graph: GraphModule
-    fragment: bool
-    arguments: list[str]
-    names: list[str]
-    outputs: list[str]
-    seq_dims: dict[str, int] | None
-    inputs: dict[str, Placement]
-    layouts: dict[int, Layout]
-    writes: dict[int, int]
-    views: Sequence[ResultView]
-    hidden: int
-    has_writes: Sequence[int]
+    graph: GraphModule  # captured graph
+    fragment: bool  # True for a part of a model between graph breaks
+    arguments: list[str]  # inputs, as named in the user's code
+    names: list[str]  # results, as named in the user's code
+    outputs: list[str]  # output option of each result
+    seq_dims: dict[str, int] | None  # sequence dims from the user
+    inputs: dict[str, Placement]  # placements of sharded inputs
+    layouts: dict[int, Layout]  # layouts of `Sharded` inputs, by index
+    writes: dict[int, int]  # index of a `Sharded` input -> result with its new value
+    views: Sequence[ResultView]  # as in `GraphBoundary`
+    hidden: int  # number of hidden results, as in `GraphBoundary`
+    has_writes: Sequence[int]  # mutated inputs, as in `GraphBoundary`
 
     @property
     def folds(self) -> int:
+        """Return the number of sequence chunks of a rank in the inputs (see `RowOrder`)."""
         return min((layout.folds for layout in self.layouts.values()), default=1)
 
 
 def global_view(
     gm: GraphModule, example_inputs: Sequence[Any], asked: IOOptions, ranks: Ranks, deals: bool = False
 ) -> GlobalView:
-    """The graph as the passes take it, and what is known of its inputs and results.
+    """Capture the graph for the passes, with facts about its inputs and results.
 
-    deals: it takes rows that an earlier graph has dealt as they lie, and keeps their order.
-    Raises SpError: options that name none of them, or that the program cannot honour.
+    Args:
+        gm: Dynamo graph.
+        example_inputs: Inputs of the graph.
+        asked: Options on inputs, outputs and sequence dims.
+        ranks: Ranks that shard the sequence.
+        deals: Accept load-balanced rows of an earlier graph in their order.
+
+    Returns:
+        The global view.
+
+    Raises:
+        SpError: If an option does not match the inputs or results, or is not supported for the program.
     """
     fragment = is_fragment(gm)
     if fragment and "local" in (asked.inputs, asked.outputs):
@@ -221,9 +235,9 @@ def global_view(
 def _sharded_inputs(
     graph: GraphModule, example_inputs: Sequence[Any], ranks: Ranks, deals: bool
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
-    """Where inputs lie that an earlier graph left in shards on these ranks; the graph is told how many rows each has.
+    """Return placements and layouts of inputs that an earlier graph sharded on these ranks.
 
-    One that lies along a part of a dim is taken whole; where some are dealt, only these are not.
+    An input sharded along a part of a dim is gathered. If `deals` is set, only load-balanced inputs remain sharded.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}
@@ -243,7 +257,7 @@ def _sharded_inputs(
 
 
 def _written_inputs(graph: GraphModule) -> Iterator[int]:
-    """The numbers of the inputs that a graph changes in place."""
+    """Yield the indices of the inputs that a graph mutates."""
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if copy.args[0] in inputs:
@@ -253,10 +267,13 @@ def _written_inputs(graph: GraphModule) -> Iterator[int]:
 def _omitted_views(
     graph: GraphModule, example_inputs: Sequence[Any], inputs: str, outputs: list[str]
 ) -> tuple[tuple[ResultView, ...], list[ResultView]]:
-    """The results that are made as views of others once the program has run, and of each result more that it returns
-    for them the first view. The option's word of a base becomes that of all its views.
+    """Omit results that are recreated as views of others after the run.
 
-    Not where a rank's rows are wanted, or given: sizes are those of one device.
+    The output option of a base applies to all its views. Results are not omitted with inputs='local' or
+    outputs='local', because the sizes of views are global.
+
+    Returns:
+        The omitted views, and for each hidden result its first view.
     """
     shared: SharedResults = graph.meta[VIEW_OPS]
     of_results = [view for view in shared.views if not view.of_argument]
@@ -276,7 +293,7 @@ def _omitted_views(
 
 
 def _return_writes(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[int, int]:
-    """Let the graph return what it writes to values in shards; the number of the result, by that of the input."""
+    """Return new values of `Sharded` inputs as results, in place of copies; result index by input index."""
     output, found = graph.graph.output_node(), dict[int, int]()
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     for copy in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
@@ -294,10 +311,17 @@ def _return_writes(graph: GraphModule, example_inputs: Sequence[Any]) -> dict[in
 def local_inputs(
     example_inputs: Sequence[Any], layouts: Mapping[int, Layout] | None = None, graph: GraphModule | None = None
 ) -> list[Any]:
-    """What stands for the inputs when the program of one rank is compiled: of a `Sharded` its rows, or the whole, and
-    of what a collective is still to bring that.
+    """Return the inputs for the compilation of a rank's program: local rows of `Sharded`, or full tensors.
 
-    layouts, graph: as `global_view` has them; of a program that is not split there are none.
+    Results of pending collectives are replaced by fakes, too.
+
+    Args:
+        example_inputs: Inputs of the graph.
+        layouts: Layouts of sharded inputs, as in `global_view`; None for an unsplit program.
+        graph: Captured graph, as in `global_view`; None for an unsplit program.
+
+    Returns:
+        One value for each input.
     """
     others = Sharded, AsyncCollectiveTensor
     given = list(example_inputs) if graph is None else settle_inputs(example_inputs)  # Dynamo's graph has its symbols
@@ -310,8 +334,10 @@ def local_inputs(
 
 
 def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
-    """What the user calls each result: as what is returned has it; or as the line that makes it, whose names Dynamo
-    numbers (`hidden_states_15`), if that is the only result of this name; or as Dynamo does.
+    """Return the user's name of each result.
+
+    This is the name in the returned structure, or the name on the line that computes it (Dynamo appends numbers, as in
+    `hidden_states_15`) if it is unique, or the name of the node.
     """
     returned = result_names(gm)
     on_lines = [_base_name_of(node) for node in results]
@@ -320,7 +346,7 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
 
 
 def _base_name_of(node: Node | None) -> str:
-    """The node's name without a number that its line does not have."""
+    """Return the node's name without a number that its line does not contain."""
     if node is None or node.op == "placeholder":
         return ""
     name, line = re.sub(r"_\d+$", "", node.name), node_line(node)
@@ -330,8 +356,9 @@ def _base_name_of(node: Node | None) -> str:
 def _result_options(
     names: Sequence[str], made: Sequence[str], outputs: str | Mapping[str | int, str], fragment: bool
 ) -> list[str]:
-    """What the option says of each result, by what is returned or by the code that makes it. A fragment may lack some
-    that it names.
+    """Return the output option of each result, by its returned name or its name in the code.
+
+    Names that a fragment of the model does not have are ignored.
     """
     if isinstance(outputs, str):
         return [outputs] * len(names)
@@ -347,7 +374,7 @@ def _result_options(
 
 
 def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Say of each whether it is one of the user's arguments, and whether it may need a gradient."""
+    """Record for each input whether it is a parameter, and whether it requires a gradient."""
     for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs):
         if isinstance(example, torch.Tensor):
             parameter = isinstance(example, torch.nn.Parameter) or is_module_state(node)
@@ -355,9 +382,9 @@ def _mark_inputs(graph: GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def _placeholder_names(graph: GraphModule, seq_dims: Mapping[Any, int], fragment: bool) -> dict[str, int] | None:
-    """The user's argument names (or indices) as the names of the graph's placeholders.
+    """Convert the user's argument names or indices to names of placeholders.
 
-    A fragment of the model may lack some of them; one that has none finds its sequence by itself (None).
+    A fragment of the model may lack some of them; if it has none, None is returned, and the sequence is detected.
     """
     tensors = [n for n in graph.graph.find_nodes(op="placeholder") if node_info(n).parameter is False]
     out = {}

@@ -1,4 +1,4 @@
-"""What was made of a model once, so that it is looked at in more ways without being traced again."""
+"""Store captured graphs for further analyses without another trace."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from sp_compile.lowering.torch_compat import TracingContext, is_fragment
 
 @dataclass
 class CapturedGraphs:
-    """What Dynamo made of a model with certain layers: to look at it in more ways than it was traced for.
+    """Graphs that Dynamo traced for a model with certain layers, for analyses with other options."""
 
-    graph: its only one, with inputs and the compilation's context; None: it has several, which take each other's
-    results as a way leaves them, or lengths that are symbols. captured: each as the passes take it.
-    """
-
+    # the only graph, its inputs and context; None for several graphs or symbolic lengths
     graph: tuple[GraphModule, Sequence[Any], TracingContext] | None = None
-    graphs: int = 0
-    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)
+    graphs: int = 0  # number of graphs
+    captured: dict[GraphModule, GraphModule] = field(default_factory=dict)  # captured graph by Dynamo graph
 
     def add(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """One that is compiled now."""
+        """Add a graph that is being compiled."""
         self.graphs += 1
         context, plain = TracingContext.try_get(), all(isinstance(x, Tensor) for x in inputs)
         alone = self.graphs == 1 and plain and context is not None and not is_fragment(gm)

@@ -1,9 +1,9 @@
-"""inline_regions: GraphModule -> GraphModule without checkpoint, nested-compile, no_grad and autocast region ops.
+"""Inline checkpoint, nested-compile, no_grad and autocast region ops.
 
 A region op is a node `op(..., body, *operands)` that runs a sub-graph. Its body is copied into the outer graph, so that
-a sharding can flow through it. What the op meant is kept in other ways: checkpointing as `meta["recompute"]` and
+shardings can propagate through it. Its effect is preserved in other forms: checkpointing as `meta["recompute"]` and
 `meta["ac_graph_id"]`, which AOTAutograd's partitioner reads; grad mode and autocast as enter and exit nodes. Inference
-mode is a grad mode here.
+mode is converted to a grad mode.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from sp_compile.passes.graph.edit import erase_dead
 
 log = logging.getLogger(__name__)
 
-# A later region must have a larger id: the partitioner saves what a region hands to one of a larger id.
+# Ids must increase: the partitioner saves values that a region passes to a region with a larger id.
 _region_ids = itertools.count()
 
-# region op -> position of its body; the operands follow at once, or after the region's name.
+# Region op -> position of its body; the operands follow the body, or the name of the region.
 _BODY_AT = {
     tag_activation_checkpoint: 0,
     wrap_activation_checkpoint: 0,
@@ -57,7 +57,7 @@ _REGION_CHECKPOINTS = (tag_activation_checkpoint, wrap_activation_checkpoint)
 
 
 def inline_regions(gm: GraphModule) -> GraphModule:
-    """A copy of `gm` over the same parameters and submodules whose graph has no inlinable region op."""
+    """Return a copy of `gm` with the same parameters and submodules, without inlinable region ops."""
     copy = _RegionInliner(gm, Graph())
     copy.graph.output(copy.body(gm, "", {}, {})).meta = dict(gm.graph.output_node().meta)
     keep_calling_convention(copy.graph, gm.graph)
@@ -74,7 +74,7 @@ class _RegionInliner:
     grad: list[bool] = field(default_factory=lambda: [torch.is_grad_enabled()])
 
     def body(self, gm: GraphModule, path: str, env: dict[Node, Any], tags: dict[str, Any]) -> Any:
-        """Copy `gm`, which is attribute `path` of the root, its placeholders bound in `env`; returns its output."""
+        """Copy `gm`, at attribute `path` of the root, with its placeholders bound in `env`, and return its output."""
 
         def bound(arg: Any) -> Any:
             return map_arg(arg, env.__getitem__)
@@ -108,7 +108,7 @@ class _RegionInliner:
         return new
 
     def inference_mode(self, node: Node) -> Node:
-        """Write its beginning or its end as a change of the grad mode, which is all that a program's values know."""
+        """Record entering or exiting inference mode as a change of the grad mode."""
         if node.target is enter_inference_mode:
             self.grad.append(not node.args[0])
         else:
@@ -141,7 +141,7 @@ class _RegionInliner:
 
     @contextmanager
     def state(self, node: Node) -> Iterator[None]:
-        """Write the state change of a region, and its end."""
+        """Record the state change of a region, and its end."""
         if node.target is wrap_with_set_grad_enabled:
             self.call(set_grad_enabled, (node.args[0],))
             self.grad.append(bool(node.args[0]))

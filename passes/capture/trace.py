@@ -1,6 +1,6 @@
-"""trace: a Dynamo graph and fake inputs -> the same program in pre-dispatch ATen, composite ops whole.
+"""Trace a Dynamo graph on fake inputs to pre-dispatch ATen with composite ops.
 
-The graph runs node by node under make_fx(pre_dispatch=True). Region ops that carry their own backward (tensor hooks,
+The graph runs node by node under make_fx(pre_dispatch=True). Region ops with their own backward (tensor hooks,
 autograd.Function) would lose it there, and values under vmap would become constants: these are handled here. Every
 other region op (cond, scan, flex_attention, ...) records itself.
 """
@@ -43,10 +43,18 @@ _SYMBOL_NAME = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> GraphModule:
-    """Record `gm` on `fakes`: one placeholder an input, in order, named as in `gm`; not yet functional.
+    """Record `gm` on fake inputs; the result is not functional.
 
-    fakes: fake tensors of `fake_mode`, SymInts or Python numbers, one a placeholder of `gm`.
-    Raises SpError with the node and the user's source line where the program can not be recorded.
+    Args:
+        gm: Dynamo graph.
+        fakes: Fake tensors of `fake_mode`, SymInts or Python scalars, one per placeholder of `gm`.
+        fake_mode: Mode of the fake tensors.
+
+    Returns:
+        A graph with the placeholders of `gm`, in order and with the same names.
+
+    Raises:
+        SpError: If the program cannot be recorded, with the node and the user's source line.
     """
     flat = inline_regions(gm)
     with preserve_thread_state(), fake_mode, enable_python_dispatcher(), preserve_node_meta():
@@ -58,7 +66,7 @@ def trace(gm: GraphModule, fakes: Sequence[Any], fake_mode: FakeTensorMode) -> G
 
 
 class _TracingInterpreter(Interpreter):
-    """Runs a Dynamo graph under an active pre-dispatch trace."""
+    """Interpreter of a Dynamo graph under an active pre-dispatch trace."""
 
     def __init__(self, gm: GraphModule, fake_mode: FakeTensorMode) -> None:
         super().__init__(gm)
@@ -85,7 +93,7 @@ class _TracingInterpreter(Interpreter):
             ) from error
 
     def run_without_grad(self, n: Node) -> Any:
-        """What an op gives back as it was given (`h.to(h.dtype)`) keeps its gradient, which its new name would not."""
+        """Keep the gradient of operands that an op returns unchanged (`h.to(h.dtype)`), by restoring their proxies."""
         given = [x for x in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)) if isinstance(x, torch.Tensor)]
         before, names = tensor_versions(given), [proxy_of(x) for x in given]
         result = super().run_node(n)
@@ -106,7 +114,7 @@ class _TracingInterpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
     def python_state(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call now, for its effect on what follows, and record it."""
+        """Run the call for its effect on later nodes, and record it."""
         result = target(*args, **kwargs)
 
         def recorded(x: Any) -> Any:
@@ -147,11 +155,11 @@ class _TracingInterpreter(Interpreter):
         return result
 
     def inline_functorch(self, nodes: list[Node], first: Node) -> Any:
-        """A vmap or grad region as plain ATen: recorded below functorch, replayed in the outer trace.
+        """Record a vmap or grad region as ATen below functorch, and replay it in the outer trace.
 
-        The replay makes it differentiable again; the recording runs on detached inputs, with grad mode on because
-        torch.func.grad needs it. A no_grad inside of the region is recorded, too: it holds for who differentiates
-        from outside.
+        The replay is differentiable; the recording runs on detached inputs, with grad mode enabled because
+        torch.func.grad needs it. A no_grad inside of the region is recorded, too, because it applies to outer
+        differentiation.
         """
         inside = set(nodes)
         ins = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
@@ -191,7 +199,7 @@ class _TracingInterpreter(Interpreter):
 def _record_node(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bodies: dict[GraphModule, GraphModule], out: Any
 ) -> Any:
-    """Record one node target(*args) with each body replaced by its lowered one; `out` is its value."""
+    """Record one node target(*args) with lowered bodies and the value `out`."""
     tracer = active_tracer()
 
     def proxied(x: Any) -> Any:
@@ -207,11 +215,12 @@ def _record_node(
 
 
 def _hook_every_use(tensor: Any, hooked: Any) -> None:
-    """A hook sees the whole gradient of its tensor: also what comes from uses before it was registered.
+    """Replace all uses of a tensor by its hooked value.
 
-    And it is one of its tensor's, wherever it is registered: under no_grad, too.
+    A hook receives the full gradient of its tensor, including uses before its registration, and under no_grad, too.
 
-    Raises SpError where the hook reads values that are computed after the tensor, which those uses could not wait for.
+    Raises:
+        CaptureError: If the hook reads values that are computed after the tensor, which earlier uses cannot wait for.
     """
     proxies = [active_tracer().unwrap_proxy(x) for x in (tensor, hooked)]
     if not all(isinstance(proxy, torch.fx.Proxy) for proxy in proxies):
@@ -236,7 +245,7 @@ def _hook_every_use(tensor: Any, hooked: Any) -> None:
 
 
 def _make_leaves(args: Sequence[Any]) -> list[Any]:
-    """Fresh autograd leaves of the same metadata, to trace a body on its own."""
+    """Return new autograd leaves with the same metadata, to trace a body separately."""
 
     def leaf(x: Any) -> Any:
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -245,7 +254,7 @@ def _make_leaves(args: Sequence[Any]) -> list[Any]:
 
 
 def _functorch_regions(graph: Graph) -> dict[Node, list[Node]]:
-    """First node -> all nodes, of each outermost vmap, grad or jvp nesting."""
+    """Map the first node of each outermost vmap, grad or jvp nesting to all its nodes."""
     regions: dict[Node, list[Node]] = {}
     current: list[Node] = []
     depth = 0

@@ -1,6 +1,6 @@
-"""Graphs that run as they were written, whole on every rank: which errors allow it, and what the user is told.
+"""Fall back to unsplit graphs that run on gathered inputs, with a warning.
 
-As torch.compile alone does where a backend cannot compile a graph: the results are right, and one warning says why.
+As with any torch.compile backend that cannot compile a graph, the results are correct, and one warning has the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _warned_unsplit: set[tuple[str, str]] = set()
 
 @contextmanager
 def wrap_failures() -> Iterator[None]:
-    """Make any failure of capture or of a pass, other than an SpError or Dynamo's own, a CaptureError."""
+    """Convert failures of capture or of a pass to CaptureError, except SpError and Dynamo's own errors."""
     try:
         yield
     except (SpError, RestartAnalysis, ShortenTraceback, MemoryError):
@@ -40,7 +40,7 @@ def wrap_failures() -> Iterator[None]:
 
 
 def unsplit_reason(error: Exception) -> str:
-    """Why a program runs as it was written after this error; "" if the error stays one."""
+    """Return the reason for running a program unsplit after this error, or "" if the error must be raised."""
     if isinstance(error, CaptureError):
         return str(error)
     return f"{NOT_TRACED_CAUSE} ({type(error).__name__}: {error})." if is_fallback_error(error) else ""

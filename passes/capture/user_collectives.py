@@ -1,4 +1,4 @@
-"""Collectives in place, as torch.distributed records them outside of Dynamo, become functional ones.
+"""Convert in-place collectives, which torch.distributed records outside of Dynamo, to functional ones.
 
 c10d.alltoall_base_(out, x, group, [], [])   ->   out.copy_(wait_tensor(all_to_all_single(x, ...)))
 """
@@ -19,7 +19,10 @@ aten = torch.ops.aten
 
 
 def functionalize_collectives(gm: GraphModule) -> None:
-    """Edit the graph in place. Left alone: a buffer of another shape, shares that are not known."""
+    """Convert the collectives of a graph in place.
+
+    Nodes with a buffer of another shape or unknown split sizes are not changed.
+    """
     if not dist.is_available():
         return
     editor = GraphEditor().edit(gm.graph)
@@ -34,7 +37,7 @@ def functionalize_collectives(gm: GraphModule) -> None:
 
 
 def _rows_per_rank(editor: GraphEditor, node: Node, n: int) -> list[list[Any]] | None:
-    """How many rows come from each rank, and go to it; None where that is not known."""
+    """Return the rows received from and sent to each rank, or None if they are unknown."""
     out, x, _, *given = node.args[:5]
     shape = node_shape(x)
     each = exact_quotient(shape[0], n)

@@ -1,7 +1,7 @@
-"""invert: the new value of a view's base, given the new value of the view.
+"""Invert views: compute the new value of a view's base from the new value of the view.
 
 `y = x.transpose(0, 1); y.add_(1)` changes x as well. With y' the new y, x' = y'.transpose(0, 1): each view op has such
-an inverse. That of an op which permutes dims or changes the shape follows from its rule; the others are written here.
+an inverse. The inverse of a permutation or reshape is derived from its rule; the others are defined here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Emit = Callable[..., Node]
 
 @dataclass(frozen=True)
 class ViewCall:
-    """One application of a view op, `node`: to a base, with all arguments by position and current."""
+    """Application of a view op to a base."""
 
-    node: Node
-    base: Node
-    args: tuple[Any, ...]
+    node: Node  # node of the view
+    base: Node  # current value of the base
+    args: tuple[Any, ...]  # other arguments, all positional and current
 
 
 def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
-    """Nodes for the base of `view` after the view has become `new`; None where the op has no inverse."""
+    """Append nodes that compute the base of `view` from its new value; return None if there is no inverse."""
     if view.node.target in _INVERSES:
         return _INVERSES[view.node.target](view, new, emit)
     order = permutation_of(view.node)
@@ -42,7 +42,7 @@ def invert_view(view: ViewCall, new: Node, emit: Emit) -> Node | None:
 
 
 def shape_in_graph(node: Node, emit: Emit) -> list[Any]:
-    """`node`'s shape as numbers, or as sym_size nodes where it is symbolic."""
+    """Return the shape of `node` as ints, or as sym_size nodes for symbolic sizes."""
     return [
         int(s) if isinstance(s, int) or s.node.expr.is_number else emit(aten.sym_size.int, node, d)
         for d, s in enumerate(node.meta["val"].shape)
@@ -65,11 +65,11 @@ def _invert_narrow(view: ViewCall, new: Node, emit: Emit) -> Node:
 
 
 def _invert_permute(view: ViewCall, new: Node, order: tuple[int, ...], emit: Emit) -> Node:
-    """An op that copies only where it must shares storage, and so is seen here, only where it did not copy."""
+    """Invert a permutation; ops that copy only if necessary share storage only if they did not copy."""
     back = inverse_permutation(order)
     if is_identity(order):
         return new
-    again = back == [*order] and isinstance(view.base, Node)  # not an einsum, whose equation comes first
+    again = back == [*order] and isinstance(view.base, Node)  # not for einsum, whose equation is its first argument
     return emit(view.node.target, new, *view.args) if again else emit(aten.permute.default, new, back)
 
 
@@ -78,7 +78,7 @@ def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
 
 
 def rejoin_split(split: ViewCall, taken: Node, new: Node, emit: Emit) -> Node | None:
-    """The base of a split after `taken`, one of its pieces, has become `new`."""
+    """Return the base of a split after `taken`, one of its pieces, is replaced by `new`."""
     found = match_piece(taken)
     if found is None:
         return None
@@ -90,7 +90,7 @@ def rejoin_split(split: ViewCall, taken: Node, new: Node, emit: Emit) -> Node | 
 
 _INVERSES: dict[Any, Callable[[ViewCall, Node, Emit], Node | None]] = {
     aten.detach.default: lambda view, new, emit: emit(aten.detach.default, new),
-    # Dims may be longer than 1, and then they stay.
+    # Dims longer than 1 are not removed.
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _invert_reshape),
     aten.slice.Tensor: _invert_by_scatter(aten.slice_scatter.default),
     aten.select.int: _invert_by_scatter(aten.select_scatter.default),

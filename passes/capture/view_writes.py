@@ -1,9 +1,9 @@
-"""Results that share memory on one device: one of them is returned, and the others are made as views of it afterwards.
+"""Return results that share memory as one base, and recreate the others as views of it after the run.
 
-    (h, h[:, 0])  ->  (h, None)     and the second is select(h, 1, 0), made by eager code when the program has run
+    (h, h[:, 0])  ->  (h, None)     and the second is select(h, 1, 0), computed eagerly after the program
 
-So a write to one is seen in the other, and autograd takes them for views, as AOTAutograd has it for one device. It is
-found before the graph is made functional: afterwards nothing of a graph shares memory that has been written.
+A write to one is then visible in the other, and autograd treats them as views, as AOTAutograd does on a single device.
+Views are detected before functionalization, which removes all sharing of mutated memory.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .aliases import Aliases, node_storages
 aten = torch.ops.aten
 
 VIEW_OPS = "sp_views"
-"""Where a captured graph keeps its `SharedResults`."""
+"""Key of `SharedResults` in the meta of a captured graph."""
 
-# Ops whose result shares memory by chance, where nothing has to be copied.
+# Ops whose result may share memory, depending on strides.
 _RESHAPES = parse_overloads("reshape reshape_as view_as flatten.using_ints ravel contiguous")
 _MAY_COPY = {*_RESHAPES, *parse_overloads("to.dtype to.device to.dtype_layout to.other type_as expand_as")}
 
 
 @dataclass(frozen=True)
 class ViewStep:
-    """One op of a chain of views, given what it is a view of and these. Sizes among the arguments may be symbolic."""
+    """One op in a chain of views; sizes among the arguments may be symbolic."""
 
-    op: Any
-    args: tuple[Any, ...] = ()
+    op: Any  # view op
+    args: tuple[Any, ...] = ()  # arguments after the base
     kwargs: Mapping[str, Any] | None = None
 
     def bind(self, known: Mapping[sympy.Symbol, Any]) -> Callable[[Any], Any]:
-        """The function of a tensor that it is where the symbols are these."""
+        """Return the view as a function of a tensor, with the symbols replaced by `known`."""
 
         def number(x: Any) -> Any:
             return evaluate_expr(x, known) if isinstance(x, sympy.Expr) else x
@@ -57,44 +57,49 @@ class ViewStep:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """Those among the arguments."""
+        """Return the symbols among the arguments."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs or {})))
         return {one for x in leaves if isinstance(x, sympy.Expr) for one in x.free_symbols}
 
 
 @dataclass(frozen=True)
 class ResultView:
-    """Result `number` is made by `steps` of another result, or of an argument: `base`, by number."""
+    """View that computes a result from another result or an argument."""
 
-    number: int
-    of_argument: bool
-    base: int
-    steps: tuple[ViewStep, ...]
+    number: int  # index of the result
+    of_argument: bool  # True if the base is an argument
+    base: int  # index of the base
+    steps: tuple[ViewStep, ...]  # view ops from the base to the result
     shape: tuple[Size, ...] = ()  # of the base
 
     @cached_property
     def symbols(self) -> set[sympy.Symbol]:
-        """Those of its steps."""
+        """Return the symbols of all steps."""
         return {one for step in self.steps for one in step.symbols}
 
     def steps_at(self, base: Tensor, known: Mapping[sympy.Symbol, Any]) -> list[Callable[[Any], Any]]:
-        """The functions that make it of this base. known: of the symbols those of the inputs."""
+        """Return the functions that compute the result from this base.
+
+        Args:
+            base: Base tensor.
+            known: Values of the symbols of the inputs.
+        """
         own = {symbol: extent for symbol, extent in zip(self.shape, base.shape) if isinstance(symbol, sympy.Symbol)}
         return [step.bind({**own, **known}) for step in self.steps]
 
 
 @dataclass(frozen=True)
 class SharedResults:
-    """views: results that others stand for. hidden: how many results more a graph returns for them, behind its own."""
+    """Results that are views of others."""
 
-    views: tuple[ResultView, ...] = ()
-    hidden: int = 0
+    views: tuple[ResultView, ...] = ()  # views among the results
+    hidden: int = 0  # number of bases that the graph returns after its own results
 
 
 def find_shared_results(gm: GraphModule) -> SharedResults:
-    """Which results of a captured graph, not yet functional, are views of which.
+    """Find the results of a captured graph, before functionalization, that are views of others.
 
-    What several results are views of, and is none itself, becomes a result more.
+    A common base of several results that is not a result itself is added to the results.
     """
     results = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -116,7 +121,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
         elif root.op != "get_attr":
             for together in _overlapping_groups(aliases, {i: names[i] for i in numbers}):
                 node = _common_base(aliases, [names[i] for i in together]) or root
-                if aliases.name(node) is not node:  # its shape has been changed in place
+                if aliases.name(node) is not node:  # its shape was changed in place
                     continue
                 at = next((i for i in together if names[i] is node), len(results))
                 found = [_result_view(aliases, i, names[i], node, False, at, given) for i in together if i != at]
@@ -130,7 +135,7 @@ def find_shared_results(gm: GraphModule) -> SharedResults:
 
 
 def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> None:
-    """Let the graph return nothing in place of these views, and of the results behind its own no more than `hidden`."""
+    """Replace these views by None in the results, and return only the first `hidden` of the added bases."""
     output, shared = gm.graph.output_node(), gm.meta[VIEW_OPS]
     results = list(output.args[0])  # type: ignore[arg-type]
     for view in views:
@@ -141,7 +146,7 @@ def omit_views(gm: GraphModule, views: Sequence[ResultView], hidden: int) -> Non
 
 
 def _read_aliases(graph: Graph) -> Aliases:
-    """What shares memory at the end of a program that changes values in place."""
+    """Return the aliases at the end of a program with in-place ops."""
     aliases = Aliases(graph)
     for node in graph.nodes:
         args, kwargs = aliases.calls[node] = map_arg((node.args, node.kwargs), aliases.name)
@@ -164,7 +169,7 @@ def _read_aliases(graph: Graph) -> Aliases:
 
 
 def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[Node]:
-    """The views from a base to a node, in order; from its root if there is no base."""
+    """Return the views from a base (default: the root) to a node, in order."""
     found = list[Node]()
     while node is not base and node in aliases.parent:
         found.append(node)
@@ -173,7 +178,7 @@ def _view_chain(aliases: Aliases, node: Node, base: Node | None = None) -> list[
 
 
 def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
-    """The one of these of which all others are views."""
+    """Return the node of which all others are views, or None."""
     for node in nodes:
         if all(one is node or node in (_view_chain(aliases, one)) for one in nodes):
             return node
@@ -181,7 +186,7 @@ def _common_base(aliases: Aliases, nodes: Sequence[Node]) -> Node | None:
 
 
 def _overlapping_groups(aliases: Aliases, names: Mapping[int, Node]) -> Iterator[list[int]]:
-    """Groups of results that a write to one may change in the others; pieces of a split are none."""
+    """Yield groups of results in which a write to one may change others; pieces of a split are separate."""
     groups: list[list[int]] = []
     for i, node in names.items():
         touched = [g for g in groups if not all(_are_disjoint(aliases, node, names[k]) for k in g)]
@@ -191,7 +196,7 @@ def _overlapping_groups(aliases: Aliases, names: Mapping[int, Node]) -> Iterator
 
 
 def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
-    """Is it known that two views of one tensor have no element in common?"""
+    """Return True if two views of one tensor provably have no element in common."""
     pairs = zip(_view_chain(aliases, a), _view_chain(aliases, b))
     first, second = next(((x, y) for x, y in pairs if x is not y), (None, None))
     if first is None or second is None:
@@ -205,7 +210,7 @@ def _are_disjoint(aliases: Aliases, a: Node, b: Node) -> bool:
 
 
 def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
-    """The dim that a view cuts, where the cut begins and where it ends, counted from the front; None if not known."""
+    """Return (dim, start, end) of a view that slices, with non-negative positions, or None if unknown."""
     if node.target not in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return None
     base, *rest = to_positional(node.target, *aliases.calls[node])
@@ -229,11 +234,11 @@ def _cut_range(aliases: Aliases, node: Node) -> tuple[int, int, int] | None:
 def _result_view(
     aliases: Aliases, number: int, node: Node, base: Node, of_argument: bool, at: int, given: Set[sympy.Symbol]
 ) -> ResultView | None:
-    """How to make a result of what it is a view of; None where no op says that."""
+    """Return the view of a result, or None if it cannot be expressed by view ops."""
     steps = list[ViewStep]()
     chain = _view_chain(aliases, node, base)
     detaches = any(one.target is aten.detach.default for one in chain)
-    if chain and aliases.detach_view(node) and not aliases.detach_view(base) and not detaches:  # made under no_grad
+    if chain and aliases.detach_view(node) and not aliases.detach_view(base) and not detaches:  # created under no_grad
         steps.append(ViewStep(aten.detach.default))
     for one in chain:
         step = _view_step(aliases, one)
@@ -279,7 +284,7 @@ def _is_positional(op: Any, name: str, count: int) -> bool:
 
 
 def _as_strided(x: Tensor, shape: Sequence[int], strides: Sequence[int], start: int) -> Tensor:
-    """What begins so many elements behind the beginning of x."""
+    """Return a strided view that starts `start` elements after the start of x."""
     return x.as_strided(shape, strides, int(x.storage_offset()) + start)
 
 

@@ -1,1 +1,1 @@
-"""What a rewrite is predicted to take: the machine's constants, and the time and bytes of each candidate."""
+"""Cost model: constants of the machine, and predicted time and bytes of each candidate of a rewrite."""

@@ -1,7 +1,7 @@
-"""What an attention over ranks costs and which way is taken: its sizes, the candidates of every strategy, the choice.
+"""Choose an attention strategy: sizes of an attention, candidates of every strategy, and the fastest one.
 
-What a strategy costs, it says itself: `passes/strategies/attention`. Bytes are those that one rank sends or receives.
-Gradients of keys and values move in float32 (float64 for float64). Backward computes 2.5 times as much.
+Costs of a strategy are defined in `passes/strategies/attention`. Bytes are those that one rank sends or receives.
+Gradients of keys and values are sent in float32 (float64 for float64). The backward has 2.5 times the FLOPs.
 """
 
 from __future__ import annotations
@@ -23,83 +23,76 @@ from .machine import Machine
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One attention of the global program: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim).
+    """Sizes of one global attention: q (batch, heads, q_len, head_dim), v (batch, kv_heads, kv_len, v_head_dim)."""
 
-    n: ranks. causal: query i attends to keys 0..i. window: and, of these, to the last `window` only (without causal:
-    to the keys less than `window` away). mask: there is a mask that only data describes. kernel: whose throughput
-    counts, by the name that `Machine` has for it; "fused" and "dense" are of texts and of arithmetic on all scores.
-    order: that in which the whole program keeps its sequence, so that attention in it costs no exchange. documents: a
-    query sees keys of its own document only; how long these are is not known yet, so they count as
-    `halving_documents` ones.
-    training: gradients flow.
-    """
-
-    n: int
-    batch: int
-    q_len: int
-    kv_len: int
-    heads: int
-    kv_heads: int
+    n: int  # number of ranks
+    batch: int  # global batch size
+    q_len: int  # queries
+    kv_len: int  # keys
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
     head_dim: int
     v_head_dim: int
-    element_size: int
-    causal: bool = False
-    window: int | None = None
-    mask: bool = False
-    kernel: str = "named"
-    order: RowOrder = CONTIGUOUS
-    documents: bool = False
-    training: bool = True
+    element_size: int  # bytes
+    causal: bool = False  # query i attends to keys 0..i
+    window: int | None = None  # last keys of these that it attends to; distance if not causal
+    mask: bool = False  # a mask is described by data only
+    kernel: str = "named"  # rate in `Machine`; "fused": text masks or scores, "dense": all scores
+    order: RowOrder = CONTIGUOUS  # row order of the program, in which attention needs no relayout
+    documents: bool = False  # queries attend within documents of unknown length, see `halving_documents`
+    training: bool = True  # gradients are computed
 
     @property
     def q_rows(self) -> int:
-        """Queries of one rank."""
+        """Return the number of queries per rank."""
         return -(-self.q_len // self.n)
 
     @property
     def kv_rows(self) -> int:
-        """Keys of one rank."""
+        """Return the number of keys per rank."""
         return -(-self.kv_len // self.n)
 
     @property
     def q_bytes(self) -> int:
-        """One query head on one rank."""
+        """Return the bytes of one query head on one rank."""
         return self.batch * self.q_rows * self.head_dim * self.element_size
 
     @property
     def out_bytes(self) -> int:
-        """One head of the result on one rank."""
+        """Return the bytes of one head of the result on one rank."""
         return self.batch * self.q_rows * self.v_head_dim * self.element_size
 
     @property
     def kv_bytes(self) -> int:
-        """One key head and one value head on one rank."""
+        """Return the bytes of one key head and one value head on one rank."""
         return self.batch * self.kv_rows * (self.head_dim + self.v_head_dim) * self.element_size
 
     @property
     def widening(self) -> float:
-        """Bytes of an element of what is summed over blocks or ranks (float32, float64 for float64), over its own."""
+        """Return the ratio of bytes per element of accumulators (float32, float64 for float64) and operands."""
         return max(4, self.element_size) / self.element_size
 
     @property
     def merge_bytes(self) -> float:
-        """Read and written to add one block's result to the accumulator of all of one rank's rows."""
+        """Return the bytes read and written to add one block's result to the accumulator of a rank."""
         return self.heads * self.out_bytes * (1 + 2 * self.widening)
 
     @property
     def gradient_bytes(self) -> float:
-        """The gradient of q of all of one rank's rows, in what it is summed in; nothing where none flows."""
+        """Return the bytes of a rank's gradient of q in its accumulation dtype; 0 without gradients."""
         return self.heads * self.q_bytes * self.widening if self.training else 0.0
 
     @property
     def accumulate_bytes(self) -> float:
-        """Read and written to add one block's gradient of q to that of all of one rank's rows."""
+        """Return the bytes read and written to add one block's gradient of q to that of a rank."""
         return self.heads * self.q_bytes * 3 * self.widening
 
     def workspace(self, ulysses: int, keys: int) -> int:
-        """Bytes that a kernel's backward takes for itself, on a rank with the rows and a share of the heads of so many.
+        """Return the workspace of a kernel's backward in bytes.
 
-        keys: of one call.
+        Args:
+            ulysses: Ranks that share heads; a rank has their rows for its part of the heads.
+            keys: Keys of one call.
         """
         if not self.training or self.kernel not in FLASH_RATE:
             return 0
@@ -109,19 +102,19 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of one rank if all ranks do the same."""
+        """Return the forward FLOPs of one rank if the work is balanced."""
         dims = self.head_dim + self.v_head_dim
         return 2 * self.batch * self.heads * dims * self.pairs(0, self.q_len) / self.n
 
     def pairs(self, start: float, stop: float) -> float:
-        """How many (query, key) pairs the queries [start, stop) attend to, in the limit of long sequences."""
+        """Return the (query, key) pairs of the queries [start, stop), in the limit of long sequences."""
         if self.documents and self.q_len == self.kv_len:
             return sum(
                 self._pairs_within_document(first, length, start, stop)
                 for first, length in halving_documents(self.q_len)
             )
 
-        def distant(by: float) -> float:  # pairs whose key lies at least `by` before the query
+        def distant(by: float) -> float:  # pairs with the key at least `by` before the query
             return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)
@@ -132,13 +125,13 @@ class AttentionShape:
         return attended - distant(self.window) - ahead
 
     def _pairs_within_document(self, first: int, length: int, start: float, stop: float) -> float:
-        """The pairs of one document."""
+        """Return the pairs of one document."""
         alone = replace(self, q_len=length, kv_len=length, documents=False)
         begin, end = (min(max(at - first, 0), length) for at in (start, stop))
         return alone.pairs(begin, end)
 
     def imbalance(self, parts: int, layout: str = CONTIGUOUS.name) -> float:
-        """The work of the busiest of so many parts of the queries in this layout, over the mean."""
+        """Return the maximum over the mean work of `parts` parts of the queries in this layout."""
         folds = LAYOUTS[layout].chunks
         if LAYOUTS[layout].balances_causal(self.documents) or not self.q_len * self.kv_len:
             return 1.0
@@ -150,10 +143,10 @@ class AttentionShape:
 
 
 def halving_documents(length: int) -> list[tuple[int, int]]:
-    """Documents of which each is half of what is left: (first position, positions).
+    """Return documents as (start, length), each half of the remaining positions.
 
-    They stand for documents that nobody knows yet. No cut of a sequence suits them, as it suits no log-normal ones
-    (`benchmarks/plans.py`), and whatever the length is, there are long and short ones.
+    They model documents of unknown lengths. No split balances them, which is true for log-normal lengths as well
+    (`benchmarks/plans.py`), and there are long and short documents for any sequence length.
     """
     found: list[tuple[int, int]] = []
     first = 0
@@ -164,7 +157,7 @@ def halving_documents(length: int) -> list[tuple[int, int]]:
 
 
 def _integrate_clamped(x: float, keys: int) -> float:
-    """The integral of clamp(t, 0, keys) for t up to x."""
+    """Return the integral of clamp(t, 0, keys) for t up to x."""
     if x <= 0:
         return 0.0
     return x * x / 2 if x <= keys else keys * keys / 2 + (x - keys) * keys
@@ -172,78 +165,56 @@ def _integrate_clamped(x: float, keys: int) -> float:
 
 BACKWARD_FLOPS = 2.5
 FLASH_RATE = frozenset({"cudnn", "flash", "flash3", "flash4"})
-"""Kernels whose backward takes memory for itself, as `cost/walk/workspace.py` has it."""
+"""Kernels whose backward has a workspace, see `cost/walk/workspace.py`."""
 TIE_RATIO = 1.05
-MAX_DOCUMENTS = 8  # that a sequence is thought to hold
+MAX_DOCUMENTS = 8  # documents of a sequence in this model
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute an attention: heads shared by `ulysses` neighbouring ranks, the sequence split over `ring`.
+    """Candidate implementation of an attention: `ulysses` neighboring ranks share heads, `ring` groups the sequence."""
 
-    kind: the strategy's name. layout: "contiguous", "zigzag" or "balanced", the order of the sequence inside. forward,
-    backward: predicted seconds. memory: bytes that a rank holds beyond its shards, in the larger of both. rounds:
-    collectives forward and backward. ring_grads: how the gradients of K and V get home: they "travel" with them, or
-    "scatter" (one reduce-scatter); "" without a ring. legal: None, or the reason why not. fits: is there enough memory?
-    relayout: q, k and v first move from contiguous to zigzag order, and the result back; `all_candidates` adds what
-    that
-    costs. folds_keys: do keys and values move then, too? chunks: groups of heads that are exchanged one by one.
-    """
-
-    kind: str
-    ulysses: int
-    ring: int
-    layout: str
-    forward: float
-    backward: float
-    memory: float
-    rounds: tuple[int, int]
-    ring_grads: str = ""
-    legal: str | None = None
-    fits: bool = True
-    relayout: bool = False
-    folds_keys: bool = True
-    chunks: int = 1
+    kind: str  # name of the strategy
+    ulysses: int  # ranks that exchange heads
+    ring: int  # ranks of a ring
+    layout: str  # "contiguous", "zigzag" or "balanced": row order inside
+    forward: float  # predicted seconds
+    backward: float  # predicted seconds
+    memory: float  # bytes of a rank in addition to its shards, maximum of forward and backward
+    rounds: tuple[int, int]  # collectives of forward and backward
+    ring_grads: str = ""  # gradients of K and V "travel" or are reduced by "scatter"; "" without a ring
+    legal: str | None = None  # reason why it is not possible
+    fits: bool = True  # False if memory is insufficient
+    relayout: bool = False  # q, k, v move to zigzag order and the result back; cost from `all_candidates`
+    folds_keys: bool = True  # keys and values move, too
+    chunks: int = 1  # groups of heads that are exchanged separately
 
     @property
     def seconds(self) -> float:
-        """Forward and backward together."""
+        """Return the seconds of forward and backward."""
         return self.forward + self.backward
 
     @property
     def collectives(self) -> int:
-        """Forward and backward together."""
+        """Return the number of collectives of forward and backward."""
         return sum(self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A way to split attention over ranks: all that the compiler knows of it.
+    """Registration of a strategy that splits attention over ranks."""
 
-    name: what the option attention= calls it, and the `kind` of its candidates.
-    preference: of two that are as good, the one of lower preference is taken.
-    rewrite: the pass, an `AttentionPass` of the same name; its `op` is what it puts in the place of attention.
-    candidates(shape, machine, layout): the ways to run an attention so, with the sequence in that layout inside; one
-        that cannot be is returned with the reason, or not at all.
-    sends(call, n): the bytes that one of n ranks sends in a call of the op, forward and backward. Needed with an op.
-    declare(call, ranks): declares the routes of the op's exchanges (`lowering/comm/routes.py`), if it has any.
-    neighbours(call): how many ranks next to each other exchange heads in a call of the op, so that the rows of all of
-        them are what one of them attends with.
-    axes: names of two axes of a mesh that split the sequence together, of which the second one's ranks are neighbours.
-    always: does it split any attention over any number of ranks, of which each holds its part only?
-    options: fields of SPConfig that are for it alone, "auto" where nothing is asked for.
-    """
-
-    name: str
-    preference: int
-    rewrite: Any
+    name: str  # value of the option attention=, and `kind` of its candidates
+    preference: int  # lower values win ties
+    rewrite: Any  # `AttentionPass` of the same name; its `op` replaces attention
     candidates: Callable[[AttentionShape, Machine, str], Iterable[Candidate]]
+    # (forward, backward) bytes that a rank sends in a call of the op; required with an op
     sends: Callable[[OpCall, int], tuple[Size, Size]] | None = None
-    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None
-    neighbours: Callable[[OpCall], int] = lambda call: 1
-    axes: tuple[()] | tuple[str, str] = ()
-    always: bool = False
-    options: tuple[str, ...] = ()
+    declare: Callable[[OpCall, Ranks], None] = lambda call, ranks: None  # declares the routes of the op's exchanges
+    neighbours: Callable[[OpCall], int] = lambda call: 1  # neighboring ranks that exchange heads in a call
+    axes: tuple[()] | tuple[str, str] = ()  # names of the mesh axes (ring, neighbors)
+    always: bool = False  # True if it splits any attention over any number of ranks
+    options: tuple[str, ...] = ()  # fields of SPConfig for this strategy only
 
     def __post_init__(self) -> None:
         if self.op is not None and self.sends is None:
@@ -253,18 +224,18 @@ class Strategy:
 
     @property
     def op(self) -> Any:
-        """Its op; None if it leaves the attention as it is, between exchanges."""
+        """Return the op, or None if the strategy uses the original attention between exchanges."""
         return self.rewrite.op
 
 
 def attention_strategies() -> list[Strategy]:
-    """All that are registered, in the order of their preference."""
+    """Return all registered strategies by preference."""
     return sorted(STRATEGIES.values(), key=lambda s: s.preference)
 
 
 def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """Every way to compute the attention, legal or not, in a fixed order. On one rank nothing is split."""
-    # A window leaves little to balance, and zigzag order would spread its few neighbours over all ranks.
+    """Return all candidates, legal or not, in a fixed order; on one rank nothing is split."""
+    # A window leaves little to balance, and zigzag order would distribute its neighbors over all ranks.
     halves = shape.n > 1 and shape.causal and shape.window is None and shape.q_len == shape.kv_len
     undealt = (order for order in LAYOUTS.values() if not order.is_balanced and (order.is_in_order or halves))
     layouts = [order.name for order in ([shape.order] if shape.order.is_balanced else undealt)]
@@ -275,7 +246,7 @@ def all_candidates(shape: AttentionShape, machine: Machine) -> list[Candidate]:
 
 
 def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candidate]:
-    """The candidates in the program's order; in another than its own a window reaches the keys of all ranks."""
+    """Return the candidates in the program's row order; in a permuted order a window reaches all ranks."""
     if shape.order.is_balanced:
         return all_candidates(replace(shape, window=None), machine)
     found = all_candidates(shape, machine)
@@ -286,7 +257,11 @@ def candidates_in_order(shape: AttentionShape, machine: Machine) -> list[Candida
 
 
 def fastest_candidate(found: Iterable[Candidate]) -> Candidate:
-    """The fastest legal candidate. Raises SpError: there is none."""
+    """Return the fastest legal candidate.
+
+    Raises:
+        SpError: If no candidate is legal.
+    """
     found = list(found)
     legal = [c for c in found if c.legal is None]
     if not legal:
@@ -295,9 +270,12 @@ def fastest_candidate(found: Iterable[Candidate]) -> Candidate:
 
 
 def choose_attention(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those within 5 % of it that need no more memory, the one with the fewest collectives.
+    """Return the fastest candidate, or one within 5 % in time and memory that has fewer collectives.
 
-    Then in the order of the strategies' preference. Raises SpError: no candidate is legal.
+    Ties are resolved by the preference of the strategies.
+
+    Raises:
+        SpError: If no candidate is legal.
     """
     best = fastest_candidate(found)
     # Without the bound on memory a gather, which has one collective less, would win every long sequence.
@@ -311,7 +289,7 @@ def _preference_key(c: Candidate) -> tuple[int, int, bool, int, str]:
 
 
 def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -> Candidate:
-    """With the exchanges of a relayout, what a mask takes, no backward where nothing is trained, and the memory cap."""
+    """Add the cost of a relayout and a mask, omit the backward without training, and apply the memory limit."""
     if not LAYOUTS[c.layout].is_in_order and c.layout != shape.order.name:
         extra = _relayout_seconds(shape, machine, c.folds_keys)
         rounds = (c.rounds[0] + 2, c.rounds[1] + 2)
@@ -326,7 +304,7 @@ def _complete_candidate(c: Candidate, shape: AttentionShape, machine: Machine) -
 
 
 def _relayout_seconds(shape: AttentionShape, machine: Machine, keys: bool) -> float:
-    """Seconds to bring q, and k and v, from contiguous to zigzag order, and the result back."""
+    """Return the seconds to move q, and k and v, from contiguous to zigzag order, and the result back."""
     there = shape.heads * shape.q_bytes + (shape.kv_heads * shape.kv_bytes if keys else 0)
     both = (there, shape.heads * shape.out_bytes)
     return sum(machine.seconds("fold", nbytes, shape.n) + machine.copy(2 * nbytes) for nbytes in both)

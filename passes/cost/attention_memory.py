@@ -1,4 +1,4 @@
-"""What a rank's device holds beside an attention, and what is left for it."""
+"""Memory of a rank besides attention, and the remaining memory for attention."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank. device: of its device. weights: parameters and buffers. gradients: of parameters.
+    """Memory of one rank in bytes.
 
-    state: of the model, whole.
-    kept: what a forward leaves for the backward; tiled: of that, what it would not with losses in tiles, if they may.
-    State of an optimizer is nothing that a program shows: where FSDP has weights in shards, they count with an AdamW's.
+    Optimizer state is not visible in a program: if FSDP shards the weights, it is included for AdamW.
     """
 
-    device: float
-    weights: int
-    gradients: int
-    saved: int
-    tiled: int = 0
-    state: ModelBytes | None = None
+    device: float  # device memory
+    weights: int  # parameters and buffers
+    gradients: int  # gradients of parameters
+    saved: int  # activations saved for the backward
+    tiled: int = 0  # part of these that tiled losses avoid, if tiling is permitted
+    state: ModelBytes | None = None  # unsharded state of the model
 
     @property
     def used(self) -> int:
-        """All but attention's own."""
+        """Return the bytes in use besides attention."""
         return self.weights + self.gradients + self.saved
 
     @property
     def used_with_tiles(self) -> int:
-        """The same, with losses in tiles if it does not fit otherwise."""
+        """Return the bytes in use, with tiled losses if it does not fit otherwise."""
         return self.used if self.used < self.device else self.used - self.tiled
 
     @property
     def available(self) -> float:
-        """What one attention may use on top of its shards.
+        """Return the bytes that one attention may use in addition to its shards.
 
-        All of the device where the rest does not fit either: something shards, offloads or computes it again that the
-        program does not show, and a choice of attention would not help.
+        This is the full device if the rest does not fit: then something invisible to the program shards, offloads or
+        recomputes it, and the choice of attention would not help.
         """
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 

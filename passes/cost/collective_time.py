@@ -1,4 +1,4 @@
-"""What a collective sends and how long that takes: the formula of bytes and the model of time that everything shares.
+"""Bytes sent by collectives, and a linear model of their time.
 
 A collective over a group of ranks takes alpha + bytes / beta, where the bytes are those that one rank sends.
 """
@@ -18,16 +18,19 @@ _SENT_SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda n: (2 * (n - 1), n),
     "broadcast": lambda n: (1, 1),
     "shift": lambda n: (1, 1),
-    # Of 2 n chunks rank r has 2 r and 2 r + 1 and is to have r and 2 n - 1 - r: from three ranks on one keeps neither.
+    # Rank r has chunks 2 r and 2 r + 1 of 2 n and needs r and 2 n - 1 - r: from 3 ranks on, some rank retains none.
     "fold": lambda n: (min(n - 1, 2), 2),
 }
 
 
 def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
-    """What one of n ranks sends in a collective; a number or an expression, as `nbytes` is.
+    """Return the bytes that one of n ranks sends in a collective, as a number or an expression.
 
-    nbytes: of all that a rank holds (all_to_all, all_reduce, broadcast, shift: one step around a ring, and fold: from
-    contiguous to zigzag order or back), of its part (all_gather), or of its part of the result (reduce_scatter).
+    Args:
+        collective: Name of the collective.
+        nbytes: Bytes of a rank's tensor (all_to_all, all_reduce, broadcast; shift: one step around a ring; fold: from
+            contiguous to zigzag order or back), of its input (all_gather), or of its result (reduce_scatter).
+        n: Number of ranks.
     """
     times, over = _SENT_SHARE[collective](n)
     return nbytes * times // over if isinstance(nbytes, int) else nbytes * times / over
@@ -35,18 +38,18 @@ def collective_bytes(collective: str, nbytes: Any, n: int) -> Any:
 
 @dataclass(frozen=True)
 class LatencyBandwidth:
-    """What one collective over one group takes. bandwidth: of the bytes that one rank sends, in a second."""
+    """Time of a collective over one group."""
 
-    latency: float
-    bandwidth: float
+    latency: float  # seconds
+    bandwidth: float  # bytes per second that one rank sends
 
     def seconds(self, sent: float) -> float:
-        """Of a call in which one rank sends so many bytes; see `collective_bytes`."""
+        """Return the seconds of a call in which one rank sends `sent` bytes; see `collective_bytes`."""
         return self.latency + sent / self.bandwidth
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> LatencyBandwidth:
-    """The line through measured times whose relative errors are the least squares; nothing takes no time."""
+    """Fit a line to measured times with least squares of relative errors."""
     if min(times) <= 0:
         return LatencyBandwidth(0.0, math.inf)
     w = [1 / t for t in times]

@@ -1,4 +1,4 @@
-"""What was decided for each distinct attention of a graph, and the table that says why."""
+"""Attention decisions for each shape in a graph, and the table of their candidates."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ KERNEL_NAMES = {
     "fused": "one kernel from texts",
     "dense": "dense scores",
 }
-"""Where it is not the one that a device has for such attention anyway."""
+"""Kernels other than the default of a device."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """All candidates for the `nodes` attentions of one shape, and the one that they became.
+    """Candidates of the attentions of one shape, and the chosen one."""
 
-    asked: somebody named its strategy, as an option or by the mesh.
-    """
-
-    shape: AttentionShape
-    candidates: Sequence[Candidate]
-    chosen: Candidate
-    nodes: int = 1
-    requested: bool = False
+    shape: AttentionShape  # shape of the attentions
+    candidates: Sequence[Candidate]  # all candidates
+    chosen: Candidate  # chosen candidate
+    nodes: int = 1  # number of attentions
+    requested: bool = False  # True if an option or the mesh names the strategy
 
     def __str__(self) -> str:
         times = f"{self.nodes} x " if self.nodes > 1 else ""
@@ -38,7 +35,7 @@ class Decision:
 
 
 def merge_decisions(decisions: Iterable[Decision]) -> list[Decision]:
-    """One entry per shape and choice, with the number of nodes that it covers."""
+    """Merge decisions of equal shape and choice, adding their numbers of nodes."""
     found: dict[tuple[AttentionShape, Candidate], Decision] = {}
     for d in decisions:
         known = found.get((d.shape, d.chosen))
@@ -47,7 +44,7 @@ def merge_decisions(decisions: Iterable[Decision]) -> list[Decision]:
 
 
 def describe_shape(shape: AttentionShape) -> str:
-    """One line: q and kv heads, lengths, mask."""
+    """Format heads, lengths and mask in one line."""
     heads = f"{shape.heads} heads" + (f" ({shape.kv_heads} of keys)" if shape.kv_heads != shape.heads else "")
     dims = f"{shape.head_dim}" + (f"/{shape.v_head_dim}" if shape.v_head_dim != shape.head_dim else "")
     length = f"{shape.q_len}" + (f" x {shape.kv_len} keys" if shape.kv_len != shape.q_len else "")
@@ -64,7 +61,7 @@ def describe_shape(shape: AttentionShape) -> str:
 
 
 def candidate_table(found: Sequence[Candidate], chosen: Candidate, asked: bool = False) -> str:
-    """The candidates, the chosen one first, the others from fast to slow, those that are not legal last."""
+    """Format the candidates: the chosen one, then others by time, then those that are not legal."""
     others = sorted((c for c in found if c != chosen), key=lambda c: (c.legal is not None, c.seconds))
     rows = [_candidate_row(c, chosen, _winning_reason(chosen, found, asked)) for c in [chosen, *others]]
     return tabulate(rows, headers=HEADERS, floatfmt=".3f", disable_numparse=[1])
@@ -90,7 +87,7 @@ def _winning_reason(c: Candidate, found: Sequence[Candidate], asked: bool) -> st
 
 
 def _simplicity_reason(c: Candidate, best: Candidate) -> str:
-    """What speaks for the first of two that are as good: see `choose_attention`."""
+    """Return the tie-breaking reason for the first of two candidates: see `choose_attention`."""
     if c.collectives != best.collectives:
         return f"{c.collectives} collectives instead of {best.collectives}"
     if c.kind != best.kind:

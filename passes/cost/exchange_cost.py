@@ -1,6 +1,6 @@
-"""Which collectives a local graph issues, and the bytes that one rank sends in each, forward and backward.
+"""List the collectives of a local graph with the bytes that one rank sends, forward and backward.
 
-Makes the routes of a local graph's exchanges known: a cache may bring its program back without tracing it.
+Also declare the routes of a local graph's exchanges, because a cache may restore its program without a trace.
 """
 
 from __future__ import annotations
@@ -37,35 +37,32 @@ GRADIENT_MOVES = sp.reduce_grad.default, sp.broadcast_grad.default
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective of the local graph. Bytes are those that one rank sends, each way. layer: by its path.
+    """Collective of a local graph; bytes are those that one rank sends."""
 
-    shares: what a bucket of gradients sends for each layer whose they are. of_attention: whether it is an attention.
-    """
-
-    op: str
-    node: str
-    where: str
-    shape: str
-    forward: Size
-    backward: Size
-    layer: str = ""
-    shares: tuple[tuple[str, Size], ...] = ()
-    of_attention: bool = False
+    op: str  # name of the op
+    node: str  # name of the node
+    where: str  # user's line
+    shape: str  # shapes of the operands
+    forward: Size  # bytes
+    backward: Size  # bytes
+    layer: str = ""  # path of the layer
+    shares: tuple[tuple[str, Size], ...] = ()  # bytes by layer, for a bucket of gradients
+    of_attention: bool = False  # True for attention
 
     def repeat(self, times: Mapping[str, int]) -> list[Exchange]:
-        """The exchanges that this one stands for where each layer is so many. Of a bucket of several, their bytes."""
+        """Return copies of the exchange, if each layer is repeated `times`; a bucket is scaled."""
         if len(self.shares) < 2:
             return [self] * times.get(self.layer, 1)
         return [replace(self, backward=sum((sent * times.get(layer, 1) for layer, sent in self.shares), 0))]
 
 
 def exchange_collectives(exchange: Exchange) -> tuple[str, str]:
-    """Forward and backward, as the cost model calls them; "" for none. What is no such op shifts rows."""
+    """Return the collectives of forward and backward in the cost model, "" for none; other ops shift rows."""
     return MOVE_OPS.get(getattr(sp, exchange.op).default, ("shift", "shift"))
 
 
 def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
-    """Every collective of a validated local graph, in order."""
+    """Return every collective of a validated local graph, in order."""
     calls = [OpCall(c) for c in local.graph.nodes if c.op == "call_function" and namespace_of(c.target) == "sp"]
     exchanges = []
     for call in calls:
@@ -77,7 +74,7 @@ def find_exchanges(local: GraphModule, n: int) -> list[Exchange]:
 
 
 def _edge_bytes(call: OpCall, n: int) -> Size:
-    """What a rank sends to restore padded rows of a result whose nearest valid row is on another rank."""
+    """Return the bytes to restore padded rows of a result whose nearest valid row is on another rank."""
     op = call.node.target
     frame = call.get("result") or call.get("frame") if op in ENDS_IN_WINDOW else None
     if frame is None:
@@ -91,7 +88,7 @@ def _edge_bytes(call: OpCall, n: int) -> Size:
 
 
 def _sent_bytes(call: OpCall, n: int) -> tuple[list[Node], Size, Size] | None:
-    """What an op exchanges, and its bytes forward and backward; None of one that does not talk to other ranks."""
+    """Return operands and forward and backward bytes of an exchange, or None for local ops."""
     op = call.node.target
     strategy = op_strategy(op)
     if strategy is not None and strategy.sends is not None:
@@ -115,7 +112,7 @@ def _sent_bytes(call: OpCall, n: int) -> tuple[list[Node], Size, Size] | None:
 
 def _make_exchange(call: OpCall, operands: list[Node], there: Size, back: Size) -> Exchange:
     node, values = call.node, [v.meta["val"] for v in operands]
-    partial = "partial" in node.args  # of sp::reduce_grad: whoever averages the gradients sends them
+    partial = "partial" in node.args  # sp::reduce_grad: the averaging of gradients sends them
     if partial or not all(v.is_floating_point() for v in values) or node_info(node).requires_grad is False:
         back = 0
     shapes = [" x ".join(map(str, as_sizes(v.shape))) for v in values]
@@ -128,7 +125,7 @@ def _make_exchange(call: OpCall, operands: list[Node], there: Size, back: Size) 
 
 
 def _layer_shares(node: Node, back: Size, values: Sequence[Tensor]) -> tuple[tuple[str, Size], ...]:
-    """Of a bucket's bytes, those of each layer: a gradient is of the layer that first reads its parameter."""
+    """Return the bytes of a gradient bucket by layer: the layer that first reads the parameter."""
     nbytes: dict[str, Size] = dict.fromkeys(layers := [_first_layer(node, i) for i in range(len(values))], 0)
     for layer, value in zip(layers, values):
         nbytes[layer] += value.numel() * value.element_size()
@@ -142,7 +139,7 @@ def _first_layer(bucket: Node, index: int) -> str:
 
 
 def _exchange_line(node: Node) -> str:
-    """The user's line; what belongs to no line belongs to the model's parameters, inputs or results."""
+    """Return the user's line, or the model's parameters, inputs or results if there is none."""
     if node.meta.get("stack_trace") or node.target not in MOVE_OPS:
         return node_line(node)
     if node.target in GRADIENT_MOVES:
@@ -159,7 +156,7 @@ def _value_bytes(value: Tensor) -> Size:
 
 
 class HeadBytes:
-    """The bytes of an attention's operands: queries with the result, keys with values, and these in float32."""
+    """Bytes of an attention's operands: queries and result, keys and values."""
 
     def __init__(self, call: OpCall) -> None:
         self.call = call
@@ -169,17 +166,17 @@ class HeadBytes:
         self.widening = max(4, element) // element
 
     def repeat_keys(self, ranks: int) -> Size:
-        """Of keys and values, repeated so that so many ranks divide their heads."""
+        """Return the bytes of keys and values, repeated so that `ranks` divides their heads."""
         heads = self.call.shape(1)[HEADS]
         return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
 
     def relayout_bytes(self, n: int, keys: bool) -> Size:
-        """Of the exchanges to the zigzag layout and back, if it is made inside."""
+        """Return the bytes of moving to the zigzag layout and back, if the op does this."""
         return collective_bytes("fold", self.queries + (self.keys if keys else 0), n) if self.call["balance"] else 0
 
 
 def declare_routes(local: GraphModule, ranks: Ranks) -> None:
-    """Declare, for every op of the graph that talks to some of the ranks only, whom it talks to."""
+    """Declare the routes of all ops that communicate with some of the ranks only."""
     for node in local.graph.nodes:
         if strategy := op_strategy(node.target):
             strategy.declare(OpCall(node), ranks)

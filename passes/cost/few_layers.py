@@ -1,8 +1,7 @@
-"""The layers of a model that are alike, and the model with fewer of them, or with each computed again.
+"""Reduce a model to few layers of each kind, or checkpoint each layer.
 
-What a step takes grows by the same with every further layer of a kind, from the third one on: the last one's backward
-has another peak than what comes before it. So a deep model is looked at with two layers of the kind that most are of
-and one of each other, in place of all.
+From the third layer of a kind on, each layer adds the same to a step: the backward of the last one has a different
+peak. Therefore a deep model is analyzed with two layers of the most common kind and one of each other kind.
 """
 
 from __future__ import annotations
@@ -23,45 +22,40 @@ from sp_compile.lowering.base.layers import node_layer
 from .weight_memory import ModelBytes
 
 MIN_LAYERS = 3
-"""Layers from which on some are left out."""
+"""Minimum number of layers for a reduction."""
 
 
 @dataclass(frozen=True)
 class FewLayers:
-    """What a program of a few layers stands for. order: all layers as they run, each by the path of the one it is like.
+    """Full model that a program of few layers represents."""
 
-    weights: of all of them.
-    """
-
-    order: Sequence[str]
-    weights: ModelBytes
+    order: Sequence[str]  # all layers in execution order, by the path of the equal remaining layer
+    weights: ModelBytes  # bytes of the full model
 
     @cached_property
     def times(self) -> Mapping[str, int]:
-        """How many layers each one is, by its path; others are one."""
+        """Return the number of layers that each path represents; others represent one."""
         return Counter(self.order)
 
     def of(self, node: Node) -> int:
-        """How many nodes the node stands for."""
+        """Return the number of nodes that the node represents."""
         return self.times.get(node_layer(node), 1)
 
 
 @dataclass(frozen=True)
 class LayerList:
-    """A list of layers. kinds: which are alike: the number of each one's kind, in order of their first appearance.
+    """List of layers of a model."""
 
-    name: of the list in its model. settings: what holds lists with an entry for each layer, and their names:
-    transformers' configs, by whose `layer_types` a model takes the mask of a layer by its place.
-    """
-
-    layers: nn.ModuleList
-    kinds: tuple[int, ...]
-    settings: tuple[tuple[dict[str, Any], str], ...] = ()
-    name: str = ""
+    layers: nn.ModuleList  # layers
+    kinds: tuple[int, ...]  # number of each layer's kind, by first appearance
+    settings: tuple[
+        tuple[dict[str, Any], str], ...
+    ] = ()  # configs (transformers) with per-layer lists such as `layer_types`, and their names
+    name: str = ""  # name of the list in the model
 
     @staticmethod
     def of(model: nn.Module) -> LayerList | None:
-        """The list that holds most of a model's weights; None if none has `MIN_LAYERS` layers, or too few are alike."""
+        """Return the list with most of the weights, or None if there are few layers or few are equal."""
         lists = [
             (name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) >= MIN_LAYERS
         ]
@@ -74,20 +68,20 @@ class LayerList:
         return LayerList(layers, kinds, settings, name) if len(kinds) >= len(known) + 2 else None
 
     def _most_common_kind(self) -> list[int]:
-        """Positions of the kind that most are of."""
+        """Return the positions of the most common kind."""
         most = Counter(self.kinds).most_common(1)[0][0]
         return [i for i, k in enumerate(self.kinds) if k == most]
 
     @property
     def reduce_layers(self) -> tuple[int, ...]:
-        """Positions of layers that are like all: two of the kind that most are of, and one of each other kind."""
+        """Return two positions of the most common kind, and one of each other kind."""
         first = [self.kinds.index(k) for k in range(max(self.kinds) + 1)]
         one, two, *_ = self._most_common_kind()
         return (one, two, *(place for k, place in enumerate(first) if k != self.kinds[one]))
 
     @property
     def order(self) -> list[str]:
-        """All layers, each by the path that one like it has where there are few; the first one is itself."""
+        """Return for each layer the path of its representative in the reduced model."""
         first, *others = self.reduce_layers
         likes = {self.kinds[i]: place for place, i in enumerate(others, 1)}
         path = f"{self.name}." if self.name else ""
@@ -95,7 +89,7 @@ class LayerList:
 
     @contextmanager
     def only(self, positions: Sequence[int]) -> Iterator[None]:
-        """The model with these layers."""
+        """Restrict the model to these layers in this context."""
         kept, lists = list(self.layers), [holder[name] for holder, name in self.settings]
         del self.layers[:]
         self.layers.extend(kept[i] for i in positions)
@@ -111,7 +105,7 @@ class LayerList:
 
 
 def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Lists of so many entries in the configs of a model's modules, each once."""
+    """Yield the lists with `count` entries in the configs of a model, without duplicates."""
     found = {id(config): config for m in model.modules() if hasattr(config := getattr(m, "config", None), "__dict__")}
     for config in found.values():
         for name, value in vars(config).items():
@@ -120,7 +114,7 @@ def _layer_settings(model: nn.Module, count: int) -> Iterator[tuple[dict[str, An
 
 
 def _layer_kind(layer: nn.Module) -> Any:
-    """What two layers have in common that do the same: modules, sizes, and settings other than their number."""
+    """Return a key that is equal for equal layers: modules, sizes, and settings except indices."""
     return tuple(
         (
             name,
@@ -137,10 +131,10 @@ def _layer_kind(layer: nn.Module) -> Any:
 
 
 def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
-    """What is checkpointed block by block: entries of the model's lists of modules, the outermost that are called."""
+    """Return the blocks to checkpoint: outermost callable entries of the model's module lists."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in model.modules():  # those outside come first
+    for module in model.modules():  # outer modules are first
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         blocks = [one for one in module if not isinstance(one, nn.ModuleList) and any(True for _ in one.parameters())]
@@ -152,7 +146,7 @@ def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def checkpoint_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Each layer keeps what goes into it, and its inside is computed again in the backward."""
+    """Checkpoint each layer in this context."""
     classes = [(layer, type(layer)) for layer in layers]
     made = {cls: type(cls.__name__, (cls,), {"forward": _checkpointed_class(cls)}) for _, cls in classes}
     try:

@@ -1,7 +1,7 @@
-"""Which ranks the groups of a mesh hold, and which communicator holds several of them at once: a table for passes.
+"""Table of the groups of a mesh with their ranks on all processes, for passes.
 
-A graph names only the groups of the rank that it was traced on. What a pass decides about them has to be the same on
-every rank, so it asks this table, which knows the groups of all ranks, and never the process it runs in.
+A graph names only the groups of the rank that traced it. Decisions of a pass about groups must be equal on all ranks,
+so they use this table, which contains the groups of all ranks, not the process groups of the current rank.
 """
 
 from __future__ import annotations
@@ -20,27 +20,34 @@ from sp_compile.lowering.base.errors import SpError
 from .collective_time import LatencyBandwidth
 
 Partition: TypeAlias = tuple[tuple[int, ...], ...]
-"""The groups of one mesh axis, or of several at once: the global ranks of each, in the order of the group."""
+"""Groups of one mesh axis, or of several axes: global ranks in group order."""
 
 
 @dataclass(frozen=True)
 class KnownGroups:
-    """The groups that were declared.
+    """Declared groups."""
 
-    members: group name, as this rank's graphs have it -> the groups of its kind on all ranks.
-    nodes: rank -> number of the machine it runs on; a rank that is not in it has machine 0.
-    lines: group name -> what an all_reduce over it takes, by the bytes that a rank sends, where that was measured.
-    turns: names of several -> the same of all_reduces over one behind the other.
-    """
-
-    members: Mapping[str, Partition] = field(default_factory=dict)
-    nodes: Mapping[int, int] = field(default_factory=dict)
-    lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)
-    turns: Mapping[frozenset[str], LatencyBandwidth] = field(default_factory=dict)
+    members: Mapping[str, Partition] = field(
+        default_factory=dict
+    )  # group name in this rank's graphs -> groups of this kind on all ranks
+    nodes: Mapping[int, int] = field(default_factory=dict)  # rank -> machine number, 0 by default
+    lines: Mapping[str, LatencyBandwidth] = field(default_factory=dict)  # group name -> measured all_reduce time
+    turns: Mapping[frozenset[str], LatencyBandwidth] = field(
+        default_factory=dict
+    )  # group names -> measured time of consecutive all_reduces
 
     @staticmethod
     def of(mesh_shape: Sequence[int], names: Sequence[str], ranks_per_node: int | None = None) -> KnownGroups:
-        """The table of a row-major mesh without processes: axes called `names`, and a union "a+b" of any of them."""
+        """Return the table of a row-major mesh without processes, with unions "a+b" of axes.
+
+        Args:
+            mesh_shape: Sizes of the axes.
+            names: Names of the axes.
+            ranks_per_node: Ranks of a machine; None for one machine.
+
+        Raises:
+            SpError: If the names are not unique or their number is wrong.
+        """
         if len(mesh_shape) != len(names) or len(set(names)) != len(names):
             raise SpError(
                 "SP613", f"names: expected one name for each axis of the mesh {tuple(mesh_shape)}, got {tuple(names)}."
@@ -55,72 +62,81 @@ class KnownGroups:
         return KnownGroups(members, {r: r // ranks_per_node if ranks_per_node else 0 for r in ranks})
 
     def __getitem__(self, name: str) -> Partition:
-        """The groups called `name`. Raises SpError if none was declared."""
+        """Return the groups called `name`.
+
+        Raises:
+            SpError: If the group was not declared.
+        """
         if name not in self.members:
             known = ", ".join(map(repr, sorted(self.members))) or "none"
             raise SpError("SP611", f"group {name!r} was not declared; declared groups: {known}.")
         return self.members[name]
 
     def size(self, name: str) -> int:
-        """How many ranks a group of that name has."""
+        """Return the number of ranks of a group."""
         return len(self[name][0])
 
     def communicator(self, union: Partition, ordered: bool = False) -> str | None:
-        """The name of the groups of these ranks, `ordered`: in this order; None if there are none."""
+        """Return the name of a communicator for these groups, or None.
+
+        Args:
+            union: Groups.
+            ordered: Require the same order of ranks.
+        """
         wanted = _canonical_groups(union, ordered)
         return next((n for n, groups in self.members.items() if _canonical_groups(groups, ordered) == wanted), None)
 
     def is_in_one_node(self, name: str) -> bool:
-        """Does each of the groups lie within one machine?"""
+        """Return True if each of the groups is on one machine."""
         return all(len({self.nodes.get(rank, 0) for rank in group}) == 1 for group in self[name])
 
     def merge(self, other: KnownGroups) -> KnownGroups:
-        """Both tables in one."""
+        """Return the union of both tables."""
         return KnownGroups(**{name: {**table, **getattr(other, name)} for name, table in vars(self).items()})
 
 
 def mesh_axis_groups(mesh_shape: Sequence[int], dim: int) -> Partition:
-    """The groups of one axis of a row-major mesh: (2, 3), 0 -> (0, 3), (1, 4), (2, 5)."""
+    """Return the groups of one axis of a row-major mesh: (2, 3), 0 -> (0, 3), (1, 4), (2, 5)."""
     inner, size = math.prod(mesh_shape[dim + 1 :]), mesh_shape[dim]
     firsts = (o * size * inner + i for o in range(math.prod(mesh_shape[:dim])) for i in range(inner))
     return tuple(tuple(first + k * inner for k in range(size)) for first in firsts)
 
 
 def label_subsets(labels: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every two or more of the labels, in their order."""
+    """Return all subsets of two or more labels, in order."""
     sizes = range(2, len(labels) + 1)
     return [several for size in sizes for several in itertools.combinations(labels, size)]
 
 
-# What one collective after the other amounts to, traced contribution by contribution.
+# Composition of collectives, traced by contribution.
 
 
 def reduce_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """The groups over which one reduction is the same as reductions over `parts`, one after the other.
+    """Return the groups of one reduction that is equal to consecutive reductions over `parts`, or None.
 
-    They are if every rank's value then counts exactly once, on all ranks of a group alike: the parts are the axes of a
-    full grid. None if they are not: overlapping groups, groups of unequal sizes, ranks that some of the parts lack.
+    This requires that every rank's value counts exactly once, equally on all ranks of a group, so the parts are axes of
+    a full grid. Overlapping groups, groups of different sizes and missing ranks return None.
     """
     held = _held_ranks(parts)
     return None if held is None else _as_disjoint({tuple(sorted(ranks)) for ranks in held})
 
 
 def gather_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """The groups whose all_gather is the same as all_gathers over `parts`, one after the other; None if there are none.
+    """Return the groups of one all_gather that is equal to consecutive all_gathers over `parts`, or None.
 
-    The order of the ranks counts: that of the last part is the major one.
+    The order of the ranks matters: the last part is the major one.
     """
     held = _held_ranks(parts)
     return None if held is None else _as_disjoint(set(held))
 
 
 def scatter_partitions(parts: Sequence[Partition]) -> Partition | None:
-    """The groups whose reduce_scatter is that of reduce_scatters over `parts`: the adjoint of `gather_partitions`."""
+    """Return the groups of one reduce_scatter for those over `parts`: the adjoint of `gather_partitions`."""
     return gather_partitions(parts[::-1])
 
 
 def _held_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
-    """The ranks whose values a rank has after each has taken those of its group, part by part; equal ones once."""
+    """Return the distinct rank sequences after gathering over each part, or None for unequal groups."""
     held: dict[int, tuple[int, ...]] = {rank: (rank,) for group in parts[0] for rank in group}
     for part in parts:
         if {rank for group in part for rank in group} != held.keys() or len({len(g) for g in part}) != 1:
@@ -131,7 +147,7 @@ def _held_ranks(parts: Sequence[Partition]) -> list[tuple[int, ...]] | None:
 
 
 def _as_disjoint(groups: Iterable[tuple[int, ...]]) -> Partition | None:
-    """The groups, if no rank occurs twice. Each rank is in what it holds, so then all of a group hold the same."""
+    """Return the groups if no rank occurs twice, which implies that a group's ranks hold the same."""
     groups = sorted(groups)
     ranks = [rank for group in groups for rank in group]
     return tuple(groups) if len(set(ranks)) == len(ranks) else None
@@ -145,7 +161,7 @@ _declared_groups: weakref.WeakKeyDictionary[Any, KnownGroups] = weakref.WeakKeyD
 
 
 def declared_groups() -> KnownGroups:
-    """All that was declared in this process; an empty table if nothing was."""
+    """Return the groups declared in this process."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return _declared_groups.get(world, KnownGroups()) if world is not None else KnownGroups()
 

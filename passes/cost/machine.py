@@ -1,4 +1,4 @@
-"""What one rank and its links can do: the constants of the cost model, and times that follow from them."""
+"""Constants of a rank and its links, and the times derived from them."""
 
 from __future__ import annotations
 
@@ -14,55 +14,39 @@ from .collective_time import LatencyBandwidth, collective_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Constants of one rank. Seconds, bytes, bytes/s and FLOP/s; a bandwidth is that of one rank, one direction.
+    """Constants of one rank: seconds, bytes, bytes/s and FLOP/s; bandwidths are per rank and direction.
 
-    flops: attention on long sequences. block_keys: the keys at which an attention kernel reaches half of that: a call
-        over `k` keys runs at flops / (1 + block_keys / k).
-    cudnn_efficiency, flash_efficiency, flash3_efficiency, flash4_efficiency, efficient_efficiency: the rate of one of
-        the kernels that have a name, over `flops`: cuDNN's, FlashAttention-2, -3 and -4, memory-efficient attention.
-    fused_efficiency: that of attention whose scores or mask one kernel reads as texts.
-    dense_efficiency: that of arithmetic on all scores, which takes what no kernel knows.
-    ring_efficiency: the rate of a block of a ring, over that of the same block alone (transfers take some cores).
-    overlap: how much of a transfer hides behind the compute that runs with it: 1 all of it, 0 nothing.
-    call: fixed seconds of one attention block or one merge (launches, Python).
-    all_to_all_*, all_gather_*, hop_*, all_reduce_*: bandwidth and seconds per call of an all-to-all, an all-gather or
-        reduce-scatter, a shift around a ring, and an all-reduce, between ranks of one node.
-    step_latency, inter_node_step_latency: seconds that every step of an all-reduce adds, of 2 (n - 1).
-    inter_node_bandwidth: between nodes. ranks_per_node: neighbouring ranks on one node.
-    memory_bandwidth: bytes read plus bytes written. host_bandwidth: of copies to the host's memory, or back.
-    memory: bytes of the device; of those that weights, gradients and what is kept for the backward leave, an attention
-        may use all on top of its shards.
-
-    Raises SpError: a value that is no number or is out of range.
+    Raises:
+        SpError: If a value is not a number or is out of range.
     """
 
-    flops: float
-    block_keys: float
-    cudnn_efficiency: float
-    flash_efficiency: float
-    flash3_efficiency: float
-    flash4_efficiency: float
-    efficient_efficiency: float
-    fused_efficiency: float
-    dense_efficiency: float
-    ring_efficiency: float
-    overlap: float
-    call: float
+    flops: float  # attention on long sequences
+    block_keys: float  # keys at half this rate: a call over k keys runs at flops / (1 + block_keys / k)
+    cudnn_efficiency: float  # rate of cuDNN attention over `flops`
+    flash_efficiency: float  # rate of FlashAttention-2
+    flash3_efficiency: float  # rate of FlashAttention-3
+    flash4_efficiency: float  # rate of FlashAttention-4
+    efficient_efficiency: float  # rate of memory-efficient attention
+    fused_efficiency: float  # rate of a kernel with text masks or scores
+    dense_efficiency: float  # rate of arithmetic on all scores, without a kernel
+    ring_efficiency: float  # rate of a ring block over a single block (transfers use some cores)
+    overlap: float  # part of a transfer that compute hides, 0 to 1
+    call: float  # seconds per block or merge (launches, Python)
     all_to_all_bandwidth: float
     all_to_all_latency: float
-    all_gather_bandwidth: float
+    all_gather_bandwidth: float  # reduce-scatter, too
     all_gather_latency: float
-    hop_bandwidth: float
+    hop_bandwidth: float  # shift around a ring
     hop_latency: float
     all_reduce_bandwidth: float
     all_reduce_latency: float
-    step_latency: float
+    step_latency: float  # seconds of each of the 2 (n - 1) steps of an all-reduce
     inter_node_step_latency: float
-    inter_node_bandwidth: float
-    ranks_per_node: float
-    memory_bandwidth: float
-    host_bandwidth: float
-    memory: float = math.inf
+    inter_node_bandwidth: float  # between nodes
+    ranks_per_node: float  # neighboring ranks on one node
+    memory_bandwidth: float  # reads plus writes
+    host_bandwidth: float  # copies to or from host memory
+    memory: float = math.inf  # bytes of the device
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -72,11 +56,15 @@ class Machine:
 
     @staticmethod
     def of(device_type: str, override: Mapping[str, Any] | None = None, measured: Machine | None = None) -> Machine:
-        """The constants as they were measured; or the defaults of a device type ("cpu", else a GPU), some replaced.
+        """Return measured constants, or the defaults of a device type ("cpu", else a GPU), with replacements.
 
-        override: what the option `cost` replaces, beside which nothing that was measured counts, but for the size of a
-        device, which nobody measures: that leaves the rest as it is.
-        Raises SpError: an unknown constant, a value out of range.
+        Args:
+            device_type: Type of the device.
+            override: Values of the option `cost`. They disable measured constants, unless only `memory` is set.
+            measured: Measured constants.
+
+        Raises:
+            SpError: If a constant is unknown or a value is out of range.
         """
         if measured is not None and (override is None or set(override) == {"memory"}):
             return replace(measured, **(override or {}))
@@ -88,19 +76,26 @@ class Machine:
         return replace(CPU if device_type == "cpu" else GPU, **(override or {}))
 
     def efficiency(self, kernel: str) -> float:
-        """The rate of a kernel of attention over `flops`, by its `rate`; "named" is `flops` itself."""
+        """Return the rate of an attention kernel over `flops`; 1 for "named"."""
         return 1.0 if kernel == "named" else float(getattr(self, f"{kernel}_efficiency"))
 
     def attention(self, flops: float, keys: float) -> float:
-        """Seconds of attention kernels that do `flops`, in calls over `keys` keys each."""
+        """Return the seconds of attention kernels with `flops` FLOPs in calls over `keys` keys."""
         return flops / self.flops * (1 + self.block_keys / max(keys, 1))
 
     def copy(self, nbytes: float) -> float:
-        """Seconds to read and write `nbytes` in all."""
+        """Return the seconds to read and write `nbytes` in total."""
         return nbytes / self.memory_bandwidth
 
     def line(self, collective: str, ranks: int, stride: int = 1, inside: bool | None = None) -> LatencyBandwidth:
-        """What a collective takes among so many ranks, `stride` apart. inside: do they share a node?"""
+        """Return the time model of a collective.
+
+        Args:
+            collective: Name of the collective.
+            ranks: Number of ranks.
+            stride: Distance of the ranks.
+            inside: True if they share a node; derived by default.
+        """
         node = max(1.0, self.ranks_per_node / stride)
         inside = ranks <= node if inside is None else inside
         kind = _EFFICIENCIES.get(collective, collective)
@@ -109,7 +104,7 @@ class Machine:
             latency += 2 * (ranks - 1) * (self.step_latency if inside else self.inter_node_step_latency)
         if inside:
             return LatencyBandwidth(latency, bandwidth)
-        within, across = {  # of what a rank sends, over its links to its node and over those to others
+        within, across = {  # shares of the bytes on links within a node and between nodes
             "all_to_all": ((node - 1) / (ranks - 1), (ranks - node) / (ranks - 1)),
             "all_gather": (1, (ranks - node) / (ranks - 1) / node),
             "all_reduce": (1, 1),
@@ -118,13 +113,13 @@ class Machine:
         return LatencyBandwidth(latency, 1 / max(within / bandwidth, across / self.inter_node_bandwidth))
 
     def seconds(self, collective: str, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Of a collective on `nbytes`, as `collective_bytes` counts them; nothing for one rank."""
+        """Return the seconds of a collective on `nbytes` (see `collective_bytes`); 0 for one rank."""
         if ranks == 1:
             return 0.0
         return self.line(collective, ranks, stride).seconds(collective_bytes(collective, nbytes, ranks))
 
     def together(self, compute: float, transfer: float) -> float:
-        """Seconds of a transfer issued with the compute that does not depend on it."""
+        """Return the seconds of a transfer and independent compute."""
         return compute + transfer - self.overlap * min(compute, transfer)
 
 
@@ -132,7 +127,7 @@ _EFFICIENCIES = {"reduce_scatter": "all_gather", "shift": "hop", "fold": "hop", 
 
 
 def _check_constant(name: str, value: Any) -> str:
-    """What this constant has to be, if the value is something else."""
+    """Return the expected range of a constant if the value is outside, else ""."""
     share = name == "overlap" or name.endswith("efficiency")
     low, high = float(name == "ranks_per_node"), 1.0 if share else math.inf
     least = name.endswith("latency") or name in ("block_keys", "overlap", "call", "ranks_per_node")

@@ -1,7 +1,7 @@
-"""The constants of the cost model on these ranks: measured once, the same on every rank, kept on disk.
+"""Measure the constants of the cost model once, with equal results on all ranks, cached on disk.
 
-Every path from `machine` and `measure_reductions` issues the same collectives on every rank, whatever the ranks find
-on their disks. What may fail on one rank alone is behind a `MeetFunction`, where all hear of it.
+All paths from `machine` and `measure_reductions` issue the same collectives on every rank for any state of the caches.
+Operations that may fail on one rank are followed by a `MeetFunction`, which raises on all ranks.
 """
 
 from __future__ import annotations
@@ -38,26 +38,29 @@ from sp_compile.lowering.torch_compat import process_group
 from .collective_time import LatencyBandwidth, collective_bytes, fit_line
 from .machine import Machine
 
-FILE_VERSION = 2  # of what is kept on disk
+FILE_VERSION = 2  # of the cache files
 CPU_SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 22)
 GPU_SIZES = (1 << 12, 1 << 18, 1 << 22, 1 << 24, 1 << 26)
 HOPPER = 9
-"""The generation of GPUs from which on cuDNN runs, and not FlashAttention-2 in its place."""
+"""First GPU generation on which cuDNN attention runs in place of FlashAttention-2."""
 MACHINE_REPEATS, REDUCTION_REPEATS = 8, 40
 
 MeetFunction: TypeAlias = Callable[[Exception | None], None]
-"""All ranks come to it, with what has failed on them; if anything has, it raises the same SpError on every rank."""
+"""Barrier for errors: if any rank passes an exception, it raises the same SpError on every rank."""
 
 _measured: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
-    """The constants of these ranks, equal on all of them.
+    """Return the constants of these ranks, equal on all of them.
 
-    All-to-all, all-gather and attention are measured, as `measure_lines` says; about a second on CPU. All ranks have
-    to ask
-    together, outside of any tracing. One rank, or ranks without processes (a simulation), have the defaults.
-    Raises what `meet` does.
+    All-to-all, all-gather and attention are measured, see `measure_lines`; this takes about a second on CPU. All ranks
+    must call it together, outside of tracing. A single rank and simulated ranks use the defaults.
+
+    Args:
+        ranks: Ranks of the sequence.
+        device: Device of the model.
+        meet: Barrier for errors; its exceptions propagate.
     """
     group = ranks.process_group
     if not ranks.exchanges:
@@ -76,9 +79,16 @@ def machine(ranks: Ranks, device: torch.device, meet: MeetFunction) -> Machine:
 def fit_constants(
     lines: Sequence[LatencyBandwidth], n: int, node: int, base: Machine, kernel: str = "named"
 ) -> Machine:
-    """`base` with what the lines of all-to-all, all-gather and attention tell. kernel: what ran that attention.
+    """Return `base` with the constants fitted to measured lines.
 
-    Over several nodes the all-to-all is bound by the links between them, and `base` is kept for those inside.
+    Between nodes the all-to-all is limited by their links, and the links inside are those of `base`.
+
+    Args:
+        lines: Lines of all-to-all, all-gather and attention.
+        n: Number of ranks.
+        node: Ranks per node.
+        base: Default constants.
+        kernel: Kernel of the measured attention.
     """
     exchange, gather, attention = lines
     there, per_flop = exchange.bandwidth, attention.latency
@@ -98,17 +108,23 @@ def fit_constants(
 
 
 NamedLines: TypeAlias = Sequence[tuple[str | None, tuple[tuple[int, ...], ...]]]
-"""What this rank calls its communicator (None if it has none), and the ranks of all communicators of that kind."""
+"""Communicator of this rank (None if it has none), and the ranks of all communicators of that kind."""
 
 
 def measure_reductions(
     groups: NamedLines, turns: Sequence[Sequence[int]], device: torch.device, where: torch.device, meet: MeetFunction
 ) -> tuple[dict[str, LatencyBandwidth], dict[frozenset[str], LatencyBandwidth]]:
-    """The lines of all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
+    """Measure all_reduces over this rank's communicators, and over several in turn; equal on all ranks.
 
-    turns: which of the groups, by number, one behind the other: what a merged one is compared with, measured as a whole
-    because the second of two does not find its ranks as the first one did. where: the device whose tensors they reduce.
-    All ranks of the program have to ask together. Raises what `meet` does.
+    All ranks of the program must call it together.
+
+    Args:
+        groups: Groups.
+        turns: Indices of groups that are reduced consecutively, measured together because the second collective starts
+            with ranks in another state.
+        device: Device of the model.
+        where: Device of the reduced tensors.
+        meet: Barrier for errors; its exceptions propagate.
     """
     named = [[group] for group in groups] + [[groups[i] for i in turn] for turn in turns]
     jobs = [_run_collective_once("all_reduce", several, where) for several in named]
@@ -121,21 +137,21 @@ def measure_reductions(
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is timed. key: what its line is kept under. device: where it runs.
+    """Timing job."""
 
-    sizes: those that are timed. call: what to time of a size; None on a rank that takes no part. point: what a size and
-    its seconds are on the line; by the bytes that one rank sends.
-    """
-
-    key: Hashable
-    device: torch.device
-    sizes: Sequence[int]
-    call: Callable[[int], Callable[[], object] | None]
-    point: Callable[[int, float], tuple[float, float]]
+    key: Hashable  # cache key of the line
+    device: torch.device  # device that runs the calls
+    sizes: Sequence[int]  # sizes to time
+    call: Callable[
+        [int], Callable[[], object] | None
+    ]  # size -> function to time; None on a rank that does not take part
+    point: Callable[
+        [int, float], tuple[float, float]
+    ]  # (size, seconds) -> point on the line, by bytes that one rank sends
 
 
 def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> Measurement:
-    """A collective over one group behind the other, of so many bytes on each rank (all_gather: in all)."""
+    """Return the job of collectives over consecutive groups, with `size` bytes per rank (all_gather: total)."""
     names, parts = zip(*named)
     n = max(map(len, parts[0]))
 
@@ -158,18 +174,18 @@ def _run_collective_once(kind: str, named: NamedLines, where: torch.device) -> M
 
 
 def _attention_sizes(device: torch.device) -> tuple[int, int, torch.dtype]:
-    """Heads, their dims, and the dtype."""
+    """Return heads, head dim and dtype of the measured attention."""
     return (4, 64, torch.float32) if device.type == "cpu" else (16, 128, torch.bfloat16)
 
 
 def _measured_kernel(device: torch.device) -> Kernel:
-    """What runs `_measure_attention`."""
+    """Return the kernel of `_measure_attention`."""
     _, dim, dtype = _attention_sizes(device)
     return expected_kernel(KernelKey(device, dtype, Kind.FULL, dim, 1024))
 
 
 def _measure_attention(device: torch.device) -> Measurement:
-    """Of one rank, by the kernel that its blocks run: seconds per FLOP are (1 + block_keys / keys) / flops."""
+    """Return the job of attention on one rank: seconds per FLOP are (1 + block_keys / keys) / flops."""
     cpu, (heads, dim, dtype) = device.type == "cpu", _attention_sizes(device)
 
     def call(length: int) -> Callable[[], object]:
@@ -187,10 +203,18 @@ def _measure_attention(device: torch.device) -> Measurement:
 def measure_lines(
     jobs: Sequence[Measurement], group: Any, device: torch.device, where: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
-    """The lines of the jobs, equal on all ranks of the group, which have to ask together.
+    """Return the lines of the jobs, equal on all ranks of the group, which must call it together.
 
-    Of what this process has not measured yet, what rank 0 finds on its disk counts; the rest all measure, and the
-    slowest rank decides. where: the device whose tensors the group's own collectives take.
+    Lines that this process does not have are read from the cache of rank 0; the rest are measured by all ranks, and the
+    slowest rank counts.
+
+    Args:
+        jobs: Timing jobs.
+        group: Process group.
+        device: Device of the model.
+        where: Device of tensors in collectives of the group.
+        repeats: Measured rounds.
+        meet: Barrier for errors.
     """
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
@@ -212,10 +236,10 @@ def measure_lines(
 def _measure_and_fit(
     jobs: Sequence[Measurement], group: Any, where: torch.device, repeats: int, meet: MeetFunction
 ) -> list[LatencyBandwidth]:
-    """The slowest rank of a round counts: that is what the next collective waits for.
+    """Measure the jobs and fit lines; the slowest rank of a round counts, because others wait for it.
 
-    The jobs take turns, so that what disturbs one disturbs all; the sizes do not: a small message behind a large one
-    finds other caches than in a program that sends small ones.
+    Jobs alternate, so that disturbances affect all of them. Sizes do not, because a small message after a large one
+    would find other cache contents than in a program with small messages.
     """
     points: dict[Hashable, list[tuple[float, float]]] = {job.key: [] for job in jobs}
     for k in range(max(len(job.sizes) for job in jobs)):
@@ -232,9 +256,9 @@ def _measure_and_fit(
 
 
 def _time_call(call: Callable[[], object] | None, device: torch.device, meet: MeetFunction) -> float:
-    """Seconds of a call that ranks come to together, and leave together; 0 for a rank that takes no part.
+    """Return the seconds of a call between two barriers; 0 for a rank that does not take part.
 
-    Several in a row would have no rank to wake up, which is what a small one mostly waits for.
+    Without barriers no rank would have to wake up, which dominates the time of small messages.
     """
     seconds = 0.0
     with _raised_on_all(meet):
@@ -249,7 +273,7 @@ def _time_call(call: Callable[[], object] | None, device: torch.device, meet: Me
 
 @contextmanager
 def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
-    """Run a part, then meet: what it fails with is raised on every rank."""
+    """Run a block, then raise its exception on every rank."""
     problem: Exception | None = None
     try:
         yield
@@ -259,28 +283,31 @@ def _raised_on_all(meet: MeetFunction) -> Iterator[None]:
 
 
 def mean_of_middle(rounds: Tensor) -> Tensor:
-    """(rounds, ...) -> (...), the mean of the middle half: without what disturbed a round, steadier than a median."""
+    """Average the middle half of the rounds: (rounds, ...) -> (...).
+
+    This excludes outliers and is more stable than a median.
+    """
     quarter = len(rounds) // 4
     return rounds.sort(0).values[quarter : len(rounds) - quarter].mean(0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what runs on a device."""
+    """Wait for all work on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def _ranks_per_node(ranks: Ranks, where: torch.device) -> int:
-    """The fewest ranks of the group that share a host."""
+    """Return the minimum number of ranks of the group on a host."""
     mine = torch.tensor([int(_hash(platform.node())[:15], 16)], device=where)
     hosts = current_communicator().all_gather(mine, ranks.n, ranks.group)
     return min(Counter(hosts.tolist()).values())
 
 
 def _base_constants(group: Any, device: torch.device, where: torch.device) -> Machine:
-    """The defaults, with the memory of the smallest of the ranks' devices, and what runs on the oldest.
+    """Return the defaults for the smallest memory and the oldest generation of the ranks' devices.
 
-    Nothing limits a CPU, whose memory others share.
+    CPU memory is unlimited, because it is shared.
     """
     mine = [math.inf, math.inf]
     if device.type == "cuda":
@@ -295,7 +322,7 @@ def _base_constants(group: Any, device: torch.device, where: torch.device) -> Ma
 def _broadcast_found(
     found: Sequence[LatencyBandwidth | None], group: Any, where: torch.device
 ) -> list[LatencyBandwidth | None]:
-    """What rank 0 found, on every rank: one broadcast."""
+    """Broadcast the lines of rank 0."""
     values = [(math.nan, math.nan) if line is None else (line.latency, line.bandwidth) for line in found]
     tensor = torch.tensor(values, dtype=torch.float64, device=where)
     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
@@ -303,7 +330,7 @@ def _broadcast_found(
 
 
 def _cache_path(group: Any, device: torch.device) -> Path:
-    """The file of what these ranks measured: by host, device, which ranks of the program, backend and versions."""
+    """Return the cache file, by host, device, ranks, backend and versions."""
     folder = os.path.expanduser(os.environ.get("SP_COMPILE_CACHE_DIR") or "~/.cache/sp_compile")
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     members = dist.get_process_group_ranks(group)
@@ -325,7 +352,7 @@ def _hash(text: str) -> str:
 
 
 def _read_cache(path: Path) -> dict[str, LatencyBandwidth]:
-    """The lines in a file; none if there is no such file, or if it holds something else."""
+    """Read the lines of a file; empty if it does not exist or is invalid."""
     try:
         found = json.loads(path.read_text())
         lines = {key: LatencyBandwidth(*map(float, line)) for key, line in found.items()}
@@ -335,10 +362,10 @@ def _read_cache(path: Path) -> dict[str, LatencyBandwidth]:
 
 
 def _write_cache(path: Path, lines: Mapping[str, LatencyBandwidth]) -> None:
-    """The whole file or nothing; a disk that refuses costs only the next run's time."""
+    """Write the file atomically; a failure costs only the time of the next run."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # nothing stays where the file is refused
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # removes the file if it cannot be moved
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
                 json.dump({key: [line.latency, line.bandwidth] for key, line in lines.items()}, file, indent=1)
             os.replace(file.name, path)

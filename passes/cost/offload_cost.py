@@ -1,4 +1,4 @@
-"""What goes to the host's memory between forward and backward, and what its copies take."""
+"""Cost of offloading activations to host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from sp_compile.lowering.tiles.tile_flops import node_flops
 from .machine import Machine
 
 MIN_OFFLOAD_BYTES = 1e-3
-"""Of the bytes that are kept: smaller values stay, a copy of each would cost more than it frees."""
+"""Minimum fraction of the saved bytes: copies of smaller values cost more than they free."""
 
 
 @dataclass(frozen=True)
 class HostValues:
-    """Of one graph. values: how many; nbytes: of these; kept: bytes that the device keeps for the backward.
+    """Offloaded values of one graph."""
 
-    seconds: of the copies, each way; waits: of those that no other work hides, both ways together.
-    """
-
-    values: int = 0
-    nbytes: int = 0
-    kept: int = 0
-    seconds: float = 0.0
-    waits: float = 0.0
+    values: int = 0  # number of values
+    nbytes: int = 0  # bytes of these
+    kept: int = 0  # bytes that remain on the device
+    seconds: float = 0.0  # seconds of copies, each way
+    waits: float = 0.0  # seconds of copies that no compute hides, both ways
 
 
 def hiding_seconds(node: Node, machine: Machine) -> float:
-    """Of what hides a copy: products and attention. What a compiler fuses is not counted: it is not known yet."""
+    """Return the seconds of products and attention at a node, which hide copies; fusible ops are ignored."""
     return node_flops(node) / machine.flops
 
 
 def copy_seconds(nbytes: float, machine: Machine) -> float:
-    """Seconds of a copy to the host, or back."""
+    """Return the seconds of a copy to or from the host."""
     return nbytes / machine.host_bandwidth

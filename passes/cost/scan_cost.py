@@ -1,10 +1,10 @@
-"""What the ranks tell each other of their parts of a scan, in bytes, and how: all at once, or in steps.
+"""Cost of exchanging the carries of a scan: all at once, or in steps.
 
-    gather   alpha + (n - 1) * C / beta                  one all-gather of everyone's C bytes
-    steps    ceil(log2 n) * (alpha + C / beta)           step k: to the rank 2^k further on
+    gather   alpha + (n - 1) * C / beta                  one all-gather of C bytes per rank
+    steps    ceil(log2 n) * (alpha + C / beta)           step k: to the rank 2^k after this one
 
-One alpha for both, so that measured latencies, which are noisy, never decide: only bytes do. A vector of carries
-is gathered; matrices of state on many ranks go in steps.
+Both use one alpha, so that noisy latencies never decide, only bytes. Vectors of carries are gathered; matrices of state
+on many ranks are sent in steps.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ INDEX_BYTES = 8  # of a position
 
 @dataclass(frozen=True)
 class CarryExchangeCost:
-    """One scan's exchange: bytes of one rank's part, predicted seconds each way, rounds of "steps", the choice."""
+    """Exchange of one scan."""
 
-    nbytes: int
-    gather: float
-    steps: float
-    rounds: int
-    exchange: str
+    nbytes: int  # bytes of one rank's part
+    gather: float  # predicted seconds of an all-gather
+    steps: float  # predicted seconds of steps
+    rounds: int  # number of steps
+    exchange: str  # choice, "gather" or "steps"
 
     def __str__(self) -> str:
         if self.exchange == "gather":
@@ -45,7 +45,7 @@ class CarryExchangeCost:
 
 
 def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> CarryExchangeCost:
-    """How `nbytes` a rank travel. folds: chunks a rank holds; steps need contiguous ones (1)."""
+    """Choose the exchange of `nbytes` per rank; steps require contiguous chunks (folds=1)."""
     lines = {"gather": machine.line("all_gather", n), "steps": machine.line("shift", n)}
     alpha, rounds = max(line.latency for line in lines.values()), num_rounds(n)
     beta = {exchange: bytes_to_send(exchange, nbytes, n) / line.bandwidth for exchange, line in lines.items()}
@@ -56,33 +56,36 @@ def choose_exchange(nbytes: int, n: int, machine: Machine, folds: int = 1) -> Ca
 
 
 def bytes_to_send(exchange: str, nbytes: Any, n: int) -> Any:
-    """What one rank sends for all to know `nbytes` of each."""
+    """Return the bytes that one rank sends to exchange `nbytes` per rank."""
     if exchange == "gather":
         return collective_bytes("all_gather", nbytes, n)
     return num_rounds(n) * collective_bytes("shift", nbytes, n)
 
 
 def num_rounds(n: int) -> int:
-    """ceil(log2 n)."""
+    """Return ceil(log2 n)."""
     return (n - 1).bit_length()
 
 
 def step_offsets(n: int) -> list[int]:
-    """How many ranks further on each step of a scan in steps reaches."""
+    """Return the rank offset of each step."""
     return [1 << k for k in range(num_rounds(n))]
 
 
 def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_size) -> tuple[Size, Size]:
-    """Bytes that one rank has to say of its part of a scan, forward and backward; see lowering/scan/scan_ops.py.
+    """Return the bytes of a rank's carry, forward and backward; see lowering/scan/scan_ops.py.
 
-    extent: the number that stands for a size; by default its expression.
+    Args:
+        call: Scan.
+        folds: Chunks of a rank.
+        extent: Converts a size to a number; by default to its expression.
     """
     result = call.results()[0]
     linear = call.node.target is sp.linear_scan.default
     op, dim = call.get("op", "sum"), call.dim(operand=int(linear))
     rows = _row_elements(result, dim, extent) * folds
     inner = call.get("accumulate") or accumulate_dtype(op, result.dtype, result.device)
-    # The other way most scans are recurrences, of which factor and state are sent, in what sums are added in.
+    # The backward of most scans is a recurrence, which sends factor and state in the accumulation dtype.
     wide = accumulate_dtype("sum", torch.promote_types(result.dtype, inner), result.device)
     recurrence = 2 * wide.itemsize * rows
     if linear:
@@ -95,7 +98,7 @@ def message_bytes(call: OpCall, folds: int, extent: Callable[[Any], Size] = as_s
 
 
 def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], Size]) -> tuple[Size, Size]:
-    """Bytes of the first and last ids, and of the flags that say whether a segment begins."""
+    """Return the bytes of the first and last ids, and of the flags for starts of segments."""
     node: Node | None = call.get("segments")
     if node is None:
         return 0, 0
@@ -106,5 +109,5 @@ def _segment_bytes(call: OpCall, dim: int, folds: int, extent: Callable[[Any], S
 
 
 def _row_elements(value: torch.Tensor, dim: int, extent: Callable[[Any], Size]) -> Size:
-    """Elements of a tensor's one row."""
+    """Return the number of elements in one row of a tensor."""
     return size_product(extent(s) for d, s in enumerate(value.shape) if d != dim)

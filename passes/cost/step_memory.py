@@ -1,18 +1,17 @@
-"""The memory of one rank over a training step, predicted: what stays, what is kept, the peaks and what makes them.
+"""Predict the memory of one rank over a training step: state, saved values, and peaks with their causes.
 
-    state      parameters and buffers, inputs, the optimizer's state: there all the time
-    forward    values of every graph as it runs, and what earlier graphs keep for their backward
+    state      parameters and buffers, inputs, optimizer state: constant
+    forward    values of every graph as it runs, and saved values of earlier graphs
     loss       from the last matrix product of the last forward (the logits) to the first one of its backward
-    backward   what is kept, until it is read; values; and gradients, as they are made
+    backward   saved values until they are read; values; gradients as they are computed
 
-Sources: AOTAutograd's graphs (`liveness.py`). FSDP is as `fully_shard` of each layer, and of the model around them,
-does it: parameters and state in shards, and beside them
+The graphs are those of AOTAutograd (`liveness.py`). FSDP is modeled as `fully_shard` of each layer and of the model:
+parameters and state are sharded, and in addition there are
 
-    weights     of what is in no layer, whole from the forward to the backward's end; of one layer as they arrive, and
-                in a forward until the next ones do, in a backward but for the last layer of it; inside of a layer its
-                own as parameters, too
-    gradients   as they are made: of what is in no layer, of the layer, and of the one before it, which are on their
-                way into shards; and these shards
+    weights     unsharded weights outside of layers from the forward to the end of the backward; those of one layer
+                being gathered, except for the last layer in a backward; inside of a layer its own parameters, too
+    gradients   as they are computed: outside of layers, of the layer, and of the previous one, which are being
+                reduced to shards; and these shards
 """
 
 from __future__ import annotations
@@ -39,44 +38,45 @@ from .weight_memory import ADAMW_STATE, ModelBytes
 PHASES = ("forward", "loss", "backward")
 OTHER_VALUES_ORIGIN = "results, their gradients, and what other graphs keep"
 ALIVE_LINES = 6
-"""Of a report, for what is alive at a peak."""
+"""Lines of a report for values alive at a peak."""
 LINE_WIDTH = 56
-"""Characters of a column of a table."""
+"""Characters of a table column."""
 
 
 @dataclass
 class GraphStep:
-    """One graph of a program, forward and backward. inputs: bytes that it is given. results: that it gives its caller.
-
-    saved: that the forward leaves on the device for the backward, besides parameters and inputs.
-    tangents: of the gradients of results, zeros for what nobody used. copied: of these, those laid out anew.
-    hosted: the same with all on the host that may wait there, where somebody asked. kept: what is saved, by the layer
-    whose backward is the last one to read it; "" what is made in no layer, but for what goes into the first.
-    """
+    """Memory of one graph of a program, forward and backward, in bytes."""
 
     forward: LivenessWalk
     backward: LivenessWalk | None
-    inputs: int
-    results: int
-    saved: int = 0
-    tangents: int = 0
-    copied: int = 0
+    inputs: int  # inputs
+    results: int  # results for the caller
+    saved: int = 0  # saved on the device for the backward, besides parameters and inputs
+    tangents: int = 0  # gradients of results, zeros for unused ones
+    copied: int = 0  # part of these that is copied to another layout
     offloaded: HostValues | None = None
-    hosted: GraphStep | None = None
-    saved_bytes: Sequence[tuple[str, LiveValue]] = ()
+    hosted: GraphStep | None = None  # same graph with all permitted values on the host, if requested
+    saved_bytes: Sequence[tuple[str, LiveValue]] = ()  # by the layer that reads them last, or ""
 
     @staticmethod
     def of(forward: Graph, backward: Graph | None, fused: bool, inputs: int) -> GraphStep:
-        """Walk both. inputs: bytes that the program is given, besides what is the model's own."""
+        """Run the liveness walk on both graphs.
+
+        Args:
+            forward: Forward graph.
+            backward: Backward graph, if any.
+            fused: Model Inductor's fusion.
+            inputs: Bytes of the program's inputs, without the model.
+        """
         first = walk(forward, fused)
         if backward is None:
             return GraphStep(first, None, inputs, first.end)
         tangents = graph_tangents(backward)
         values = [n for n in backward.find_nodes(op="placeholder") if n not in tangents]
-        read = [n for n in values if n.users]  # the others are parts of what waits on the host, and read from that
+        read = [n for n in values if n.users]  # others are part of offloaded values
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
-        # What the caller has, too, stays when the backward has read it.
+        # Values that the caller also holds remain after the backward reads them.
         others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
@@ -93,89 +93,82 @@ class GraphStep:
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
-    """The memory that the values of nodes lie in, each once, and its bytes."""
+    """Return the storages of the values of nodes, with their bytes."""
     return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
-    """Are the strides those of a new tensor, those of dims of one element too?"""
+    """Return True if the strides are row-major, including dims of size 1."""
     shape = as_sizes(x.shape)
     return all(is_same_size(stride, size_product(shape[d + 1 :])) for d, stride in enumerate(as_sizes(x.stride())))
 
 
 @dataclass(frozen=True)
 class StepMoment:
-    """A moment of a step: its phase, and the bytes of values alive; gradients: of these; state is not counted.
-
-    behind: is it one of a backward? arriving: of weights in shards, do any arrive then, or lie there as they arrived?
-    whole: of the gradients, those that are not in shards by then, where they go there layer by layer.
-    """
+    """Moment of a step; state is not counted."""
 
     phase: str
     moment: WalkMoment
-    nbytes: int
+    nbytes: int  # bytes of live values
     graph: int
     index: int
-    is_after: bool = False
-    gradients: int = 0
-    arriving: bool = True
-    whole: int = 0
+    is_after: bool = False  # True in a backward
+    gradients: int = 0  # bytes of gradients of parameters
+    arriving: bool = True  # True if gathered weights arrive or are present
+    whole: int = 0  # unsharded bytes of these gradients
 
 
 @dataclass
 class StepMemory:
-    """Of one rank. per_weight: bytes of the optimizer's state for a byte of parameters.
-
-    shards: ranks over which the program says that parameters, gradients and that state lie; 1 if it does not.
-    """
+    """Memory of one rank over a step."""
 
     weights: ModelBytes
-    per_weight: float = ADAMW_STATE
+    per_weight: float = ADAMW_STATE  # bytes of optimizer state per byte of parameters
     graphs: list[GraphStep] = field(default_factory=list)
-    shards: int = 1
+    shards: int = 1  # ranks that shard parameters, gradients and state; 1 if unknown
 
     @property
     def optimizer(self) -> int:
-        """Bytes of the optimizer's state."""
+        """Return the bytes of the optimizer state."""
         return round(self.per_weight * self.weights.trainable)
 
     @property
     def inputs(self) -> int:
-        """Bytes that the program is given, whole."""
+        """Return the bytes of the unsharded inputs."""
         return max((graph.inputs for graph in self.graphs), default=0)
 
     @property
     def saved(self) -> int:
-        """Bytes that the forward leaves for the backward."""
+        """Return the bytes saved for the backward."""
         return sum(graph.saved for graph in self.graphs)
 
     @property
     def offloaded(self) -> HostValues | None:
-        """What waits in the host's memory; None where that was not asked for."""
+        """Return the offloaded values, or None if offloading was not requested."""
         found = [graph.offloaded for graph in self.graphs if graph.offloaded is not None]
         return HostValues(*map(sum, zip(*map(astuple, found)))) if found else None
 
     @property
     def state(self) -> int:
-        """Bytes that are there all the time, gradients apart."""
+        """Return the constant bytes, without gradients."""
         return self.weights.parameters + self.weights.buffers + self.optimizer + self.inputs
 
     @property
     def constant(self) -> int:
-        """Bytes that are there all the time, as the program says that they lie."""
+        """Return the constant bytes with the program's sharding of state."""
         return self.state if self.shards == 1 else self.in_shards(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
-        """Bytes beside these then."""
+        """Return the other bytes at a moment."""
         return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
 
     def held_in_shards(self, point: StepMoment, n: int) -> int:
-        """Bytes of values then, and of gradients and weights that are whole, where n ranks share these by layers."""
+        """Return the bytes of values and unsharded gradients and weights if n ranks shard these by layer."""
         weights = self.weights.unsharded_bytes(bool(point.moment.layer), point.arriving)
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[StepMoment]:
-        """The step, moment by moment."""
+        """Iterate over the moments of the step."""
         held = 0
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
@@ -189,7 +182,7 @@ class StepMemory:
             if graph.backward is None:
                 continue
             held -= graph.saved
-            if g < last:  # the backward of a later graph made them
+            if g < last:  # computed by the backward of a later graph
                 held -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             arrived = 0 if not self.weights.unit else _last_layer_start(graph.backward.moments) if g == 0 else None
@@ -203,7 +196,7 @@ class StepMemory:
             held += ended
 
     def peaks(self) -> dict[str, StepMoment]:
-        """The largest moment of each phase."""
+        """Return the largest moment of each phase."""
         found: dict[str, StepMoment] = {}
         for point in self.points():
             if point.phase not in found or self.peak_with(point) > self.peak_with(found[point.phase]):
@@ -211,7 +204,7 @@ class StepMemory:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     def alive(self, point: StepMoment) -> list[LiveValue]:
-        """What is in memory then, of the graph that runs; what callers and other graphs keep is one entry."""
+        """Return the live values of the running graph; values of callers and other graphs are one entry."""
         graph = self.graphs[point.graph]
         run = graph.backward if point.is_after and graph.backward is not None else graph.forward
         others = point.nbytes - point.moment.nbytes
@@ -222,33 +215,37 @@ class StepMemory:
 
     @property
     def values(self) -> int:
-        """Bytes of values and gradients at the peak."""
+        """Return the bytes of values and gradients at the peak."""
         return max((point.nbytes for point in self.points()), default=0)
 
     @property
     def peak_without_gradients(self) -> int:
-        """Bytes at the peak of what is no gradient of a parameter."""
+        """Return the peak bytes without gradients of parameters."""
         return max((point.nbytes - point.gradients for point in self.points()), default=0)
 
     @property
     def peak(self) -> int:
-        """Bytes at the largest moment of the step; or when the optimizer runs, beside whole gradients."""
+        """Return the peak bytes of the step or of the optimizer with unsharded gradients."""
         return self.state + max(self.values, self.weights.trainable)
 
     def fsdp(self, n: int) -> int:
-        """The peak where n ranks share parameters, gradients and state by layers."""
+        """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
 
     def peak_in_shards(self, held: int, n: int) -> int:
-        """The same, of what is held at most; or when the optimizer runs, beside shards of gradients."""
+        """Return the peak bytes for a maximum of `held`, or of the optimizer with sharded gradients."""
         return self.in_shards(n) + max(held, -(-self.weights.trainable // n))
 
     def in_shards(self, n: int) -> int:
-        """Bytes that are there all the time, where n ranks share parameters and state by layers."""
+        """Return the constant bytes if n ranks shard parameters and state by layer."""
         return self.weights.shard_bytes(n, self.per_weight) + self.weights.buffers + self.inputs
 
     def text(self, n: int) -> str:
-        """For people. n: the ranks that FSDP would share the state over."""
+        """Format a report.
+
+        Args:
+            n: Ranks over which FSDP would shard the state.
+        """
         w = self.weights
         state = {"parameters": w.parameters, "gradients": w.trainable, "optimizer": self.optimizer}
         state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
@@ -283,7 +280,7 @@ class StepMemory:
         return "\n".join(lines)
 
     def summary(self, point: StepMoment, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
-        """(what it is, user's line, bytes, how many values) of what is alive, by line, the largest first."""
+        """Return (origin, user's line, bytes, number of values) of live values by line, largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
         for held in self.alive(point):
@@ -301,7 +298,7 @@ def _last_product(moments: Sequence[WalkMoment]) -> int | None:
 
 
 def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
-    """The moment from which on no other layer runs."""
+    """Return the first moment after which no other layer runs."""
     layers = [moment.layer for moment in moments]
     last = next(filter(None, reversed(layers)), "")
     others = [i for i, layer in enumerate(layers) if layer not in ("", last)]
@@ -309,7 +306,7 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
 
 
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
-    """Of a backward, at each moment: gradients made before any layer, in this one, and those of the one before it."""
+    """Return the unsharded gradients of a backward at each moment: outside of layers, current and previous layer."""
     found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
     for moment in moments:
         if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
@@ -321,12 +318,12 @@ def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
 
 
 def shorten_line(where: str) -> str:
-    """As much as a column of a table has."""
+    """Shorten a line to the width of a table column."""
     return where if len(where) <= LINE_WIDTH else where[: LINE_WIDTH - 3] + "..."
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format bytes with a binary unit."""
     for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What a model's parameters and their optimizer take: whole on every rank, or as FSDP shares them by layers."""
+"""Memory of parameters and optimizer state: unsharded, or sharded by layer as in FSDP."""
 
 from __future__ import annotations
 
@@ -14,29 +14,26 @@ from torch import nn
 from sp_compile.lowering.base.errors import SpError
 
 ADAMW_STATE = 2.0
-"""Bytes of its state for a byte of a parameter."""
+"""Bytes of AdamW state per byte of a parameter."""
 SMALL_PARAMETER = 256
-"""Rows and columns of a matrix beside which a number for each of them is next to nothing."""
+"""Rows and columns of a matrix for which per-row state is negligible."""
 OPTIMIZER_HELP = "foreach", "fused", "capturable"
-"""Settings that say how a step runs, on devices that may not be here, and nothing of the state."""
+"""Settings that select an implementation of a step and do not affect the state."""
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model on every rank. learned: of parameters that want a gradient.
-
-    unit: of the largest layer, which FSDP gathers at once: an entry of a list of modules. rest: of what is in none.
-    """
+    """Bytes of a model on every rank."""
 
     parameters: int
-    trainable: int
+    trainable: int  # parameters that require gradients
     buffers: int
-    unit: int
-    rest: int = 0
+    unit: int  # largest layer (entry of a module list), which FSDP gathers at once
+    rest: int = 0  # parameters outside of layers
 
     @staticmethod
     def of(model: Any) -> ModelBytes:
-        """Of a module; nothing of a function."""
+        """Return the bytes of a module; 0 for a function."""
         if not isinstance(model, nn.Module):
             return ModelBytes(0, 0, 0, 0)
         units: Counter[str] = Counter()
@@ -50,26 +47,31 @@ class ModelBytes:
         return ModelBytes(sum(units.values()) + rest, learned, buffers, max(units.values(), default=0), rest)
 
     def shard_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> int:
-        """A rank's shards of parameters and of the optimizer's state, of n."""
+        """Return the bytes of a rank's shards of parameters and optimizer state."""
         return -(-(self.parameters + round(per_weight * self.trainable)) // n)
 
     def sharded_bytes(self, n: int, per_weight: float = ADAMW_STATE) -> tuple[int, int]:
-        """(parameters with the optimizer's state, gradients) of a rank where FSDP shares them over n by layers.
-
-        At most: with all that is ever whole.
-        """
+        """Return the maximum bytes of (parameters with optimizer state, gradients) with FSDP over n ranks."""
         return self.shard_bytes(n, per_weight) + self.unsharded_bytes(True, True), self.gradients(self.trainable, n)
 
     def unsharded_bytes(self, in_layer: bool, arriving: bool) -> int:
-        """Of weights that FSDP has whole, inside of a layer or outside, and where others arrive, or have arrived."""
-        if not self.unit:  # what arrived stays until the forward has ended
+        """Return the bytes of weights that FSDP has gathered.
+
+        Args:
+            in_layer: Inside of a layer.
+            arriving: The next layer is being gathered.
+        """
+        if not self.unit:  # gathered weights remain until the end of the forward
             return (1 + arriving) * self.rest
         return self.rest + (in_layer + arriving) * self.unit
 
     def gradients(self, made: int, n: int, whole: int | None = None) -> int:
-        """Of so many bytes of gradients that are made: those that are whole, and a rank's shards of all, of n.
+        """Return the bytes of unsharded gradients and of a rank's shards.
 
-        whole: at most what is in no layer, and two layers; as many if it is not known.
+        Args:
+            made: Bytes of all computed gradients.
+            n: Number of ranks.
+            whole: Unsharded bytes; by default the maximum.
         """
         return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
 
@@ -80,10 +82,13 @@ def _local_bytes(x: torch.Tensor) -> int:
 
 
 def state_per_weight(optimizer: Any = None) -> float:
-    """Bytes of state that an optimizer keeps for a byte of a parameter; None: 2, as AdamW does.
+    """Return the bytes of optimizer state per byte of a parameter; 2 (AdamW) for None.
 
-    optimizer: one that was made, or a function of parameters (a class, a partial); one like it makes a step on a small
-    matrix. Raises SpError: that fails.
+    Args:
+        optimizer: Optimizer, or a function of parameters (class, partial). A copy takes a step on a small matrix.
+
+    Raises:
+        SpError: If this step fails.
     """
     if optimizer is None:
         return ADAMW_STATE
@@ -104,9 +109,9 @@ def state_per_weight(optimizer: Any = None) -> float:
 
 
 def _recreate_optimizer(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """One of the same kind and settings, those of its first parameters."""
+    """Create an optimizer with the type of another one and the settings of its first parameters."""
     settings, takes = {**optimizer.defaults, **optimizer.param_groups[0]}, inspect.signature(type(optimizer)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    left_out = {"params", *OPTIMIZER_HELP}  # AdamW has a default that it does not take
+    left_out = {"params", *OPTIMIZER_HELP}  # AdamW has a default that its constructor does not accept
     known = {k: v for k, v in settings.items() if (takes_any or k in takes) and k not in left_out}
     return type(optimizer)([parameter], **{k: v for k, v in known.items() if not isinstance(v, torch.Tensor)})

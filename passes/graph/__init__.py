@@ -1,1 +1,1 @@
-"""What every room needs of an FX graph: a node's arguments and sizes, edits, strides, writes, draws."""
+"""Utilities for FX graphs: call arguments, sizes, edits, strides, mutations and random draws."""

@@ -1,4 +1,7 @@
-"""Values that travel in one bucket: cat, a reduction, split. What comes out is made of what went in at its place."""
+"""Match buckets of collectives: cat, elementwise collectives, split.
+
+Each piece of the split has the values of the part at the same index of the cat.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ PER_ELEMENT = (c10d.all_reduce.default, c10d.wait_tensor.default)
 
 
 def bucket_source(node: Node) -> Node | None:
-    """The part of a bucket that comes out as this piece; None of any other node."""
+    """Return the part of a bucket that this piece is computed from, or None if the node is no such piece."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     split, index = node.args

@@ -1,4 +1,4 @@
-"""One call of an ATen op, with its arguments by name and its tensors' global shapes."""
+"""Access the arguments of an ATen call by name and its tensors by their global shapes."""
 
 from __future__ import annotations
 
@@ -18,56 +18,59 @@ WAIT_OPS = torch.ops._c10d_functional.wait_tensor.default
 
 
 def is_tensor(node: Any) -> bool:
-    """Is it a node whose value is a single tensor?"""
+    """Return True if this is a node whose value is a single tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def collect_nodes(args: Any) -> list[Node]:
-    """The nodes of a nest of arguments, each once, in order."""
+    """Return the nodes in nested arguments, without duplicates, in order."""
     found: dict[Node, None] = {}
     map_arg(args, lambda n: found.setdefault(n))
     return list(found)
 
 
 def node_tensors(node: Node) -> list[torch.Tensor]:
-    """The tensors that a node gives."""
+    """Return the tensors in the value of a node."""
     return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
 def node_shape(node: Node) -> tuple[Size, ...]:
-    """The shape of a tensor's node."""
+    """Return the shape of a tensor node."""
     return as_sizes(node.meta["val"].shape)
 
 
 def node_packet(node: Node) -> Any:
-    """The op that the node calls, whichever of its overloads; what else it calls as it is; None if it calls nothing."""
+    """Return the overload packet that the node calls, another call target unchanged, or None if it is no call."""
     return getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
 
 
 def graph_tangents(graph: Graph) -> list[Node]:
-    """The gradients of results that a joint graph of AOTAutograd takes; no other graph has any."""
+    """Return the tangent inputs of an AOTAutograd joint graph; the list is empty for other graphs."""
     return [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
 
 
 def is_tangent(node: Node) -> bool:
-    """Is it one of these?"""
+    """Return True if the node is a tangent input of a joint graph."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def read_results(node: Node) -> dict[int, Node]:
-    """What is read of a node with several results, by their numbers."""
+    """Map the index of each result that is read from a multi-output node to its getitem node."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
 def result_number(getitem: Node) -> int:
-    """Which of the tensors that its operand returns a getitem takes; ops return None for what nobody asked for."""
+    """Return the index of a getitem's result among the tensor results of its operand.
+
+    Ops return None for results that are not requested; these are not counted.
+    """
     source, index = getitem.args
     values = source.meta["val"] if isinstance(source, Node) else ()
     return sum(isinstance(v, torch.Tensor) for v in list(values)[:index]) if index >= 0 else index
 
 
 def parse_overloads(text: str) -> list[Any]:
-    """The ops of aten that the text lists: "sum.dim_IntList", or "sum" for the overload that is called default."""
+    """Parse a list of aten overloads: "sum.dim_IntList", or "sum" for the default overload."""
     found = (name.partition(".") for name in text.split())
     return [getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found]
 
@@ -81,7 +84,7 @@ def _op_signature(target: Any) -> tuple[tuple[str, bool, bool, Any], ...]:
 
 
 class OpCall:
-    """One call of an ATen op: its arguments by schema name, its tensor operands in schema order, their shapes."""
+    """One ATen call: arguments by schema name, tensor operands in schema order, global shapes."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -100,27 +103,27 @@ class OpCall:
         return self.args[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The argument `name`, or the default where the op's schema has none of that name."""
+        """Return the argument `name`, or `default` if the schema of the op has no such argument."""
         return self.args.get(name, default)
 
     def shape(self, operand: int | str = 0) -> tuple[Size, ...]:
-        """The global shape of an operand, by its number among the operands or by its name in the schema."""
+        """Return the global shape of an operand, selected by operand index or schema name."""
         return node_shape(self.operands[operand] if isinstance(operand, int) else self.args[operand])
 
     def ndim(self, operand: int | str = 0) -> int:
-        """The number of dims of an operand, named as in `shape`."""
+        """Return the number of dims of an operand, selected as in `shape`."""
         return len(self.shape(operand))
 
     def dim(self, name: str = "dim", operand: int = 0) -> int:
-        """The argument `name` as a non-negative dim of the operand."""
+        """Return the argument `name` as a non-negative dim of the operand."""
         return int(self.args[name]) % max(self.ndim(operand), 1)
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the call returns, as fake tensors in the global view."""
+        """Return the results of the call as fake tensors in the global view."""
         return tuple(node_tensors(self.node))
 
     def with_operands(self, operands: Sequence[Any], **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the same call with other tensor operands, and other values for some arguments."""
+        """Return (args, kwargs) of the call with its tensor operands and the arguments in `changed` replaced."""
         fresh = iter(operands)
 
         def swap(value: Any) -> Any:
@@ -141,5 +144,5 @@ class OpCall:
         return tuple(args), kwargs
 
     def result_shapes(self) -> tuple[tuple[Size, ...], ...]:
-        """The global shapes of `results`."""
+        """Return the global shapes of `results`."""
         return tuple(as_sizes(v.shape) for v in self.results())

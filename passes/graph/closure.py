@@ -1,4 +1,4 @@
-"""All that can be reached from some nodes by one kind of step."""
+"""Search a graph for all nodes that are reachable from some seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from torch.fx import Node
 
 
 def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """The seeds, and every node that `through` leads to from one of them in any number of steps; the nearest first."""
+    """Iterate over the seeds and all nodes reachable from them in breadth-first order.
+
+    Args:
+        seeds: Nodes to start from.
+        through: Returns the successors of a node.
+    """
     found = list(dict.fromkeys(seeds))
     known = set(found)
     for node in found:
@@ -19,5 +24,5 @@ def iterate_reachable(seeds: Iterable[Node], through: Callable[[Node], Iterable[
 
 
 def reachable_set(seeds: Iterable[Node], through: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """All that is `iterate_reachable`."""
+    """Return all nodes of `iterate_reachable` as a set."""
     return set(iterate_reachable(seeds, through))

@@ -1,4 +1,4 @@
-"""What a graph computes, forward and backward, and how far two of these are apart."""
+"""Run graphs forward and backward and compare the results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.torch_compat import run_once
 
-ROUNDING_ERROR = 1e-6  # of the largest gradient, in float64; the square root of the precision of smaller types
+ROUNDING_ERROR = 1e-6  # relative to the largest gradient, in float64; lower precisions use the square root of their eps
 
 
 class RunResult(NamedTuple):
-    """What a graph computes: its results, the gradients of the inputs that require one, and its inputs afterwards."""
+    """Results of one run of a graph, forward and backward."""
 
-    results: list[Any]
-    gradients: list[Tensor]
-    inputs: list[Any]
+    results: list[Any]  # outputs of the graph, detached
+    gradients: list[Tensor]  # gradients of the inputs that require one
+    inputs: list[Any]  # inputs after the run, detached
 
 
 def run_with_grads(
@@ -28,10 +28,17 @@ def run_with_grads(
     inputs: Sequence[Any],
     finish: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None = None,
 ) -> RunResult:
-    """Run a graph on fresh leaves, or on copies of these where inputs are no leaves and may be changed in place; the
-    cotangents are fixed, so that runs can be compared.
+    """Run a graph forward and backward with fixed cotangents, so that runs can be compared.
 
-    finish: makes the results of what the graph returns, and of its inputs.
+    Inputs are copied to new leaves. Inputs that are not leaves are cloned, because the graph may mutate them.
+
+    Args:
+        gm: Graph to run.
+        inputs: Inputs of the graph.
+        finish: Computes the final results from the outputs and the inputs of the graph.
+
+    Returns:
+        Results, gradients and inputs after the run.
     """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
@@ -48,7 +55,7 @@ def run_with_grads(
 
 
 def _cotangent(y: Tensor) -> Tensor:
-    """Ones for a scalar (a loss), else fixed pseudo-random numbers."""
+    """Return ones for a scalar (a loss), else fixed pseudo-random values."""
     if y.numel() == 1:
         return torch.ones_like(y)
     index = torch.arange(y.numel(), device=y.device, dtype=torch.float64)
@@ -58,14 +65,21 @@ def _cotangent(y: Tensor) -> Tensor:
 def compare_runs(
     gm: GraphModule, before: Sequence[Any], alone: RunResult, rank: RunResult
 ) -> Iterator[tuple[str, float]]:
-    """What is compared, and its error. before: the inputs of the graph as they were."""
+    """Yield the name and the relative error of each result, mutated input and gradient.
+
+    Args:
+        gm: Graph that was run.
+        before: Inputs of the graph before the runs.
+        alone: Result of the single-device run.
+        rank: Result of a rank.
+    """
     for i, (a, b) in enumerate(zip_longest(alone.results, rank.results)):
         yield _error_row(f"result {i}", a, b)
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
     for name, x, a, b in zip(names, before, alone.inputs, rank.inputs):
         if _relative_error(x, a) or _relative_error(x, b):
             yield _error_row(f"mutated input {name}", a, b)
-    # A gradient that is zero but for rounding (a key's bias) is measured against the largest one.
+    # Gradients that are zero up to rounding (a key's bias) are compared relative to the largest gradient.
     known = [g for g in alone.gradients if g.numel()]
     floor = max(
         (g.abs().max().item() * max(ROUNDING_ERROR, torch.finfo(g.dtype).eps ** 0.5) for g in known), default=0.0
@@ -76,7 +90,7 @@ def compare_runs(
 
 
 def _error_row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tuple[str, float]:
-    """The error under a name, which says what is not alike besides values."""
+    """Return a name and the relative error; if dtype or shape differ, the name includes both."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
         if facts[0] != facts[1]:
@@ -91,7 +105,9 @@ def _relative_error(expected: Any, found: Any, floor: float = 0.0) -> float:
         return float("inf")
     if not expected.is_floating_point() and not expected.is_complex():
         return 0.0 if torch.equal(expected, found) else float("inf")
-    alike = (expected == found) | (expected.isnan() & found.isnan())  # NaN and inf where one device has them
+    alike = (expected == found) | (
+        expected.isnan() & found.isnan()
+    )  # NaN and inf at the positions of the single-device run
     if alike.all():
         return 0.0
     worst = (expected - found)[~alike].abs().max().item()

@@ -1,4 +1,4 @@
-"""How passes add nodes to a graph: with the value that the node has in the global view, and the source it came from."""
+"""Add nodes to a graph with their global-view values and the source locations of the nodes they replace."""
 
 from __future__ import annotations
 
@@ -20,39 +20,53 @@ INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "recomput
 
 
 class GraphEditor:
-    """Appends nodes at a graph's insertion point."""
+    """Editor that appends nodes at the insertion point of a graph."""
 
     graph: Graph
     sizes: SizeBuilder
 
     def edit(self, graph: Graph) -> Self:
-        """Bind to a graph."""
+        """Bind the editor to a graph and return it."""
         self.graph, self.sizes = graph, SizeBuilder(graph)
         return self
 
     def emit(self, target: Any, args: tuple[Any, ...], value: Any, like: Node, kwargs: Any = None) -> Node:
-        """Append a node at the graph's insertion point; `value`: its result in the global view."""
+        """Append a call at the insertion point.
+
+        Args:
+            target: Op to call.
+            args: Positional arguments.
+            value: Result of the call in the global view.
+            like: Node whose source location and other metadata the new node inherits.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The new node.
+        """
         node = self.graph.call_function(target, args, kwargs or {})
         node.meta.update({k: v for k, v in like.meta.items() if k in INHERITED_META})
         node.meta["val"] = value
         return node
 
     def compute(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Any = None) -> Node:
-        """Append an ordinary op; its value is inferred from its operands'."""
+        """Append a call whose value is inferred from its operands."""
         return self.emit(target, args, infer_value(target, args, kwargs, like), like, kwargs)
 
     def reshape(self, x: Node, shape: Sequence[Size], like: Node) -> Node:
-        """x in this shape; x itself where it has it."""
+        """Return x reshaped to `shape`, or x itself if it has that shape."""
         if is_same_shape(node_shape(x), shape):
             return x
         return self.compute(aten.reshape.default, (x, self.sizes.list(shape)), like)
 
     def cast(self, x: Node, dtype: torch.dtype, like: Node) -> Node:
-        """x in this dtype; x itself where it has it."""
+        """Return x cast to `dtype`, or x itself if it has that dtype."""
         return x if x.meta["val"].dtype == dtype else self.compute(aten.to.dtype, (x, dtype), like)
 
     def repeat_each(self, x: Node, dim: int, times: Size, like: Node) -> Node:
-        """repeat_interleave(x, times, dim), spelt (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)."""
+        """Append repeat_interleave(x, times, dim) as views.
+
+        (.., h, ..) -> (.., h, 1, ..) -> (.., h, r, ..) -> (.., h*r, ..)
+        """
         shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
         behind = dim + 1 if dim >= 0 else dim
@@ -62,19 +76,21 @@ class GraphEditor:
         return self.compute(aten.reshape.default, (each, whole), like)
 
     def insert_after(self, source: Node) -> Any:
-        """Insertion point right behind a node (behind the sizes, if it is an input)."""
+        """Return an insertion point directly after a node, or after the size nodes if it is an input."""
         anchor = self.sizes.last if source.op == "placeholder" else source
         assert anchor is not None
         return self.graph.inserting_before(anchor.next)
 
     def insert_between(self, node: Node, fresh: Node) -> None:
-        """All that reads the node behind the fresh one, which is made of it, reads that instead."""
+        """Replace `node` by `fresh`, which is computed from it, for all users after `fresh`."""
         node.replace_all_uses_with(fresh, lambda user: fresh < user)
 
     def replace(self, node: Node, fresh: Any) -> None:
-        """Every use of the node becomes a use of the fresh one; what only the node needed goes with it.
+        """Replace all uses of the node and erase it with the operands that only it used.
 
-        fresh: for an op whose results are read one by one, what to read instead, by their numbers.
+        Args:
+            node: Node to replace.
+            fresh: Replacement. For an op with several results, a sequence or mapping from result index to replacement.
         """
         if isinstance(fresh, Node):
             node.replace_all_uses_with(fresh)
@@ -84,14 +100,14 @@ class GraphEditor:
         self.erase([node])
 
     def replace_call(self, node: Node, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-        """One call in place of the node, and of all that only the node read; it has the value of `like`."""
+        """Replace the node and the operands that only it used by one call with the value of `like`."""
         with self.graph.inserting_before(node):
             fresh = self.emit(target, args, like.meta["val"], like)
         self.replace(node, fresh)
         return fresh
 
     def inline(self, body: GraphModule, operands: Sequence[Any], like: Node) -> Any:
-        """Append the calls of another graph, whose nodes know their values; returns its results."""
+        """Append the calls of another graph, whose nodes have values, and return its results."""
         placed = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
         for node in body.graph.nodes:
             if node.op == "call_function":
@@ -100,17 +116,20 @@ class GraphEditor:
         return torch.fx.map_arg(body.graph.output_node().args[0], placed.__getitem__)
 
     def erase(self, nodes: Sequence[Node]) -> None:
-        """Erase nodes that only each other use, in the graph's order, draws too; what only they needed goes as well."""
+        """Erase nodes that have no users outside of `nodes`, then the inputs that only they used.
+
+        Args:
+            nodes: Nodes in graph order. Random draws are erased, too.
+        """
         inputs = [i for n in nodes for i in n.all_input_nodes if i not in nodes]
         for node in reversed(nodes):
             self.graph.erase_node(node)
         self.drop(*inputs)
 
     def drop(self, *nodes: Any) -> None:
-        """Erase the nodes, and what only they needed, as far as nothing else uses them.
+        """Erase the nodes, and the nodes that only they used, if they have no users and are pure.
 
-        Arithmetic on sizes stays for `SizeBuilder`, which gives it to whoever asks next; `erase_dead` takes it in
-        the end.
+        Arithmetic on sizes remains in the graph, because `SizeBuilder` reuses it; `erase_dead` removes it at the end.
         """
         waiting, gone = [n for n in nodes if isinstance(n, Node)], set()
         while waiting:
@@ -123,7 +142,12 @@ class GraphEditor:
 
 
 def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
-    """Erase all nodes of these ops that nothing reads, arithmetic on sizes too; never an op with an effect."""
+    """Erase all pure nodes without users, including arithmetic on sizes.
+
+    Args:
+        graph: Graph to change.
+        ops: Node kinds to erase.
+    """
     for node in reversed(graph.nodes):
         pure = is_pure(node) or isinstance(node.meta.get("val"), torch.SymInt)
         if node.op in ops and not node.users and pure:
@@ -131,7 +155,7 @@ def erase_dead(graph: Graph, ops: Sequence[str] = ("call_function",)) -> None:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """The same graph over the same attributes, to be changed."""
+    """Return a copy of the graph that shares the attributes of the original module."""
     graph, output = Graph(), gm.graph.output_node()
     results = graph.graph_copy(gm.graph, {})
     graph.output(results, output.type).meta.update(output.meta)

@@ -1,4 +1,4 @@
-"""What ops and functions give on the fake values of nodes: a value, or a graph to put in a node's place."""
+"""Run ops and functions on the fake values of nodes, and trace functions to graphs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from sp_compile.lowering.torch_compat import FakeTensor, enable_python_dispatche
 
 
 def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
-    """The mode of the first fake tensor among the values, however nested; nothing to enter where there is none."""
+    """Return the mode of the first fake tensor in the nested values, or a null context if there is none."""
     modes = [x.fake_mode for x in pytree.tree_leaves(values) if isinstance(x, FakeTensor)]
     return modes[0] if modes else nullcontext()
 
 
 def infer_value(target: Any, args: Any, kwargs: Any = None, like: Node | None = None) -> Any:
-    """What an op gives for the fake values of its operands, in the mode that is theirs, or else that of `like`."""
+    """Return the result of an op on the fake values of its operands.
+
+    The fake mode is that of the operands, or of `like` and its inputs if the operands have none.
+    """
     args, kwargs = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
     near = [n.meta.get("val") for n in (like, *like.all_input_nodes)] if like is not None else []
     with torch.no_grad(), fake_mode_of((args, kwargs, near)), enable_python_dispatcher():
@@ -33,10 +36,17 @@ def trace_function(
     pre_dispatch: bool = False,
     gradients: bool = False,
 ) -> GraphModule:
-    """run(*values) as a graph in which every node knows its fake value, without what nothing reads.
+    """Trace `run(*values)` to a graph with fake values and without dead code.
 
-    values: fake tensors of one mode, and constants. decompositions: of ATen ops, as make_fx takes them. pre_dispatch:
-    composite ops stay. gradients: autograd is left as it is, not turned off. Raises what `run` does.
+    Args:
+        run: Function to trace. Its exceptions propagate.
+        values: Fake tensors of one mode, and constants.
+        decompositions: Decompositions of ATen ops, as for make_fx.
+        pre_dispatch: Keep composite ops.
+        gradients: Do not disable autograd while tracing.
+
+    Returns:
+        The traced graph.
     """
     tracer = make_fx(run, dict(decompositions or {}), tracing_mode="real", pre_dispatch=pre_dispatch)
     with fake_mode_of(values), enable_python_dispatcher(), nullcontext() if gradients else torch.no_grad():

@@ -1,6 +1,6 @@
-"""sp:: exchanges in a graph below autograd -> the functional collectives and ATen ops that their bodies are.
+"""Replace composite sp:: collectives in a graph below autograd by functional collectives and ATen ops.
 
-AOTAutograd does it on its way down; a graph that it has made already needs it done here. What is opaque stays.
+AOTAutograd does this while it lowers a graph; joint graphs are already lowered and need this pass. Opaque ops remain.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from .fakes import trace_function
 
 
 def lower_exchanges(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> int:
-    """Put every composite sp:: op's body in its place; how many there were. The code is not made anew.
+    """Replace every composite sp:: op by its body and return the number of replaced ops.
 
-    decompositions: of the ATen ops in it, as make_fx takes them.
+    The code of the module is not recompiled.
+
+    Args:
+        gm: Graph to change.
+        decompositions: Decompositions of ATen ops in the bodies, as for make_fx.
     """
     editor = GraphEditor().edit(gm.graph)
     found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in COMPOSITES]

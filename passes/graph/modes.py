@@ -1,4 +1,4 @@
-"""The modes that a node runs in, which calls of the graph enter and leave: without gradients, and autocast."""
+"""Track the grad and autocast modes that calls in a graph enter and exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .call import node_tensors
 
 
 def no_grad_nodes(graph: Graph) -> set[Node]:
-    """All nodes in regions without gradients, where a graph begins with them."""
+    """Return all nodes in no-grad regions; a graph starts with gradients enabled."""
     off, grad = set[Node](), True
     for node in graph.nodes:
         if node.target is set_grad_enabled:
@@ -35,7 +35,7 @@ def no_grad_nodes(graph: Graph) -> set[Node]:
 
 
 def autocast_regions(node: Node) -> list[Any]:
-    """(device type, dtype, enabled, cache enabled) of every region that the node is in, the innermost last."""
+    """Return (device type, dtype, enabled, cache enabled) of each autocast region of the node, innermost last."""
     entered: dict[Node, Any] = {}
     for other in node.graph.find_nodes(op="call_function", target=enter_autocast):
         if other < node:
@@ -47,7 +47,13 @@ def autocast_regions(node: Node) -> list[Any]:
 
 
 def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
-    """What an op that autocast runs in less precision would compute in at this place on a device, if x is given."""
+    """Return the dtype in which a lower-precision autocast op would compute at this node.
+
+    Args:
+        node: Position in the graph.
+        x: Operand, any dtype. Autocast does not change integers and float64.
+        device: Device type.
+    """
     found = x.dtype
     if not x.is_floating_point() or x.dtype == torch.float64:
         return found
@@ -58,14 +64,14 @@ def autocast_dtype(node: Node, x: torch.Tensor, device: str) -> torch.dtype:
 
 
 def has_same_autocast(nodes: Sequence[Node]) -> bool:
-    """Would an op compute in the same dtype at the places of all of them?"""
+    """Return True if all nodes are in equal autocast regions."""
     first = autocast_regions(nodes[0])
     return all(autocast_regions(node) == first for node in nodes[1:])
 
 
 @contextmanager
 def restore_autocast(node: Node) -> Iterator[None]:
-    """The autocast regions that the node is in, entered."""
+    """Enter the autocast regions of the node."""
     with ExitStack() as regions:
         for device, dtype, enabled, cache in autocast_regions(node):
             regions.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
@@ -74,14 +80,14 @@ def restore_autocast(node: Node) -> Iterator[None]:
 
 @contextmanager
 def disable_autocast(device: str) -> Iterator[None]:
-    """Inside, nothing is cast on this device; "meta" has no autocast that could be left."""
+    """Disable autocast on a device; a no-op on devices without autocast, such as "meta"."""
     known = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
         yield
 
 
 def settle_dtypes(graph: Graph) -> None:
-    """Give values the dtypes that the graph's autocast regions make them: a capture records what they are without."""
+    """Set the dtypes of values according to the autocast regions; capture records them without autocast."""
     if not graph.find_nodes(op="call_function", target=enter_autocast):
         return
     mode = detect_fake_mode([v for node in graph.nodes for v in node_tensors(node)])
@@ -102,7 +108,7 @@ def settle_dtypes(graph: Graph) -> None:
 
 
 def _returns_tensors(node: Node) -> bool:
-    """Is it an operator that gives tensors?"""
+    """Return True if the node is an op or getitem that returns tensors."""
     return bool(node_tensors(node)) and (isinstance(node.target, OpOverload) or node.target is operator.getitem)
 
 
@@ -114,7 +120,7 @@ def _cast_like(x: Any, like: Any) -> Any:
 
 @contextmanager
 def disable_autocast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no weights in less precision: those of a trace are none of the program's."""
+    """Disable the autocast weight cache, so that weights cast during a trace are not reused by the program."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

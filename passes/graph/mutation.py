@@ -1,4 +1,4 @@
-"""What a mutating ATen op changes, and its functional form."""
+"""Find the arguments that an ATen op mutates, and its functional form."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ SILENT_WRITERS: dict[OpOverload, str] = {
     **{op.default: "input" for op in _UPDATE_OPS},
     aten.instance_norm.default: "use_input_stats",
 }
-"""Ops that write running statistics, which their schema does not say, and the argument that has them do it.
+"""Ops that mutate running statistics although their schema does not declare it, by the argument that enables it.
 
-No gradient passes through these.
+No gradient passes through these writes.
 """
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """What an in-place op changes, and how to compute the new value."""
+    """Arguments that an in-place op mutates, and the computation of the new value."""
 
-    targets: list[Node]
-    value: NewValue | None  # makes the new value of the only target; None where the op has no functional form
-    returns_target: bool  # the op's result is the target itself
+    targets: list[Node]  # mutated arguments
+    value: NewValue | None  # computes the new value of the only target; None if the op has no functional form
+    returns_target: bool  # True if the op returns the target itself
 
 
 def is_mutation(node: Node) -> bool:
-    """Does the node's op change an argument?"""
+    """Return True if the op of the node mutates an argument."""
     op = node.target
     silently = op in SILENT_WRITERS and bool(_mutated_arguments(op, node.args, node.kwargs))
     return silently or (isinstance(op, OpOverload) and schema_of(op).is_mutable)
 
 
 def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Node]:
-    """What a call changes: what the op's schema says, and what `SILENT_WRITERS` does."""
+    """Return the arguments that a call mutates according to its schema or to `SILENT_WRITERS`."""
     arguments = schema_of(op).arguments
     given = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
     unsaid = ("running_mean", "running_var") if op in SILENT_WRITERS and given[SILENT_WRITERS[op]] else ()
@@ -60,24 +60,24 @@ def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def is_view_change(node: Node) -> bool:
-    """x.t_(), x.unsqueeze_(0): the shape of x changes, its memory does not."""
+    """Return True if the op changes the shape of its argument but not the memory (x.t_(), x.unsqueeze_(0))."""
     return is_mutation(node) and torch.Tag.inplace_view in node.target.tags
 
 
 def is_written(node: Node) -> bool:
-    """Does a user change the node's value in place (a custom op)? Then nothing may be put between the two.
+    """Return True if a user mutates the node's value in place, as a custom op does.
 
-    What the node computes is then not what its other users read. Inputs do not count: they are written back once, at
-    the end of the program.
+    No node may be inserted between the two, and other users do not read the value that the node computes. Inputs do not
+    count: they are written back once, at the end of the program.
     """
     users = [user for user in node.users if is_mutation(user)] if node.op == "call_function" else []
     return any(node in _mutated_arguments(user.target, user.args, user.kwargs) for user in users)
 
 
 def is_pure(node: Node) -> bool:
-    """Is the value what the call says, whenever it is made: no mutation, no random draw, no state change?
+    """Return True if the node has no mutation, random draw or other side effect.
 
-    Such a node may be dropped when nothing reads it, and stand for another one with the same call.
+    Such a node may be erased if it has no users, and may replace another node with the same call.
     """
     if node.op == "get_attr":
         return True
@@ -91,7 +91,7 @@ def is_pure(node: Node) -> bool:
 
 
 def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """`args` with the leading ones of `kwargs` put in their places."""
+    """Return `args` extended by the leading arguments of `kwargs`, as far as they are consecutive."""
     args = tuple(args)
     if isinstance(target, OpOverload):
         for argument in schema_of(target).arguments[len(args) :]:
@@ -102,9 +102,10 @@ def to_positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mutation:
-    """What `node`, called with `args` and `kwargs`, changes.
+    """Return the arguments that `node` mutates if it is called with `args` and `kwargs`.
 
-    Raises SpError where the op returns some of several changed tensors: which is which can not be told.
+    Raises:
+        WriteError: If the op mutates several tensors and returns some of them, because the schema does not match them.
     """
     schema = schema_of(node.target)
     targets = _mutated_arguments(node.target, args, kwargs)
@@ -117,7 +118,7 @@ def find_mutation(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @cache
 def functional_form(target: OpOverload) -> OpOverload | None:
-    """aten.add_.Tensor -> aten.add.Tensor; None where there is none."""
+    """Return the functional overload of an in-place op (aten.add_.Tensor -> aten.add.Tensor), or None."""
     if target.namespace != "aten":
         return None
     base = _functional_name(schema_of(target).name.split("::")[1])
@@ -133,7 +134,7 @@ def _schema_signature(op: OpOverload) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in schema_of(op).arguments]
 
 
-# Where the op without underscore is another one.
+# Ops whose functional form does not have the same name without the underscore.
 _OTHER_NAMES = {"normal": "normal_functional"}
 
 
@@ -160,7 +161,7 @@ def _copy_value(args: Any, kwargs: Any, emit: Callable[..., Node]) -> Node:
 
 
 def _draw_value(args: Any, kwargs: Any, emit: Callable[..., Node], op: OpOverload) -> Node:
-    """Without the gradient that the tensor had, which is zero from here on: op itself has no derivative."""
+    """Draw from a detached tensor: its gradient is zero after the draw, and `op` has no derivative."""
     return emit(op, emit(aten.detach.default, args[0]), *args[1:], **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Where in a program a rank is that waits in one of its exchanges, or has raised: the node, and the user's line."""
+"""Find the node and the user's line of an exchange that a rank waits in, or of an op that raised."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ NUMBER_PATTERN = re.compile(r"_\d+$")
 
 
 class ExchangeSource(NamedTuple):
-    """An exchange of a program. trace: the stack trace of the call behind it, "" if there is none.
+    """Source of an exchange in a program."""
 
-    inputs: those that it is given directly: sums of the gradients of weights belong to no one line.
-    """
-
-    trace: str
-    inputs: list[str]
+    trace: str  # stack trace of the call; "" if there is none
+    inputs: list[str]  # names of program inputs that it reads directly: reduced weight gradients have no single line
 
     def __str__(self) -> str:
         line = source_line(self.trace)
@@ -31,31 +28,40 @@ class ExchangeSource(NamedTuple):
 
 
 def exchange_sources(exchanges: Iterable[Node], shown: Mapping[str, str]) -> dict[str, ExchangeSource]:
-    """These nodes of a program, by their names. shown: what a person calls the inputs of the program, by theirs."""
+    """Return the sources of exchanges by node name.
+
+    Args:
+        exchanges: Nodes of the exchanges.
+        shown: Names to display for inputs of the program, by node name.
+    """
     inputs = {node: [x.name for x in node.all_input_nodes if x.op == "placeholder"] for node in exchanges}
     return {node.name: ExchangeSource(stack_trace(node), [shown.get(x, x) for x in xs]) for node, xs in inputs.items()}
 
 
 def failed_exchange(error: BaseException, places: Mapping[str, ExchangeSource]) -> str:
-    """Which exchange has raised the error while its program ran, in words; "" if nobody knows.
+    """Format the exchange that raised the error at run time; return "" if it is unknown.
 
-    Where compiled code runs other compiled code, the innermost that is known.
+    If compiled code runs other compiled code, this is the innermost known exchange.
     """
     names = [name for line in compiled_lines(error) if not line.kernel for name in line.sources if name in places]
     return f"{names[-1]} of {places[names[-1]]}".removesuffix(" of ") if names else ""
 
 
 def node_lines(graph: Graph) -> dict[str, str]:
-    """The user's line of each node of a program that has one, by the node's name."""
+    """Map the name of each node with a known source to the user's line."""
     traces = {node.name: trace for node in graph.nodes if (trace := stack_trace(node))}
     lines = {trace: source_line(trace) for trace in {*traces.values()}}
     return {name: lines[trace] for name, trace in traces.items() if lines[trace] != UNKNOWN_LINE}
 
 
 def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
-    """The user's line whose op has raised the error while its program ran; "" if nobody knows.
+    """Return the user's line of the op that raised the error at run time, or "" if it is unknown.
 
-    A kernel that computes several has the first few of these. lines: as `node_lines` gives them.
+    For a kernel that computes several lines, the first `SHOWN_INPUTS` lines are returned.
+
+    Args:
+        error: Error that the program raised.
+        lines: Lines by node name, from `node_lines`.
     """
     for line in reversed([*compiled_lines(error)]):
         own = source_line(line.trace)
@@ -66,8 +72,12 @@ def failed_line(error: BaseException, lines: Mapping[str, str]) -> str:
 
 
 def _nodes_of_line(line: CodeLine, names: Iterable[str]) -> list[str]:
-    """Which of these nodes, in the order of their program, a line of code computes; of a kernel of which only the ops
-    are known, the nodes of such ops, those first that are close to what comes after it.
+    """Return the nodes that a line of compiled code computes.
+
+    Args:
+        line: Line of compiled code. If only the ops of its kernel are known, all nodes with these ops are returned,
+            those closest to the next node first.
+        names: Node names in program order.
     """
     known = [*names]
     places = {name: i for i, name in enumerate(known)}

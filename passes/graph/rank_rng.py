@@ -1,8 +1,8 @@
-"""Random draws under sequence parallelism: independent on shards, equal on what is replicated.
+"""Random draws under sequence parallelism: independent on shards, equal on replicated values.
 
-Users seed every rank alike. A draw on a shard must then differ from rank to rank (or tokens t and t + S/n would share a
-dropout mask), so a graph that draws runs under a generator state derived from the rank; the user's generator is
-advanced by one draw, the same on every rank. Draws on replicated values are agreed on by `sp::broadcast`.
+Users seed all ranks equally. A draw on a shard must differ between ranks, or tokens t and t + S/n would share a dropout
+mask. A graph that draws therefore runs under a generator state derived from the rank. The user's generator advances by
+one draw, equally on every rank. Draws on replicated values are synchronized by `sp::broadcast`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ RANDOM_DROPOUT_OPS = [
     aten.native_dropout,
     *(getattr(aten, f"{kind}dropout{end}") for kind in _DRAW_KINDS for end in ("", "_")),
 ]
-_SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits keeps the ranks' seeds apart
+_SEED_STRIDE = 0x9E3779B97F4A7C15 >> 1  # an odd constant with well mixed bits separates the seeds of the ranks
 
 
 def has_random_ops(gm: GraphModule) -> bool:
-    """Does the graph draw random numbers?"""
+    """Return True if the graph draws random numbers."""
     return any(is_random(node) for node in gm.graph.nodes)
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Does the node draw random numbers? Attention and dropout only if their probability is not zero."""
+    """Return True if the node draws random numbers.
+
+    Attention and dropout draw only if they are active and their probability is not zero.
+    """
     if node.op != "call_function":
         return False
     if not isinstance(node.target, OpOverload):
@@ -53,7 +56,7 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def with_rank_rng(run: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
-    """`run` under a generator that differs from rank to rank; the user's generators move on alike everywhere."""
+    """Return `run` under a rank-specific generator; the user's generators advance equally on all ranks."""
 
     def call(*args: Any) -> Any:
         seed = int(torch.randint(0, 1 << 62, ()).item())

@@ -1,8 +1,7 @@
-"""Exact arithmetic on sizes: Python ints where a size is known, sympy expressions where it is symbolic.
+"""Exact arithmetic on sizes: Python ints for known sizes, sympy expressions for symbolic ones.
 
-Sizes are compared as expressions, never as SymInts: comparing SymInts would add guards to the user's program.
-
-Turns symbolic sizes into graph nodes: `S*B` becomes sym_size and mul nodes over the graph's inputs.
+Sizes are compared as expressions, never as SymInts, because comparing SymInts would add guards to the user's program.
+`SizeBuilder` turns symbolic sizes into nodes: `S*B` becomes sym_size and mul nodes over the inputs of the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Size: TypeAlias = int | sympy.Expr
 
 
 def as_size(value: Any) -> Size:
-    """The size that a graph argument stands for: an int, a SymInt, a sympy expression or the Node of one."""
+    """Convert an int, a SymInt, a sympy expression or the Node of a size to a size."""
     if isinstance(value, Node):
         value = value.meta["val"]
     if isinstance(value, torch.SymInt):
@@ -35,17 +34,22 @@ def as_size(value: Any) -> Size:
 
 
 def as_sizes(values: Iterable[Any]) -> tuple[Size, ...]:
-    """`as_size` of each, such as a tensor's shape or strides."""
+    """Convert several values, such as a shape or strides, by `as_size`."""
     return tuple(as_size(v) for v in values)
 
 
 def current_bytes(value: torch.Tensor, least: int = 0) -> int:
-    """Bytes of a value in the call that is being compiled, elements of `least` bytes or more; asking adds no guard."""
+    """Return the bytes of a value in the current call, without adding a guard.
+
+    Args:
+        value: Tensor, any dtype.
+        least: Minimum bytes of an element.
+    """
     return size_hint(value.numel()) * max(value.element_size(), least)
 
 
 def size_product(values: Iterable[Size]) -> Size:
-    """The product of the sizes; 1 if there are none."""
+    """Return the product of the sizes; 1 for an empty iterable."""
     out: Size = 1
     for v in values:
         out = out * v
@@ -53,26 +57,26 @@ def size_product(values: Iterable[Size]) -> Size:
 
 
 def is_same_size(a: Size, b: Size) -> bool:
-    """Are the sizes equal whatever the symbols are?"""
+    """Return True if the sizes are equal for all values of the symbols."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a == b or sympy.expand(a - b) == 0
 
 
 def nonempty_size(value: Size) -> Size:
-    """The size if no dim is of no elements: strides of new tensors are products of Max(1, extent)."""
+    """Simplify Max(1, extent) in strides of new tensors, assuming that no dim is empty."""
     if isinstance(value, int):
         return value
     return as_size(value.replace(Max, lambda a, b, *more: Max(a, b, *more) if more or 1 not in (a, b) else a * b))
 
 
 def is_same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    """Are two shapes equal whatever the symbols are?"""
+    """Return True if two shapes are equal for all values of the symbols."""
     return len(a) == len(b) and all(map(is_same_size, a, b))
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """a / b where that is provably an integer, else None."""
+    """Return a / b if it is provably an integer, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     return _symbolic_quotient(sympy.sympify(a), sympy.sympify(b))
@@ -95,7 +99,7 @@ def _symbolic_quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
 
 
 def size_gcd(a: Size, b: Size) -> Size:
-    """The greatest common divisor, as far as it can be proved; of symbolic sizes that of the polynomials."""
+    """Return the provable greatest common divisor; for symbolic sizes, that of the polynomials."""
     if isinstance(a, int) and isinstance(b, int):
         return math.gcd(a, b)
     if exact_quotient(b, a) is not None:
@@ -106,13 +110,13 @@ def size_gcd(a: Size, b: Size) -> Size:
 
 
 def size_lcm(a: Size, b: Size) -> Size:
-    """The least common multiple, by `size_gcd`."""
+    """Return the least common multiple, computed by `size_gcd`."""
     found = exact_quotient(a * b, size_gcd(a, b))
     return a * b if found is None else found
 
 
 def ceil_div(a: Size, n: int) -> Size:
-    """ceil(a / n): the local length of an axis of `a` positions over `n` ranks."""
+    """Return ceil(a / n): the local length of an axis with `a` positions on `n` ranks."""
     if isinstance(a, int):
         return -(-a // n)
     exact = exact_quotient(a, n)
@@ -120,29 +124,29 @@ def ceil_div(a: Size, n: int) -> Size:
 
 
 def divides(n: int, a: Size) -> bool:
-    """Does n provably divide a?"""
+    """Return True if n provably divides a."""
     return exact_quotient(a, n) is not None
 
 
 def is_most_of(part: Size, whole: Size) -> bool:
-    """Is part at least half of whole for long sequences? Decides cost, never correctness."""
+    """Return True if part is at least half of a size for long sequences; a heuristic for costs only."""
     return 2 * assume_large(part) >= assume_large(whole)
 
 
 def normalize_position(position: Size, extent: Size) -> Size:
-    """A position in a dim, which a negative number counts from the end."""
+    """Return a non-negative position in a dim; negative ints count from the end."""
     return extent + position if isinstance(position, int) and position < 0 else position
 
 
 def assume_large(a: Size) -> int:
-    """The size for long sequences (every symbol is 2**20): to weigh costs, never to prove anything."""
+    """Return the size with 2**20 for every symbol; a heuristic for costs, not a proof."""
     if isinstance(a, int):
         return a
     return int(a.subs({s: 1 << 20 for s in a.free_symbols}))
 
 
 class SizeBuilder:
-    """Sizes as arguments of a graph's nodes. Every expression is computed once, right after the inputs."""
+    """Builder of size arguments for graph nodes; each expression is computed once, after the inputs."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -159,7 +163,7 @@ class SizeBuilder:
                         self.sources.setdefault(extent, (node, d))
 
     def __call__(self, value: Size) -> int | Node:
-        """The int, or the node that computes the expression at run time."""
+        """Return the int, or the node that computes the expression at run time."""
         if isinstance(value, int):
             return value
         if value not in self.known:
@@ -167,7 +171,7 @@ class SizeBuilder:
         return self.known[value]
 
     def list(self, values: Any) -> list[int | Node]:
-        """Each of the values as in a call."""
+        """Convert each value as `__call__` does."""
         return [self(v) for v in values]
 
     def _build(self, expr: sympy.Expr) -> Node:
@@ -207,7 +211,7 @@ class SizeBuilder:
 
 
 def read_sizes_from_inputs(graph: Graph) -> None:
-    """Let each size be read off an input: a value that is read for its size alone would stay in memory until then."""
+    """Read sizes from inputs, so that no intermediate value stays alive for its size alone."""
     of, given = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])

@@ -1,4 +1,4 @@
-"""Values take the memory layout of another: what was in the order of one tensor's strides is copied into that order.
+"""Restore the memory layout of values: copy a tensor to the stride order of another.
 
 y: [S, B, D] in memory, read as [B, S, D]   ->   y.contiguous(): [B, S, D] in memory
 """
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Give the users of the node what `match_strides` makes of it, and return that."""
+    """Insert `match_strides` between the node and its users, and return the new node."""
     users = list(node.users)
     last = match_strides(graph, node, value)
     for user in users:
@@ -27,7 +27,7 @@ def restore_strides(graph: Graph, node: Node, value: Tensor) -> Node:
 
 
 def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
-    """Right behind the node: its values, contiguous in the order of the strides of `value`."""
+    """Append a copy of the node's value that is contiguous in the stride order of `value`."""
     order = order_of_strides(as_sizes(value.stride()))
     back = inverse_permutation(order)
     dense = {"memory_format": torch.contiguous_format}
@@ -48,22 +48,22 @@ def match_strides(graph: Graph, node: Node, value: Tensor) -> Node:
 
 
 def has_other_strides(x: Tensor, y: Tensor) -> bool:
-    """Do two tensors of a shape lie otherwise in memory? The strides of dims of size 1 say nothing."""
+    """Return True if two tensors of the same shape differ in strides; dims of size 1 are ignored."""
     pairs = zip(as_sizes(x.shape), as_sizes(x.stride()), as_sizes(y.stride()))
     return any(not is_same_size(a, b) for extent, a, b in pairs if not is_same_size(extent, 1))
 
 
 def is_identity(order: Sequence[int]) -> bool:
-    """Does a permutation leave every dim where it is?"""
+    """Return True if the permutation is the identity."""
     return all(d == i for i, d in enumerate(order))
 
 
 def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes one."""
+    """Return the inverse permutation."""
     return [order.index(d) for d in range(len(order))]
 
 
 def order_of_strides(strides: Sequence[Size]) -> list[int]:
-    """The dims from the largest stride to the smallest; as they are where a dim is broadcast."""
+    """Return the dims sorted by descending stride, or in their order if a dim is broadcast."""
     values = [assume_large(s) for s in strides]
     return sorted(range(len(values)), key=lambda d: -values[d]) if all(values) else list(range(len(values)))

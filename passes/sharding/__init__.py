@@ -1,1 +1,1 @@
-"""How values lie on ranks: placements, the rules of operators, and the dims that are the sequence."""
+"""Sharding: placements of values, rules of operators, and the dims that are the sequence."""

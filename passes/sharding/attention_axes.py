@@ -1,10 +1,9 @@
-"""Which ops are attention, and what the passes and the analyses ask of one, whatever its mask is written in.
+"""Classify attention ops, and find values that may contain mask fills.
 
-Which values may hold fills: large finite negative numbers, such as finfo.min, that stand for "never".
-
-A softmax over a row of nothing but fills is the mean of its values, and its log-sum-exp is the fill itself: log of the
-count is lost in rounding. So blocks of such a row cannot be merged, nor its gradient taken from the log-sum-exp. What
-comes from outside as floats without a gradient (a mask made by the user, a buffer) may hold anything.
+A fill is a large finite negative number, such as finfo.min, that represents "never". A softmax over a row of fills only
+is the mean of its values. Its log-sum-exp is the fill itself, because the log of the count is lost in rounding.
+Therefore blocks of such a row cannot be merged, and its gradient cannot be computed from the log-sum-exp. Float inputs
+without a gradient (a user's mask, a buffer) may contain any value.
 """
 
 from __future__ import annotations
@@ -23,29 +22,32 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
 
 ATTENTION = (torch.ops.aten.scaled_dot_product_attention.default, torch.ops.sp.masked_attention.default)
-"""q, k, v are their first three tensor operands; both take dropout_p, scale and enable_gqa."""
+"""Attention ops: q, k, v are the first three tensor operands; all accept dropout_p, scale and enable_gqa."""
 
 ATTENTION_OF_TORCH = {op: dim for op, dim in ((flex_attention_op, -2), (varlen_attention, 0)) if op is not None}
-"""Attention that no spelling took: it runs on whole values. Of q, k and v, its first arguments, the dim of tokens."""
+"""Attention ops of torch that were not canonicalized and run on gathered values, with the token dim of q, k, v."""
 
 
 def op_strategy(op: Any) -> Any:
-    """The strategy whose op this is, made of an attention: q, k, v first, and exchanges of its own. None for others."""
+    """Return the strategy that this op implements, or None.
+
+    The op of a strategy has q, k, v as its first operands and contains the exchanges.
+    """
     return next((s for s in STRATEGIES.values() if s.op is not None and s.op == op), None)
 
 
 def attention_nodes(gm: GraphModule) -> list[Node]:
-    """Every attention of the graph that no pass has sharded yet, in its order."""
+    """Return all attention nodes that are not sharded yet, in graph order."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
 
 
 def all_attention_nodes(gm: GraphModule) -> list[Node]:
-    """Every attention of the graph, sharded or not, in its order."""
+    """Return all attention nodes, sharded or not, in graph order."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and (n.target in ATTENTION or op_strategy(n.target))]
 
 
 def mask_predicate(call: OpCall) -> str | None:
-    """The predicate of an attention's mask; None if data describes it, and nothing beside that."""
+    """Return the predicate of an attention's mask, or None if the mask is described by data only."""
     if call.get("attn_mask") is not None:
         return call.get("predicate") or None
     if "predicate" in call.args:
@@ -54,13 +56,13 @@ def mask_predicate(call: OpCall) -> str | None:
 
 
 def depends_on_query(call: OpCall) -> bool:
-    """Does the mask read the index of the query, directly or through a vector that is looked up by it?"""
+    """Return True if the mask reads the query index, directly or as the index of a vector."""
     names = predicate_symbols(mask_predicate(call) or "")
     return any(name == "q" or name.startswith("row") for name in names)
 
 
 def masks_all_weight(call: OpCall) -> bool:
-    """Does a fill leave nothing of a weight even where all keys have one, as learned sinks are no fills?"""
+    """Return True if a fill has zero weight even in rows of fills only, because learned sinks are no fills."""
     sinks = call.get("sinks")
     return sinks is not None and sinks not in fill_nodes(sinks.graph.owning_module)
 
@@ -69,7 +71,7 @@ SLICE_ENDS = 2**40
 
 
 def fill_nodes(gm: GraphModule) -> set[Node]:
-    """The float values of the graph that may hold fills, by one sweep: constants, sources, and what depends on them."""
+    """Return the float values that may contain fills: constants, inputs without gradients, and their users."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -89,7 +91,10 @@ def _has_floats(node: Node) -> bool:
 
 
 def _is_large(leaf: Any) -> bool:
-    """A float of either sign, for `(mask - 1) * 1e9`; an int only if it is negative and no end of a slice."""
+    """Return True for large floats of either sign, as in `(mask - 1) * 1e9`, and large negative ints.
+
+    Ints below -SLICE_ENDS are ends of slices.
+    """
     if isinstance(leaf, float):
         return math.isfinite(leaf) and abs(leaf) >= MIN_FILL
     return isinstance(leaf, int) and -SLICE_ENDS < leaf <= -MIN_FILL

@@ -1,8 +1,8 @@
-"""Names the dims of every value and finds the sequence: union-find over the atoms of dims, through the rules.
+"""Name the dims of all values and find the sequence, by union-find over the atoms of dims.
 
-A dim is a product of atoms, (class, size): flattening (B, S) gives a dim of two atoms. Atoms join wherever a rule lets
-a factor pass. The classes that attention attends over are the sequence. Sizes alone name nothing: S may equal the
-hidden size. Slices keep the class with another size, because a window of a sequence is still that sequence.
+A dim is a product of atoms, (class, size): flattening (B, S) creates a dim of two atoms. Atoms are joined if a rule
+passes their factor. The classes that attention attends over are the sequence. Sizes alone identify nothing, because S
+may equal the hidden size. Slices keep the class with another size, because a window of a sequence belongs to it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .rule import lookup_rule, transfer_of
 
 @dataclass(frozen=True)
 class Atom:
-    """A factor of a dim: the name of its class (see `Axes.find`) and how many positions it has."""
+    """Factor of a dim."""
 
-    name: int
-    size: Size
+    name: int  # name of its class, see `Axes.find`
+    size: Size  # number of positions
 
 
 Dim = tuple[Atom, ...]
@@ -40,48 +40,50 @@ Dim = tuple[Atom, ...]
 
 @dataclass
 class Axes:
-    """Atoms of every dim of every value, and which classes of them are sequences."""
+    """Atoms of every dim of every value, and the classes that are sequences."""
 
-    dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)
-    parent: list[int] = field(default_factory=list)
-    sequences: set[int] = field(default_factory=set)
-    selected: list[tuple[Dim, Dim]] = field(default_factory=list)  # a dim, and the dim some positions of which it holds
-    folds: int = 1  # of the frames of sequences: as `RowOrder` has them
+    dims: dict[tuple[Node, int], tuple[Dim, ...]] = field(default_factory=dict)  # dims by (node, result index)
+    parent: list[int] = field(default_factory=list)  # union-find forest over class names
+    sequences: set[int] = field(default_factory=set)  # names of the classes that are sequences
+    selected: list[tuple[Dim, Dim]] = field(
+        default_factory=list
+    )  # (selected, source): a dim, and the dim that it contains positions of
+    folds: int = 1  # of the frames of sequences, see `RowOrder`
 
     def find(self, name: int) -> int:
-        """The name that stands for the whole class of `name`."""
+        """Return the representative name of the class of `name`."""
         while self.parent[name] != name:
             self.parent[name] = self.parent[self.parent[name]]
             name = self.parent[name]
         return name
 
     def new_atom(self, size: Size) -> Atom:
-        """An atom of a class of its own."""
+        """Create an atom of a new class."""
         self.parent.append(len(self.parent))
         return Atom(len(self.parent) - 1, size)
 
     def join(self, a: Dim, b: Dim) -> None:
-        """Make two dims one class, atom by atom; nothing if they are products of other sizes."""
+        """Merge the classes of two dims, atom by atom; a no-op if their factor sizes differ."""
         if len(a) == len(b) and all(is_same_size(x.size, y.size) for x, y in zip(a, b)):
             for x, y in zip(a, b):
                 self.parent[self.find(x.name)] = self.find(y.name)
 
     def is_sequence(self, atom: Atom) -> bool:
-        """Is the atom of a class that `find_sequences` found to be a sequence?"""
+        """Return True if the class of the atom is a sequence."""
         return self.find(atom.name) in self.sequences
 
     def sequence_dims(self, node: Node) -> list[int]:
-        """The dims of a value that contain a sequence."""
+        """Return the dims of a value that contain a sequence."""
         dims = self.dims.get((node, 0), ())
         return [d for d, dim in enumerate(dims) if any(self.is_sequence(a) for a in dim)]
 
     def longest_sequence(self) -> Size:
-        """Of the sequences' lengths: that of which all others are windows."""
+        """Return the length of the longest sequence, of which all others are windows."""
         atoms = (a for dims in self.dims.values() for dim in dims for a in dim if self.is_sequence(a))
         return max((a.size for a in atoms), key=assume_large, default=0)
 
     def shard(self, node: Node) -> Shard | None:
-        """How the value would be sharded: on its only sequence factor; None if it has none or several."""
+        """Return the shard along the only sequence factor of a value, or None if it has none or several."""
         found = self.sequence_dims(node)
         if len(found) != 1:
             return None
@@ -94,7 +96,11 @@ class Axes:
 
 
 def name_axes(gm: GraphModule) -> Axes:
-    """Name every dim of every value of the graph; `sequences` stays empty until `find_sequences`."""
+    """Name every dim of every value of the graph.
+
+    Returns:
+        The axes; `sequences` is empty until `find_sequences`.
+    """
     axes = Axes()
     for node in gm.graph.nodes:
         found = lookup_rule(node)
@@ -117,14 +123,17 @@ def name_axes(gm: GraphModule) -> Axes:
 
 
 def _join_vectors(axes: Axes, call: OpCall) -> None:
-    """What a predicate looks up by query or key is as long as they are, though its rule has every rank read it all."""
+    """Join the dims of vectors that a predicate indexes by query or key with the attended dims.
+
+    The rule of attention does not relate them, because every rank reads the full vectors.
+    """
     for name, operand in (("rows", 0), ("cols", 1)):
         for vector in call.get(name, []):
             axes.join(axes.dims[vector, 0][-1], axes.dims[call.operands[operand], 0][-2])
 
 
 def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
-    """The dims of the results are made of the factors that the operands' dims are made of."""
+    """Derive the dims of the results from the factors of the operands."""
     known: dict[str, Dim] = {}
     for i, operand in enumerate(call.operands):
         if i in rule.lenders:
@@ -132,7 +141,7 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
         for dim, f in _value_factors(axes, operand, rule, rule.operands[i]):
             if f in known:
                 axes.join(dim, known[f])
-            if f not in known or len(dim) > len(known[f]):  # the finer naming tells more
+            if f not in known or len(dim) > len(known[f]):  # the finer factorization has more information
                 known[f] = dim
     for i, (shape, dims) in enumerate(zip(call.result_shapes(), rule.results)):
         axes.dims[call.node, i] = tuple(_result_dim(axes, known, d, rule, s) for s, d in zip(shape, dims))
@@ -143,7 +152,7 @@ def _name_results(axes: Axes, call: OpCall, rule: BoundRule) -> None:
 
 
 def _value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> Iterator[tuple[Dim, str]]:
-    """Every factor of a value, and the atoms that it is made of."""
+    """Yield every factor of a value with its atoms."""
     for dim, name in zip(axes.dims[operand, 0], dims):
         if name[:1] == "(":
             yield from zip(_split_dim(axes, dim, [rule.extents[f] for f in dim_factors(name)]), dim_factors(name))
@@ -152,7 +161,7 @@ def _value_factors(axes: Axes, operand: Node, rule: BoundRule, dims: Dims) -> It
 
 
 def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
-    """The atoms of each factor of a dim; a factor that would cut an atom gets a fresh one."""
+    """Yield the atoms of each factor of a dim; a factor that would split an atom gets a new atom."""
     atoms = [a for a in dim if not is_same_size(a.size, 1)]
     ours = reshape_rule(tuple(a.size for a in atoms), tuple(extents))
     owner = dict(zip(ours.operands[0], atoms))
@@ -162,7 +171,7 @@ def _split_dim(axes: Axes, dim: Dim, extents: Sequence[Size]) -> Iterator[Dim]:
 
 
 def _result_dim(axes: Axes, known: Mapping[str, Dim], name: str, rule: BoundRule, new: Size) -> Dim:
-    """What a dim is called in a result: by its factors, those that are there in full."""
+    """Return a result dim, composed of the factors that are present in full."""
     if name[:1] != "(":
         return _passed_factor(axes, known.get(name), name, rule, new)
     each = (_passed_factor(axes, known.get(f), f, rule, rule.extents[f]) for f in dim_factors(name))
@@ -170,7 +179,7 @@ def _result_dim(axes: Axes, known: Mapping[str, Dim], name: str, rule: BoundRule
 
 
 def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, new: Size) -> Dim:
-    """What a factor of an operand is called in a result; a window of a sequence is still that sequence."""
+    """Return the dim of an operand's factor in a result; a window of a sequence remains in its class."""
     if dim is None:
         return (axes.new_atom(new),)
     rows = size_product(a.size for a in dim)
@@ -183,10 +192,17 @@ def _passed_factor(axes: Axes, dim: Dim | None, factor: str, rule: BoundRule, ne
 
 
 def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None = None, picks: bool = True) -> None:
-    """Fill `axes.sequences`: the user's dims if given, else what attention attends over, else what scans run along.
+    """Set `axes.sequences`: the user's dims, or else the attended dims, or else the scanned dims.
 
-    picks: positions picked from a sequence are one of their own, unless any value has both. What a table deals to
-    ranks is one sequence only.
+    Args:
+        gm: Graph.
+        axes: Axes from `name_axes`; updated.
+        seq_dims: Sequence dims by input node.
+        picks: Positions selected from a sequence are a sequence, too, unless a value has both. Pass False for
+            load-balanced layouts, which distribute only one sequence.
+
+    Raises:
+        SpError: If an input does not have its dim in seq_dims.
     """
     _find_sequences(gm, axes, seq_dims)
     for dim, source in axes.selected if picks else ():
@@ -196,7 +212,7 @@ def find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | None
 
 
 def _has_rivals(axes: Axes, name: int) -> bool:
-    """Has any value a dim of this class, and one of a sequence?"""
+    """Return True if a value has a dim of this class and a dim of a sequence."""
     values = ({axes.find(a.name) for dim in dims for a in dim} for dims in axes.dims.values())
     return any(name in classes and not axes.sequences.isdisjoint(classes) for classes in values)
 
@@ -213,14 +229,14 @@ def _find_sequences(gm: GraphModule, axes: Axes, seq_dims: dict[Node, int] | Non
         found = list(tier(gm, axes))
         atoms = [a for _, dim in found for a in dim]
         longer = [a for a in atoms if not is_same_size(a.size, 1)]
-        if atoms:  # a sequence of one token (decoding) is one, too: nothing of it can be sharded
+        if atoms:  # a sequence of one token (decoding) is a sequence, too, but cannot be sharded
             axes.sequences = {axes.find(a.name) for a in longer or atoms}
             _drop_rivals(axes, dict.fromkeys(node for node, _ in found))
             return
 
 
 def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
-    """Attention or scans along several axes of one result (axial): one of them is sharded, the one in most values."""
+    """Keep one class per value if attention or scans run along several axes (axial): the most frequent one."""
     weight = Counter(
         axes.find(a.name)
         for dims in axes.dims.values()
@@ -232,11 +248,11 @@ def _drop_rivals(axes: Axes, values: Iterable[Node]) -> None:
         axes.sequences -= set(sorted(rivals, key=lambda c: (weight[c], -c))[:-1])
 
 
-EvidenceFunction = Iterable[tuple[Node, Dim]]  # an op, and a dim that is a sequence because of it
+EvidenceFunction = Iterable[tuple[Node, Dim]]  # op, and a dim that is a sequence because of it
 
 
 def _attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
-    """q and k of attention."""
+    """Yield the token dims of q and k of all attention nodes."""
     for node in all_attention_nodes(gm):
         yield from ((node, axes.dims[operand, 0][-2]) for operand in OpCall(node).operands[:2])
     for op, dim in ATTENTION_OF_TORCH.items():
@@ -245,7 +261,7 @@ def _attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
 
 
 def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
-    """Attention spelt out: a dim that a softmax normalises over and a later matmul contracts."""
+    """Yield dims that a softmax normalizes over and a later matmul contracts (decomposed attention)."""
     normalised: set[int] = set()
     for call, rule in _ruled_calls(gm):
         for dim, kind in _classify_factors(axes, call, rule):
@@ -257,7 +273,7 @@ def _softmax_attended_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
 
 
 def _scanned_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
-    """What a scan runs along; of a batch of sequences flattened into one dim, the longest part."""
+    """Yield scanned dims; for sequences flattened into one dim with the batch, the longest factor."""
     for call, rule in (found for found in _ruled_calls(gm) if not node_info(found[0].node).is_aside):
         for dim, kind in _classify_factors(axes, call, rule):
             if kind == "scan" and dim:
@@ -265,7 +281,7 @@ def _scanned_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
 
 
 def _combined_dims(gm: GraphModule, axes: Axes) -> EvidenceFunction:
-    """What scans run along that have no rule."""
+    """Yield the dims of scans that have no rule."""
     for node in gm.graph.nodes:
         if (scanned := node_info(node).scanned) is not None:
             given, dim = node.args[scanned[0]], scanned[1]
@@ -281,7 +297,7 @@ def _ruled_calls(gm: GraphModule) -> Iterable[tuple[OpCall, BoundRule]]:
 
 
 def _classify_factors(axes: Axes, call: OpCall, rule: BoundRule) -> Iterable[tuple[Dim, str]]:
-    """Every factor of the operands, and its kind."""
+    """Yield every factor of the operands with its kind."""
     for operand, dims in zip(call.operands, rule.operands):
         for dim, f in _value_factors(axes, operand, rule, dims):
             yield dim, rule.kind(f)

@@ -1,6 +1,6 @@
-"""What an op does at one call: the factors of every dim of its operands and results, and how it treats each.
+"""Rules bound to a call: the factors of every dim of operands and results, and the kind of each factor.
 
-A dim is its factor, a group of factors in row-major order, "(b s)", or "" if it is of size 1 and broadcasts.
+A dim is one factor, a group of factors in row-major order, "(b s)", or "" if it has size 1 and broadcasts.
 """
 
 from __future__ import annotations
@@ -22,64 +22,58 @@ Dims = tuple[str, ...]
 
 @cache
 def dim_factors(dim: str) -> tuple[str, ...]:
-    """The factors of a dim: those of a group, the one that it is, or none."""
+    """Return the factors of a dim: those of a group, a single factor, or none."""
     return tuple(dim.strip("()").split())
 
 
 def group_factors(factors: Iterable[str]) -> str:
-    """The dim that these are the factors of: what `dim_factors` undoes."""
+    """Return the dim with these factors, the inverse of `dim_factors`."""
     found = [f for f in factors if f]
     return f"({' '.join(found)})" if len(found) > 1 else "".join(found)
 
 
 @lru_cache(maxsize=4096)
 def flatten_dims(dims: Dims) -> tuple[str, ...]:
-    """The factors of all the dims, in row-major order."""
+    """Return the factors of all dims in row-major order."""
     return tuple(f for dim in dims for f in (dim_factors(dim) if dim[:1] == "(" else (dim,)) if f)
 
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule at one call: factor names for every dim of every operand and result, and what mixes them.
+    """Rule bound to one call: factor names for every dim of operands and results, and their kinds."""
 
-    extents: the sizes of the factors that stand in groups.
-    sizes: the schema argument that spells the result's sizes (made local when the result is sharded).
-    lazy: the op only moves data, so it does not by itself decide that a replicated value is worth sharding.
-    starts_sequence: replicated operands are cut for it, whatever their dtype: what it makes of whole ones is none of
-        shards, or much wider than they are.
-    reshapes: the elements keep their row-major order, so a rank makes its part by a reshape to its local sizes.
-    lenders: the operands of which only the shape is read.
-    pad: (operand, value): the operand to fill outside the window, and with what, so that a sum ignores padding.
-    masks: operands that are only looked up by position; computed whole on every rank as long as that is free.
-    normalises: what it needs whole it divides by its total, as softmax does.
-    slides: for every factor of kind "halo", the rows that a result reads; its extent may differ in the result.
-    spans: (start, length) in the factor of kind "window" for each result, a contiguous piece of the operand.
-    picks: factors of a result that hold some positions of an operand's factor, in any order: as long a sequence.
-    wants, gives: where the call itself says that its operands and its results lie (an op that does its own exchanges).
-    alias: with its operand where the call wants it, what a rank holds of it is what it holds of the result.
-    """
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    sizes: str | None = None
-    lazy: bool = False
+    operands: tuple[Dims, ...]  # factors of each dim of each operand
+    results: tuple[Dims, ...]  # factors of each dim of each result
+    kinds: Mapping[str, str] = field(default_factory=dict)  # kinds by factor; other factors pass
+    sizes: str | None = None  # schema argument with the sizes of the result, localized if the result is sharded
+    lazy: bool = False  # the op only moves data, so it is no reason to shard a replicated value
+    # replicated operands are sharded for it: its result differs on full values, or is much wider
     starts_sequence: bool = False
-    pad: tuple[int, Any] | None = None
-    masks: tuple[int, ...] = ()
-    normalizes: bool = False
-    slides: Mapping[str, SlidingRows] = field(default_factory=dict)
+    pad: tuple[int, Any] | None = None  # (operand, value): fill outside the window, so that a sum ignores padding
+    masks: tuple[int, ...] = ()  # operands that are only indexed by position, replicated while that is free
+    normalizes: bool = False  # divides a gathered factor by its total, as softmax does
+    slides: Mapping[str, SlidingRows] = field(
+        default_factory=dict
+    )  # rows that a result reads, by "halo" factor, whose extent may differ in the result
+    # placements that the call defines for its operands (ops with exchanges)
     operand_placements: tuple[Placement, ...] | None = None
-    result_placements: Placement | None = None
-    alias: bool = False
-    reshapes: bool = False
-    lenders: tuple[int, ...] = ()
-    extents: Mapping[str, Size] = field(default_factory=dict)
-    spans: tuple[tuple[Size, Size], ...] = ()
-    picks: Mapping[str, str] = field(default_factory=dict)
+    result_placements: Placement | None = None  # placement that the call defines for its results
+    alias: bool = False  # with an operand placed as required, a rank's part of it is its part of the result
+    reshapes: bool = False  # elements keep their row-major order, so the local result is a local reshape
+    lenders: tuple[int, ...] = ()  # operands of which only the shape is read
+    extents: Mapping[str, Size] = field(default_factory=dict)  # sizes of the factors in groups
+    spans: tuple[
+        tuple[Size, Size], ...
+    ] = ()  # (start, length) in the "window" factor for each result, a contiguous piece
+    picks: Mapping[str, str] = field(
+        default_factory=dict
+    )  # result factor -> operand factor from which it selects positions, in any order
 
     def __post_init__(self) -> None:
-        """A factor of no operand can be local only if a size argument makes it so; none may vanish unclassified."""
+        """Validate that no factor vanishes unclassified.
+
+        A factor that no operand has needs a size argument to be local; without one its kind is "whole".
+        """
         named = {f for dims in self.operands for f in flatten_dims(dims)}
         kept = {f for dims in self.results for f in flatten_dims(dims)}
         lost = sorted(named - kept - set(self.kinds))
@@ -89,7 +83,7 @@ class BoundRule:
             object.__setattr__(self, "kinds", {**self.kinds, **dict.fromkeys(sorted(kept - named), "whole")})
 
     def __str__(self) -> str:
-        """The text that `RulePattern.parse` reads; the numbers of windows are the call's."""
+        """Format the rule as text for `RulePattern.parse`, without the sizes of windows."""
         sides = (
             ", ".join(" ".join(dim or "1" for dim in dims) for dims in side) for side in (self.operands, self.results)
         )
@@ -103,31 +97,31 @@ class BoundRule:
         return "; ".join([" -> ".join(sides), *said, *flags])
 
     def kind(self, factor: str) -> str:
-        """How the op treats the factor: one of KINDS, or "pass"."""
+        """Return how the op treats the factor: one of FACTOR_KINDS, or "pass"."""
         return self.kinds.get(factor, "pass")
 
     @property
     def window(self) -> int | None:
-        """The dim that the op cuts: each result is a contiguous piece of it, as `spans` says."""
+        """Return the dim that the op cuts into contiguous pieces (see `spans`), or None."""
         if not self.spans:
             return None
         return next(d for d, f in enumerate(self.operands[0]) if self.kind(f) == "window")
 
     @property
     def vanishing(self) -> list[str]:
-        """The factors of the operands, as often as they stand there, that no result has."""
+        """Return the factors of the operands that no result has, with repetitions."""
         kept = {f for dims in self.results for f in flatten_dims(dims)}
         return [f for dims in self.operands for f in flatten_dims(dims) if f not in kept]
 
     @property
     def is_contraction(self) -> bool:
-        """Is it a product that sums over a factor of two operands?"""
+        """Return True if the op is a product that sums over a factor of two operands."""
         return len(self.vanishing) > len(set(self.vanishing))
 
     def local_part(self, dims: Dims, shard: Shard) -> tuple[str, Shard]:
-        """Which factor of a value of these dims the shard cuts, and how; "" if it cuts no single one.
+        """Return the factor that the shard splits, and the shard within it, or ("", shard) if it splits no single one.
 
-        In a dim that is the factor alone it is the same shard; in a group, outer and inner count within the factor.
+        If the dim is one factor, the shard is unchanged; in a group, outer and inner are relative to the factor.
         """
         dim = dims[shard.dim]
         if dim[:1] != "(":
@@ -144,7 +138,7 @@ class BoundRule:
         return "", shard
 
     def dim_shard(self, dim: str, factor: str, shard: Shard) -> Shard:
-        """The shard of a factor, as one of the dim that it is in: what `inside` undoes."""
+        """Convert a shard of a factor to a shard of its dim, the inverse of `local_part`."""
         if dim == factor:
             return shard
         factors = dim_factors(dim)
@@ -153,10 +147,10 @@ class BoundRule:
         return replace(shard, outer=before * shard.outer, inner=shard.inner * after)
 
     def window_shard(self, shard: Shard) -> tuple[Shard, ...] | None:
-        """Where a shard of the window's factor lies in each result; None if it would have no single place there.
+        """Return the shard of the window factor in each result, or None if it has no single position there.
 
-        A piece is the same frame with a shorter window, and no data moves. A short one would have every rank compute on
-        mostly invalid rows: gathering is cheaper. A single row may broadcast, which its local shape would not show.
+        A piece has the same frame with a shorter window, and no data moves. For a short piece most ranks would compute
+        invalid rows, so gathering is cheaper. A single row may broadcast, which its local shape would not show.
         """
         whole = shard.outer * shard.frame.length * shard.inner
         if all(is_same_size(start, 0) and is_same_size(length, whole) for start, length in self.spans):  # all rows

@@ -1,5 +1,7 @@
-"""Over which groups a program exchanges by itself, what, and how these lie to each other: as the axes of a grid, one
-around another, or neither. Its ranks have to agree on that while they compile.
+"""Find the process groups of a program's own collectives, their axes, and how they are related.
+
+Two groups may be axes of a grid, one may contain the other, or they are unrelated. All ranks must agree on this while
+they compile.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ AskRanks = Callable[[Ranks, tuple[int, ...]], Sequence[tuple[int, ...] | None]]
 
 
 def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
-    """The groups of more than one rank that the program's collectives and DTensors name, in order of appearance.
+    """Return the groups of more than one rank in the program's collectives and DTensors, in order.
 
-    Those over which it only reduces numbers and vectors count where another group is named too: they may be merged.
+    Groups that only reduce scalars and vectors count if another group occurs, too, because these reductions may be
+    merged.
     """
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
     tensors = [name for x in (*inputs, *values) if isinstance(x, DTensor) for name in group_names(x.device_mesh)]
@@ -53,18 +56,22 @@ def program_groups(gm: GraphModule, inputs: Sequence[Any]) -> list[Ranks]:
 
 
 def has_user_exchanges(gm: GraphModule) -> bool:
-    """Does the program name a group of more than one rank in any exchange?"""
+    """Return True if a collective of the program uses a group of more than one rank."""
     return bool(_multi_rank_names(_named_groups(gm, is_collective)))
 
 
 def _multi_rank_names(names: Iterable[str]) -> list[Ranks]:
-    """The names that are those of groups of more than one rank, once each."""
+    """Return the groups of more than one rank among the names, without duplicates."""
     found = [n for n in dict.fromkeys(names) if known_process_group(n)] if dist.is_initialized() else []
     return [ranks for ranks in (Ranks(process_group(n).size(), n) for n in found) if ranks.n > 1]
 
 
 def check_groups(gm: GraphModule) -> None:
-    """Does every collective name a process group that there is? Raises SpError where one does not."""
+    """Check that every collective names an existing process group.
+
+    Raises:
+        SpError: If this rank does not have the group of a collective.
+    """
     for node in gm.graph.nodes if dist.is_initialized() else ():
         group = exchange_group(node)
         if group and namespace_of(node.target).startswith(c10d.name) and not known_process_group(group):
@@ -72,7 +79,7 @@ def check_groups(gm: GraphModule) -> None:
 
 
 def _named_groups(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[str]:
-    """The groups of the exchanges that count, in bodies of regions too."""
+    """Yield the groups of the collectives for which `counts` is true, including bodies of regions."""
     for node in iterate_nodes(gm):
         names = named_groups(node)
         if names and counts(node):
@@ -80,7 +87,7 @@ def _named_groups(gm: GraphModule, counts: Callable[[Node], bool]) -> Iterator[s
 
 
 def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
-    """The nodes of a graph, in order; of a region's body its nodes in place of the one that names it."""
+    """Iterate over the nodes of a graph in order; a region's body replaces the node that references it."""
     for node in gm.graph.nodes:
         body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule):
@@ -90,15 +97,16 @@ def iterate_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _is_mergeable(node: Node) -> bool:
-    """Also: is it a reduction over a declared group?"""
+    """Return True for `_is_row_exchange` and for reductions over a declared group."""
     declares = not declared_groups().members.keys().isdisjoint(named_groups(node))
     return _is_row_exchange(node) or (node_packet(node) in ALL_REDUCES and declares)
 
 
 def _is_row_exchange(node: Node) -> bool:
-    """Reductions of numbers and vectors, as of losses over data-parallel ranks, leave no layer to scatter.
+    """Return True if the collective is more than a reduction of scalars or vectors.
 
-    Whatever the reduction: ranks that disagree on it must meet to find out.
+    Such reductions, as of losses over data-parallel ranks, leave no layer to scatter. The kind of reduction is ignored,
+    because ranks that disagree on it must communicate to detect that.
     """
     if namespace_of(node.target) not in TORCH_EXCHANGES:
         return node_packet(node) is sp.all_to_all_permute
@@ -110,19 +118,19 @@ def _is_row_exchange(node: Node) -> bool:
 
 
 def is_collective(node: Node) -> bool:
-    """Does the node exchange something with other ranks?"""
+    """Return True if the node communicates with other ranks."""
     target: Any = node.target if node.op == "call_function" else None
     written_by_hand = "functional_collectives" in getattr(target, "__module__", "")
     return written_by_hand or namespace_of(target) in (*TORCH_EXCHANGES, sp.name)
 
 
 def is_pending_exchange(node: Node) -> bool:
-    """Is it an exchange that has begun, and that somebody has to wait for?"""
+    """Return True if the node starts a collective that needs a wait."""
     return namespace_of(node.target) == c10d.name and node.target is not c10d.wait_tensor.default
 
 
 def named_groups(node: Node) -> set[str]:
-    """The groups that an exchange names; none of any other node."""
+    """Return the groups that a collective names; empty for other nodes."""
     has_words = any(isinstance(leaf, str) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
     places = _group_arguments(node.target) if has_words and is_collective(node) else ()
     given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in places]
@@ -130,14 +138,14 @@ def named_groups(node: Node) -> set[str]:
 
 
 def exchange_group(node: Node) -> str | None:
-    """The one group that an exchange names; None where it names none, or several."""
+    """Return the only group that a collective names, or None if it names none or several."""
     names = named_groups(node)
     return names.pop() if len(names) == 1 else None
 
 
 @cache
 def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Which arguments of an exchange name groups: their places and names in its schema, or in its signature."""
+    """Return the positions and names of the arguments of a collective that name groups."""
     op = getattr(target, "default", target)  # Dynamo writes an op without its overload
     if isinstance(op, OpOverload):
         arguments = [a.name for a in schema_of(op).arguments]
@@ -148,27 +156,31 @@ def _group_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 
 def has_dtensors(gm: GraphModule, inputs: Iterable[Any]) -> bool:
-    """Is any input a DTensor, or any value of the Dynamo graph?"""
+    """Return True if an input or a value of the Dynamo graph is a DTensor."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     return any(isinstance(x, DTensor) for x in (*inputs, *values))
 
 
 @dataclass(frozen=True)
 class GroupGrid:
-    """Other groups, by name, as the ranks of one group see them.
+    """Relations of the ranks of one group to other groups, by name.
 
-    level: all its ranks have the same rank there. beside: all the ranks there have the same rank in it. around: those
-    groups that hold all its ranks. The axes of a mesh are level and beside each other.
+    The axes of a mesh are level and parallel to each other.
     """
 
-    level: frozenset[str] = frozenset()
-    parallel: frozenset[str] = frozenset()
-    enclosing: frozenset[str] = frozenset()
+    level: frozenset[str] = frozenset()  # groups in which all ranks of this group have the same rank
+    parallel: frozenset[str] = frozenset()  # groups whose ranks all have the same rank in this group
+    enclosing: frozenset[str] = frozenset()  # groups that contain all ranks of this group
 
     def placement_after(self, over: str, whole: bool) -> Placement | None:
-        """What an exchange of equal values leaves; None: the same on all ranks, row by row if its operand is cut.
+        """Return the placement of the result of an exchange of equal values.
 
-        whole: its results are the same on all ranks that take part.
+        Args:
+            over: Group of the exchange.
+            whole: The results are equal on all ranks that take part.
+
+        Returns:
+            The placement; None if the result has the placement of the operand, row by row.
         """
         if over in self.level and over in self.parallel:
             return None
@@ -176,7 +188,12 @@ class GroupGrid:
 
 
 def group_grids(groups: Sequence[Ranks], ask: AskRanks) -> dict[str, GroupGrid]:
-    """The Grid of every group; `ask`: every rank's answer, over a group. Every rank calls it, with its own groups."""
+    """Return the `GroupGrid` of every group. All ranks must call it, each with its own groups.
+
+    Args:
+        groups: Groups of this rank.
+        ask: Exchanges a tuple with all ranks of a group.
+    """
     members = {r.group: _member_ranks(r) for r in groups}
     mine = tuple(dist.get_rank(r.process_group) if r.process_group is not None else 0 for r in groups)
     level: dict[str, frozenset[str]] = {}

@@ -12,24 +12,21 @@ from .group_names import GroupGrid
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What is known of a graph's inputs, by name.
+    """Facts about a graph's inputs, by name."""
 
-    differ: inputs whose values are not the same on every rank. equal: those whose values are; None if nobody looked.
-    blank: those of the equal ones that hold one number throughout: initial values, perhaps of parts.
-    grid: how the program's other groups lie to this.
-    tangents: an input that is the gradient of a result -> the results that it may belong to, in a joint graph.
-    gradients: the name of an input -> the node of the result that is its gradient, in a joint graph.
-    """
-
-    differing: frozenset[str] = frozenset()
-    equal: frozenset[str] | None = None
-    constants: frozenset[str] = frozenset()
-    grid: GroupGrid | None = None
-    tangents: Mapping[str, Sequence[Node]] = field(default_factory=dict)
-    gradients: Mapping[str, Node] = field(default_factory=dict)
+    differing: frozenset[str] = frozenset()  # inputs whose values differ between ranks
+    equal: frozenset[str] | None = None  # inputs whose values are equal; None if not determined
+    constants: frozenset[str] = (
+        frozenset()
+    )  # equal inputs that contain one value only: initial values, possibly of parts
+    grid: GroupGrid | None = None  # relation of the program's other groups to this one
+    tangents: Mapping[str, Sequence[Node]] = field(
+        default_factory=dict
+    )  # joint graph: tangent input -> results that it may belong to
+    gradients: Mapping[str, Node] = field(default_factory=dict)  # joint graph: input -> node of its gradient
 
     def for_graph(self, gone: Mapping[Node, Node]) -> InputFacts:
-        """The same of a graph in which other nodes, that are there, stand for those that are gone."""
+        """Return the facts for a graph in which the nodes in `gone` are replaced."""
         gradients = {name: gone.get(node, node) for name, node in self.gradients.items()}
         tangents = {name: [gone.get(node, node) for node in nodes] for name, nodes in self.tangents.items()}
         return replace(self, gradients=gradients, tangents=tangents)

@@ -1,15 +1,14 @@
-"""What one node does, whatever its op is called: does it copy, cast, permute, regroup, cut, pad, join or fill?
+"""Match single nodes by their effect: copies, casts, permutations, reshapes, slices, pads, joins and fills.
 
-    source_of(view(x))       x                              the op moves, cuts, repeats or casts the elements of x
-    is_copy(clone(x))                   is_cast             the same values at the same places; in another dtype
-    order_of(x.mT)           (0, 2, 1)                      dims of x in the order of the result's
-    piece_of(x[:, 1:])       Piece(x, 1, 1, S - 1)          also narrow, select, and one result of a split or an unbind
-    pad_of(pad(x, (k, 0)))   Pad(x, dim, k, 0, fill)
-    constant_of(zeros(3).view(3, 1).clone())   0.0
+    move_source(view(x))       x                            the op moves, cuts, repeats or casts the elements of x
+    is_copy(clone(x))                     is_cast_op        the same values at the same positions; in another dtype
+    permutation_of(x.mT)       (0, 2, 1)                    dims of x in the order of the result's
+    match_piece(x[:, 1:])      SlicePiece(x, 1, 1, S - 1)   also narrow, select, and one result of a split or an unbind
+    match_pad(pad(x, (k, 0)))  PadMatch(x, dim, k, 0, fill)
+    constant_value(zeros(3).view(3, 1).clone())   0.0
 
-What moves elements, and where it moves them, is read off the op's rule (`rule.py`), so that an op which gets a rule is
-known here, too. `value_origin` reads through what changes nothing: copies, and views that undo each other. No node
-is made.
+The movement of elements is derived from the op's rule (`rule.py`), so that an op with a new rule is matched, too.
+`value_origin` skips copies, and views that cancel each other. No nodes are created.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ FULL_OPS: dict[Any, Number] = {
     **dict.fromkeys(parse_overloads("ones ones_like new_ones"), 1),
 }
 FILL_OPS = parse_overloads("full full_like new_full")
-LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number that the program writes down
-DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # no gradient goes past them
+LITERAL_OPS = parse_overloads("lift_fresh lift_fresh_copy")  # of a number in the program's source
+DETACH_OPS = {*LITERAL_OPS, aten.detach.default}  # gradients stop at these
 CONCAT_OPS = parse_overloads("cat concat concatenate stack hstack vstack row_stack dstack")
 PAD_OPS = parse_overloads("constant_pad_nd pad")
-NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read what the elements are
+NON_MOVE_OPS = re.compile("new_.*|.*_like|view[.]dtype")  # lazy, too, but they do not read the elements
 
 
 def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
-    """The operand whose elements are all that the result has, and the rule that says where they go.
+    """Return the operand of which the result has the elements, and the rule that maps them, or None.
 
-    None of a detach that stops a gradient: what is behind it is another value to whoever differentiates.
+    A detach that stops a gradient does not match, because its operand differs from it under differentiation.
     """
     found = lookup_rule(node) if is_tensor(node) and not _is_private(node) and not stops_gradient(node) else None
     if found is None or node.target.namespace not in ("aten", "prims") or NON_MOVE_OPS.match(str(node.target)[5:]):
@@ -67,7 +66,7 @@ def _match_movement(node: Any) -> tuple[Node, BoundRule] | None:
 
 
 def _is_private(node: Node) -> bool:
-    """Is it the clone that functionalize has made for an op without a functional form, which writes it?"""
+    """Return True for a clone that functionalize created for an op without a functional form, which writes it."""
     return node.target is aten.clone.default and is_written(node)
 
 
@@ -77,7 +76,7 @@ def stops_gradient(node: Node) -> bool:
 
 
 def carries_gradient(node: Node) -> bool:
-    """Is it made of floats that may need a gradient?"""
+    """Return True if the value is computed from floats that may require a gradient."""
     made_of = iterate_reachable(
         [node], lambda n: n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
     )
@@ -86,38 +85,40 @@ def carries_gradient(node: Node) -> bool:
 
 
 def _has_float_result(node: Node) -> bool:
-    """Are there floats in what it gives? A size of floats is none."""
+    """Return True if a result is a floating point or complex tensor; sizes of such tensors do not count."""
     return any(x.is_floating_point() or x.is_complex() for x in node_tensors(node))
 
 
 def move_source(node: Any) -> Node | None:
-    """The operand that the op moves, cuts, repeats, copies or casts: every element of the result is one of it."""
+    """Return the operand that the op moves, cuts, repeats, copies or casts, or None."""
     found = _match_movement(node)
     return found[0] if found is not None else None
 
 
 def is_cast_op(node: Any) -> bool:
-    """Is the result the operand in another dtype, or on another device?"""
+    """Return True if the result is the operand in another dtype or on another device."""
     found = _match_movement(node)
     return found is not None and not _has_same_type(found[0], node) and _is_identity_order(_derive_order(node, *found))
 
 
 def skip_widening_cast(node: Any) -> Node | None:
-    """x, if the node is x in a wider dtype, which has all its values, and in its own again."""
+    """Return x if the node casts x to a wider dtype, which has all its values, and back; else None."""
     wide = move_source(node) if is_cast_op(node) else None
     x = move_source(wide) if is_cast_op(wide) else None
     if wide is None or x is None or not _has_same_type(x, node):
         return None
     a, b = (n.meta["val"].dtype for n in (x, wide))
     kinds = [(d.is_floating_point, d.is_complex, d.is_signed) for d in (a, b)]
-    wider = kinds[0] == kinds[1] and b.itemsize > a.itemsize >= 1 + a.is_floating_point  # one byte has any exponent
+    wider = (
+        kinds[0] == kinds[1] and b.itemsize > a.itemsize >= 1 + a.is_floating_point
+    )  # one-byte floats have any exponent
     return x if wider or a is torch.bool else None
 
 
 def is_copy(node: Any) -> bool:
-    """The same values at the same places: clone, contiguous, alias, a view to its own shape, a cast to its own dtype.
+    """Return True if the node copies values: clone, contiguous, alias, a view or cast to its own shape or dtype.
 
-    A detach is one where no gradient would pass.
+    A detach is a copy if no gradient would pass.
     """
     return _is_identity_order(permutation_of(node))
 
@@ -132,7 +133,7 @@ def _is_identity_order(order: tuple[int, ...] | None) -> bool:
 
 
 def permutation_of(node: Any) -> tuple[int, ...] | None:
-    """The dims of the operand in the order of the result's, if the op permutes dims or copies; None for all else."""
+    """Return the dims of the operand in result order if the op permutes dims or copies, else None."""
     found = _match_movement(node)
     return _derive_order(node, *found) if found is not None and _has_same_type(found[0], node) else None
 
@@ -146,7 +147,7 @@ def _derive_order(node: Node, source: Node, rule: BoundRule) -> tuple[int, ...] 
 
 
 def keeps_order(node: Any) -> bool:
-    """Does the op change nothing but the shape: view, flatten, unsqueeze, squeeze, and copies?"""
+    """Return True if the op changes only the shape: view, flatten, unsqueeze, squeeze, and copies."""
     found = _match_movement(node)
     if found is None or not _has_same_type(found[0], node):
         return False
@@ -156,7 +157,7 @@ def keeps_order(node: Any) -> bool:
 
 
 def map_coordinates(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...]] | None:
-    """The operand, and which of its elements the result has at the coordinates; None where the op does not say."""
+    """Return the operand and the coordinates in it of the element at `at`, or None if the rule does not define them."""
     found = _match_movement(node)
     if found is None:
         return None
@@ -171,14 +172,14 @@ def map_coordinates(node: Node, at: Sequence[Any]) -> tuple[Node, tuple[Any, ...
 
 
 def skip_ops(node: Node, passes: Callable[[Node], bool]) -> Node:
-    """The value that ops of one operand, those that `passes` lets through, have made this one of."""
+    """Skip single-operand ops for which `passes` is true, and return the first other value."""
     while node.op == "call_function" and passes(node):
         node = OpCall(node).operands[0]
     return node
 
 
 def skip_reshapes(node: Node) -> Node:
-    """The value that all changes of the shape began with."""
+    """Skip all reshapes and copies, and return the first other value."""
     node = value_origin(node)
     while keeps_order(node):
         node = value_origin(OpCall(node).operands[0])
@@ -190,7 +191,10 @@ def _same_shape_value(a: Node, b: Node) -> bool:
 
 
 def value_origin(node: Any) -> Any:
-    """The first value that holds the same elements at the same places: without copies, and views undone again."""
+    """Return the first value with the same elements at the same positions.
+
+    Copies and canceling views are skipped.
+    """
     if not is_rearrangement(node):
         return node
     chain, at = [], node
@@ -205,12 +209,12 @@ def value_origin(node: Any) -> Any:
 
 
 def is_rearrangement(node: Any) -> bool:
-    """The same elements, each once, in other places or another shape, and all of the gradient: can that be undone?"""
+    """Return True if the op is a permutation or reshape that can be reverted: each element once, with its gradient."""
     return permutation_of(node) is not None or keeps_order(node)
 
 
 def _cancel_chain(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
-    """What a chain of permutations, or one of changes of the shape, ends where it began."""
+    """Return the origin of a chain of permutations or of reshapes that cancel, else the node."""
     order, at = permutation_of(node), operand
     while order is not None and is_rearrangement(at) and (inner := permutation_of(at)) is not None:
         order, at = tuple(inner[d] for d in order), OpCall(at).operands[0]
@@ -227,7 +231,7 @@ def _cancel_chain(node: Node, operand: Node, found: dict[Node, Node]) -> Node:
 
 
 def steps_between(node: Node, source: Node) -> list[Node]:
-    """From the source, without it, to the node, where the source is `value_origin(node)`; in the graph's order."""
+    """Return the nodes after `source` up to `node` in graph order, where source is `value_origin(node)`."""
     steps: list[Node] = []
     while node is not source:
         steps.insert(0, node)
@@ -236,7 +240,7 @@ def steps_between(node: Node, source: Node) -> list[Node]:
 
 
 def steps_from(node: Node) -> list[Node]:
-    """What only each other read, from behind a value to the last that is the same value again; often nothing."""
+    """Return the single-user chain from a value to the last node that equals it; often empty."""
     steps: list[Node] = []
     last, at = 0, node
     while len(at.users) == 1:
@@ -249,7 +253,7 @@ def steps_from(node: Node) -> list[Node]:
 
 
 def value_readers(node: Node) -> list[Node]:
-    """Who reads the value, directly or through what `value_origin` reads through."""
+    """Return the users of a value, directly or through rearrangements that `value_origin` skips."""
     found: dict[Node, None] = {}
     waiting = [node]
     while waiting:
@@ -263,38 +267,38 @@ def value_readers(node: Node) -> list[Node]:
 
 
 def is_same_call(a: Node, b: Node) -> bool:
-    """Are they one value: the same node, or the same call of a pure op?"""
+    """Return True if both are the same node, or the same call of a pure op."""
     alike = a.op == "call_function" and (a.target, a.args, a.kwargs) == (b.target, b.args, b.kwargs)
     return a is b or (alike and is_pure(a))
 
 
 def is_only_read_by(value: Node, node: Node) -> bool:
-    """Does all that reads the value, at any distance, lead to the node and nowhere else?"""
+    """Return True if every path from the value leads to the node."""
     readers = iterate_reachable([value], lambda n: n.users if n < node else ())
     return all(n is node or (n.users and n < node) for n in readers)
 
 
 @dataclass(frozen=True)
 class SlicePiece:
-    """Positions start, start + step, ... of a dim of the source; keeps: the piece has that dim, too."""
+    """Positions start, start + step, ... of a dim of the source."""
 
-    source: Node
+    source: Node  # tensor that is sliced
     dim: int
-    start: Size
-    length: Size
+    start: Size  # first position
+    length: Size  # number of positions
     step: int = 1
-    keeps_dim: bool = True
+    keeps_dim: bool = True  # False if the piece does not have the dim (select, unbind)
 
 
 def match_piece(node: Any) -> SlicePiece | None:
-    """A slice, a select, or one result of a split, a chunk or an unbind; None where its place is not provable."""
+    """Match a slice, a select, or one result of a split, chunk or unbind with a provable position."""
     if not is_tensor(node) or node.op != "call_function":
         return None
     return nth_result(*node.args) if node.target is operator.getitem else nth_result(node, 0)
 
 
 def nth_result(of: Node, which: Any) -> SlicePiece | None:
-    """One of the results of a node."""
+    """Match a result of a node by its index."""
     found = lookup_rule(of)
     if found is None or not isinstance(which, int):
         return None
@@ -303,7 +307,7 @@ def nth_result(of: Node, which: Any) -> SlicePiece | None:
         return SlicePiece(call.operands[0], rule.window, *rule.spans[which])
     if of.target in (aten.select.int, aten.unbind.int):
         at = as_size(call["index"]) if of.target is aten.select.int else which
-        if not isinstance(at, int):  # of a sign that is not known
+        if not isinstance(at, int):  # the sign is not known
             return None
         return SlicePiece(
             call.operands[0], call.dim(), normalize_position(at, call.shape()[call.dim()]), 1, keeps_dim=False
@@ -312,7 +316,7 @@ def nth_result(of: Node, which: Any) -> SlicePiece | None:
 
 
 def _strided_slice(call: OpCall) -> SlicePiece | None:
-    """A slice that leaves rows out, where numbers tell which."""
+    """Match a slice with a step if its sizes are ints."""
     dim, start, step = call.dim(), call["start"] or 0, call["step"]
     extent, length = call.shape()[dim], node_shape(call.node)[dim]
     if step == 1 or not all(isinstance(n, int) for n in (start, step, extent)):
@@ -321,13 +325,13 @@ def _strided_slice(call: OpCall) -> SlicePiece | None:
 
 
 def match_slice(node: Any) -> SlicePiece | None:
-    """A contiguous piece that keeps its dim: a slice, a narrow, or one result of a split or a chunk."""
+    """Match a contiguous piece that keeps its dim: a slice, a narrow, or one result of a split or chunk."""
     piece = match_piece(node)
     return piece if piece is not None and piece.keeps_dim and piece.step == 1 else None
 
 
 def match_join(node: Any) -> tuple[int, bool] | None:
-    """The dim along which a cat or a stack joins several operands, and whether that is a new one."""
+    """Return the dim along which a cat or stack joins operands and whether it is a new dim, or None."""
     found = lookup_rule(node) if node.target in CONCAT_OPS else None
     if found is None or found[1] is None:
         return None
@@ -338,7 +342,7 @@ def match_join(node: Any) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True)
 class PadMatch:
-    """The source with `before` and `after` rows of a number around it along a dim; negative ones cut it."""
+    """Source padded with `before` and `after` rows of a constant along a dim; negative numbers cut it."""
 
     source: Node
     dim: int
@@ -348,7 +352,7 @@ class PadMatch:
 
 
 def match_pad(node: Node) -> PadMatch | None:
-    """A pad of one dim by a constant."""
+    """Match a pad of one dim by a constant."""
     along = sliding_calls(OpCall(node)) if node.target in PAD_OPS else {}
     if len(along) != 1:
         return None
@@ -359,7 +363,7 @@ def match_pad(node: Node) -> PadMatch | None:
 
 
 def is_arange(node: Any) -> bool:
-    """Is it 0, 1, 2, ...?"""
+    """Return True if the node computes 0, 1, 2, ..."""
     if not isinstance(node, Node) or node.op != "call_function":
         return False
     if node.target is aten.arange.default:
@@ -369,7 +373,7 @@ def is_arange(node: Any) -> bool:
 
 
 def constant_value(node: Any) -> Number | None:
-    """The number that every element of a tensor holds, where the graph itself says it; None if it is not known."""
+    """Return the number that every element of a tensor has if it is known from the graph, else None."""
     if not is_tensor(node) or is_written(node):
         return None
     if node.op == "get_attr":
@@ -395,13 +399,13 @@ def constant_value(node: Any) -> Number | None:
 
 
 def _cast_exactly(held: Number, dtype: torch.dtype) -> Number | None:
-    """The same number in the dtype, if that holds it exactly."""
+    """Return the number in the dtype if it is exact, else None."""
     found = _round_to_dtype(held, dtype)
     return found if found == held else None
 
 
 def _round_to_dtype(held: Number, dtype: torch.dtype) -> Number | None:
-    """What a tensor of the dtype holds that is filled with the number; None if it cannot hold it."""
+    """Return an element of a tensor of the dtype filled with the number, or None if it cannot represent it."""
     try:
         return torch.tensor(held, dtype=dtype, device="cpu").item()
     except (RuntimeError, OverflowError, ValueError):
@@ -409,14 +413,17 @@ def _round_to_dtype(held: Number, dtype: torch.dtype) -> Number | None:
 
 
 def _literal_tensor(x: Node) -> Number | None:
-    """Written down by a trace, make_fx's or export's: neither a parameter nor a buffer, which the user may change."""
+    """Return the value of a constant that make_fx or export recorded.
+
+    Parameters and buffers do not count, because the user may change them.
+    """
     held = operator.attrgetter(x.target)(x.graph.owning_module)
     constant = node_info(x).constant or str(x.target).startswith(("_tensor_constant", "lifted_tensor_"))
     return held.item() if constant and not isinstance(held, FakeTensor) else None
 
 
 def scalar_value(x: Any, dtype: torch.dtype) -> float | None:
-    """A Python number, or what a tensor of no dims and of this dtype holds; None if it is not known, or not exactly."""
+    """Return a Python scalar, or the value of a 0-dim tensor of this dtype, as a float, or None if it is unknown."""
     if is_tensor(x) and not x.meta["val"].ndim and x.meta["val"].dtype == dtype:
         x = constant_value(x)
     return float(x) if isinstance(x, Number) and not isinstance(x, bool) else None

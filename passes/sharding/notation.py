@@ -1,9 +1,9 @@
-"""Reads the texts of rules: einops' notation, each mistake with a message of its own.
+"""Parse rule texts in the notation of einops.
 
-    Pattern.parse("b s d -> (b s) d").at(call)
+    RulePattern.parse("b s d -> (b s) d").bind(call)
 
-Group the factors of a dim that is a product of several, "1" stands for a dim of size 1, "..." for any number of dims.
-What a rule's `str` says behind its dims may follow: "n i, i m -> n m; sum=i".
+A dim that is a product of several factors is a group in parentheses; "1" is a dim of size 1, "..." any number of dims.
+Kinds and options may follow the dims, as in the `str` of a rule: "n i, i m -> n m; sum=i".
 """
 
 from __future__ import annotations
@@ -22,39 +22,47 @@ from sp_compile.passes.graph.sizes import Size, exact_quotient, is_same_size, si
 from .factors import FACTOR_KINDS, BoundRule, Dims, dim_factors, flatten_dims, group_factors
 
 RULE_OPTIONS = ("sizes", "lazy", "starts_sequence", "pad", "masks", "reshapes", "lenders")
-MAX_BOUND_SHAPES = 1024  # of one rule that are remembered
+MAX_BOUND_SHAPES = 1024  # cached bindings of one rule
 _FACTOR = re.compile(r"~\d+|[^\W\d]\w*")  # ~1 is a dim of "..."
 
 
 @dataclass(frozen=True)
 class RulePattern:
-    """A parsed rule text, not yet tied to a call."""
+    """Parsed rule text that is not bound to a call."""
 
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    kinds: Mapping[str, str]
-    options: Mapping[str, Any]
+    operands: tuple[Dims, ...]  # dims of each operand
+    results: tuple[Dims, ...]  # dims of each result
+    kinds: Mapping[str, str]  # kinds by factor
+    options: Mapping[str, Any]  # other options of the rule
     _bound: dict[Any, BoundRule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def parse(text: str, **options: Any) -> RulePattern:
-        """Read a rule text. Raises SpError as `rule` does."""
-        if "pad" in options:  # with a value, of which 0, 0.0 and False are different ones
+        """Parse a rule text.
+
+        Args:
+            text: Text of the rule.
+            options: Kinds and options, as for `rule`.
+
+        Raises:
+            SpError: If the text is malformed, as for `rule`.
+        """
+        if "pad" in options:  # the cache would not distinguish the pad values 0, 0.0 and False
             return _read_sides(text, options)
         return _check_known(text, tuple(sorted(options.items())))
 
     def bind(self, call: OpCall) -> BoundRule | None:
-        """Bind the text to a call's shapes; None if it does not fit their number of dims or the sizes of its groups."""
+        """Bind the text to the shapes of a call, or return None if the number of dims or group sizes do not match."""
         shapes = tuple(call.shape(i) for i in range(len(call.operands)))
         results = call.result_shapes()
-        if (shapes, results) not in self._bound:  # layers are alike, and every analysis asks again
+        if (shapes, results) not in self._bound:  # layers are equal, and every analysis binds again
             if len(self._bound) >= MAX_BOUND_SHAPES:
                 self._bound.clear()
             self._bound[shapes, results] = self._bind(shapes, results)
         return self._bound[shapes, results]
 
     def _bind(self, shapes: Sequence[tuple[Size, ...]], result_shapes: Sequence[tuple[Size, ...]]) -> BoundRule | None:
-        given = self.operands or ((),) * len(shapes)  # nothing left of the arrow: no operand, or one without dims
+        given = self.operands or ((),) * len(shapes)  # nothing before the arrow: no operand, or one without dims
         bound = [_expand_ellipsis(dims, len(s) - len(dims) + 1) for dims, s in zip(given, shapes)]
         if [len(dims) for dims in bound] != [len(s) for s in shapes] or len(given) != len(shapes):
             return None
@@ -91,7 +99,7 @@ def _read_sides(text: str, options: dict[str, Any]) -> RulePattern:
 
 
 def _read_option(text: str) -> tuple[str, Any]:
-    """What a rule's text says behind its dims."""
+    """Parse an option after the dims of a rule text."""
     name, given, value = text.partition("=")
     if not given:
         return name, True
@@ -112,7 +120,7 @@ def _split_sides(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def _read_dims(text: str) -> Dims:
-    """The dims of one operand or result."""
+    """Parse the dims of one operand or result."""
     dims: list[str] = []
     inside: list[str] | None = None
     for token in re.findall(r"~?\w+|\.\.\.|\S", text):
@@ -142,7 +150,11 @@ def _read_dims(text: str) -> Dims:
 def _check_rule(
     operands: tuple[Dims, ...], results: tuple[Dims, ...], kinds: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
-    """Every factor that vanishes is classified, every one classified is there, and every size is known."""
+    """Check that vanishing factors are classified, classified factors exist, and sizes can be solved.
+
+    Raises:
+        SpError: If one of these is not the case or an option is unknown.
+    """
     unknown = set(options) - set(RULE_OPTIONS)
     if unknown:
         raise SpError(
@@ -163,7 +175,7 @@ def _check_rule(
 
 
 def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
-    """The factors whose sizes follow from those of the dims, given these."""
+    """Return the factors whose sizes follow from the dim sizes, given those of `known`."""
     groups = [dim_factors(dim) for dim in dims if dim[:1] == "("]
     while found := {f for g in groups for f in g if f not in known and known.issuperset({*g} - {f})}:
         known = known | found
@@ -171,13 +183,13 @@ def _solve_sizes(dims: Iterable[str], known: set[str]) -> set[str]:
 
 
 def _expand_ellipsis(dims: Dims, depth: int) -> Dims:
-    """The dims with so many for "...", counted from its last."""
+    """Replace "..." by `depth` dims, numbered from the last."""
     dots = tuple(f"~{i}" for i in range(depth - 1, -1, -1))
     return tuple(f for name in dims for f in (dots if name == "..." else (name,)))
 
 
 def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict[str, Size]:
-    """The size of each factor that is a dim: that of a dim that does not broadcast."""
+    """Return the size of each factor that is a dim, from dims that do not broadcast."""
     out: dict[str, Size] = {}
     for dims, shape in pairs:
         for f, s in zip(dims, shape):
@@ -189,7 +201,7 @@ def _factor_sizes(pairs: Sequence[tuple[Sequence[str], Sequence[Size]]]) -> dict
 def _solve_groups(
     pairs: Sequence[tuple[Sequence[str], Sequence[Size]]], known: Mapping[str, Size]
 ) -> dict[str, Size] | None:
-    """The size of each factor of a group; None if a group is not as long as they are together."""
+    """Return the size of each factor in a group, or None if the product differs from the size of the group."""
     groups = [(dim_factors(dim), s) for dims, shape in pairs for dim, s in zip(dims, shape) if dim[:1] == "("]
     out: dict[str, Size] = {f: known[f] for group, _ in groups for f in group if f in known}
     waiting = groups

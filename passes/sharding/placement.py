@@ -1,10 +1,10 @@
-"""Where a value lives on the sequence axis of the mesh: frozen data, no algorithms.
+"""Placements of values on the sequence axis of the mesh: frozen data, no algorithms.
 
 A sharded dim is the product outer * window * inner: `(B, S, D) -> (B*S, D)` keeps a sharded S inside a flat dim
-(outer = B). The window lies in a Frame: the axis that all values of one sequence share, padded once to a multiple of
-the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s), s = ceil(size / n), whatever the window.
-Padding holds copies of valid rows, and what a shorter window cuts off keeps its rows or repeats others (sp::window):
-finite, and never read by a rule that has not masked them.
+(outer = B). The window is part of a Frame: the axis that all values of one sequence share, padded once to a multiple of
+the number of ranks. Rank r of n holds the frame's positions [r*s, (r+1)*s), s = ceil(size / n), for any window.
+Padding contains copies of valid rows; positions outside a shorter window keep their rows or repeat others (sp::window).
+These rows are finite, and no rule reads them without masking.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from sp_compile.passes.graph.sizes import Size, ceil_div, divides, is_same_size,
 
 @dataclass(frozen=True)
 class Frame:
-    """`size` positions shared out over the ranks; the value is valid in [start, start + length).
+    """Axis of `size` positions distributed over the ranks; the value is valid in [start, start + length).
 
-    folds: 1, a rank holds one run of positions; 2, zigzag: rank r of n holds chunks r and 2n - 1 - r of 2n; 0: one
-    run of the positions of an order that is known when the program runs (see `passes.localize.deal`).
+    Each rank holds one contiguous run of positions (folds=1), chunks r and 2n - 1 - r of 2n (folds=2, zigzag), or one
+    run of a permutation known at run time (folds=0, see `passes.localize.balance_layout`).
     """
 
-    size: Size
-    start: Size
-    length: Size
-    folds: int = 1
+    size: Size  # positions of the axis
+    start: Size  # first valid position
+    length: Size  # number of valid positions
+    folds: int = 1  # row order, see `RowOrder`
 
     @staticmethod
     def full(size: Size, folds: int = 1) -> Frame:
-        """The frame of a whole sequence of `size` positions."""
+        """Return the frame of a complete sequence of `size` positions."""
         return Frame(size, 0, size, folds)
 
     @property
     def order(self) -> RowOrder:
-        """What `folds` stands for."""
+        """Return the row order of `folds`."""
         return row_order(self.folds)
 
     def local_length(self, n: int) -> Size:
-        """How many positions each of `n` ranks holds, padding included."""
+        """Return the number of positions on each of `n` ranks, including padding."""
         chunks = self.order.chunks
         return chunks * ceil_div(self.size, chunks * n)
 
     def is_exact(self, n: int) -> bool:
-        """Every position of every rank is valid: no padding to mask."""
+        """Return True if every position of every rank is valid, so that there is no padding to mask."""
         return (
             is_same_size(self.start, 0)
             and is_same_size(self.length, self.size)
@@ -54,19 +54,16 @@ class Frame:
         )
 
     def is_same_window(self, other: Frame) -> bool:
-        """Are both the same window of the same axis, whatever the symbols are?"""
+        """Return True if both are provably the same window of the same axis."""
         mine, others = (self.size, self.start, self.length), (other.size, other.start, other.length)
         return self.folds == other.folds and all(is_same_size(a, b) for a, b in zip(mine, others))
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same value on every rank.
+    """Equal value on every rank."""
 
-    partial_grad: its gradient is still one summand per rank (spmd_types' R); otherwise the gradient, too, is the same
-    on every rank (I, invariant).
-    """
-
+    # the gradient is partial (R in spmd_types); else it is equal on all ranks, too (I, invariant)
     partial_grad: bool = False
 
     def __str__(self) -> str:
@@ -75,22 +72,22 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Dim `dim` is outer * frame.length * inner in the global view and outer * frame.local(n) * inner on a rank."""
+    """Dim `dim` is outer * frame.length * inner in the global view; a rank holds frame.local_length(n) of length."""
 
-    dim: int
-    frame: Frame
-    outer: Size = 1
-    inner: Size = 1
+    dim: int  # sharded dim
+    frame: Frame  # axis of the positions
+    outer: Size = 1  # size of the factors before the sequence in the dim
+    inner: Size = 1  # size of the factors after it
 
     def __str__(self) -> str:
         return f"S({self.dim})"
 
     def on_dim(self, dim: int) -> Shard:
-        """The same shard with its factor in another dim."""
+        """Return the shard with its factor in another dim."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     def has_same_positions(self, other: Shard) -> bool:
-        """The same positions on the same ranks, whatever dim they lie in."""
+        """Return True if both place the same positions on the same ranks, in any dim."""
         return (
             self.frame.is_same_window(other.frame)
             and is_same_size(self.outer, other.outer)
@@ -98,11 +95,11 @@ class Shard:
         )
 
     def local_size(self, n: int) -> Size:
-        """The size of the sharded dim on one of `n` ranks."""
+        """Return the size of the sharded dim on one of `n` ranks."""
         return size_product((self.outer, self.frame.local_length(n), self.inner))
 
     def frame_arg(self) -> tuple[Size, ...]:
-        """The frame as sp:: ops take it: outer, size, start, length, and folds where that is not 1."""
+        """Return the frame as an argument of sp:: ops: outer, size, start, length, and folds unless it is 1."""
         frame = self.frame
         return (self.outer, frame.size, frame.start, frame.length, *([frame.folds] if frame.folds != 1 else []))
 
@@ -119,7 +116,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Varying:
-    """Each rank holds a value of its own, no piece of a common one: a weight that tensor parallelism has cut."""
+    """Different value on each rank, such as a weight sharded by tensor parallelism."""
 
     def __str__(self) -> str:
         return "V"
@@ -132,34 +129,30 @@ VARYING = Varying()
 
 @dataclass(frozen=True)
 class Demand:
-    """`node` needs its operand whole (or scanned, reduced, attended), and it is placed as `have`.
+    """Requirement of `node` on the placement of an operand, for a strategy to discharge."""
 
-    kind: whole | align | reduce | mean | total | attend | scan | halo | draw | invariant | varying | stale | no rule:
-        the reason; what strategies claim it by
-    keeps_sharding: the node goes on running on shards of another operand, so a gathered operand's gradient is partial.
-    """
-
-    node: Node
-    operand: int
-    kind: str
-    have: Placement
+    node: Node  # node that has the requirement
+    operand: int  # index of the operand
+    kind: str  # reason and key of the strategy, such as "align", "reduce", "attend", "scan", "halo" or "no rule"
+    have: Placement  # current placement of the operand
+    # the node remains sharded along another operand, so the gathered operand's gradient is partial
     keeps_sharding: bool = False
-    why: str = ""
+    why: str = ""  # text for reports
 
 
 @dataclass
 class PlacementPlan:
-    """What propagation found; recomputed after every rewrite, never patched.
+    """Result of propagation; recomputed after every rewrite, never patched."""
 
-    placements: of each node's results.
-    wants: for nodes that run on shards, how each tensor operand must arrive.
-    """
-
-    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
-    wants: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)
-    demands: list[Demand] = field(default_factory=list)
+    placements: dict[Node, tuple[Placement, ...]] = field(
+        default_factory=dict
+    )  # placements of the results of each node
+    wants: dict[Node, tuple[Placement, ...]] = field(
+        default_factory=dict
+    )  # required placements of tensor operands, for nodes that run on shards
+    demands: list[Demand] = field(default_factory=list)  # unmet requirements
 
     def of(self, node: Node) -> Placement:
-        """The placement of a single-result node."""
+        """Return the placement of a single-result node."""
         placements = self.placements.get(node, ())
         return placements[0] if len(placements) == 1 else REPLICATE

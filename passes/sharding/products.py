@@ -1,10 +1,9 @@
-"""Batched matrix products in every spelling, seen as one: rows of `left` times rows of `right`.
+"""Match batched matrix products in all forms: rows of `left` times rows of `right`.
 
     matmul(q, k.transpose(-1, -2))    bmm    baddbmm(beta=0)    einsum("bqhd,bkhd->bhqk", q, k)
 
-A `ProductOperand` is an operand with the views that bring it to (leading dims, rows, width); which dims these are,
-the op's
-rule says. Reading makes no nodes.
+A `ProductOperand` is an operand with the permutation that brings it to (leading dims, rows, width), derived from the
+op's rule. Matching creates no nodes.
 """
 
 from __future__ import annotations
@@ -28,29 +27,30 @@ BATCHED_PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.baddbmm.default,
 
 @dataclass(frozen=True)
 class ProductOperand:
-    """An operand whose dims, taken in `order`, are (leading dims, rows, width)."""
+    """Operand whose dims, permuted by `order`, are (leading dims, rows, width)."""
 
     node: Node
     order: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[Size, ...]:
+        """Return the shape in that order."""
         shape = node_shape(self.node)
         return tuple(shape[d] for d in self.order)
 
     def transpose(self) -> ProductOperand:
-        """(leading dims, width, rows)"""
+        """Return the operand as (leading dims, width, rows)."""
         return ProductOperand(self.node, (*self.order[:-2], self.order[-1], self.order[-2]))
 
     def simplify(self) -> ProductOperand:
-        """Without the transpose that the order would undo."""
+        """Return the operand without a transpose that the order would revert."""
         source, behind = move_source(self.node), permutation_of(self.node)
         if source is None or behind is None or is_identity(self.order):
             return self
         return ProductOperand(source, tuple(behind[d] for d in self.order)).simplify()
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """The operand as a node whose dims are in order."""
+        """Return a node with the dims in order."""
         found = self.simplify()
         if is_identity(found.order):
             return found.node
@@ -59,23 +59,25 @@ class ProductOperand:
 
 @dataclass(frozen=True)
 class ProductMatch:
-    """left (..., m, c) times right (..., n, c), scaled: (..., m, n); `order`: the result's dims in that order."""
+    """Product left (..., m, c) times right (..., n, c), scaled: (..., m, n)."""
 
     left: ProductOperand
     right: ProductOperand
     scale: float
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # dims of the result in the order (..., m, n)
 
     @property
     def is_straight(self) -> bool:
-        """Are the result's dims (leading dims, m, n)?"""
+        """Return True if the result's dims are (leading dims, m, n)."""
         return is_identity(self.order)
 
 
 def match_product(node: Node, beside: bool = False) -> ProductMatch | None:
-    """The node as a product; None if it is none, or its operands broadcast or have fewer than three dims.
+    """Match a product without broadcasting and with at least three dims, or return None.
 
-    beside: also of one to which something is added: `product_addend` says what.
+    Args:
+        node: Node to match.
+        beside: Match products with an addend, too, see `product_addend`.
     """
     found = lookup_rule(node) if node.target in BATCHED_PRODUCTS else None
     call, rule = found if found is not None else (None, None)
@@ -99,7 +101,7 @@ def match_product(node: Node, beside: bool = False) -> ProductMatch | None:
 
 
 def product_addend(node: Node) -> tuple[Node, float] | None:
-    """What a product adds to itself, and how many times: of baddbmm; None if it adds nothing."""
+    """Return the addend of baddbmm and its factor, or None if nothing is added."""
     call = OpCall(node) if node.target is aten.baddbmm.default else None
     if call is None or not isinstance(call["beta"], (int, float)) or call["beta"] == 0:
         return None
@@ -107,5 +109,5 @@ def product_addend(node: Node) -> tuple[Node, float] | None:
 
 
 def transpose_product(product: ProductMatch) -> ProductMatch:
-    """The same product, seen with its operands exchanged."""
+    """Return the same product with exchanged operands."""
     return ProductMatch(product.right, product.left, product.scale, (*product.order[:-2], *product.order[:-3:-1]))

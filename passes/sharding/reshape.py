@@ -1,7 +1,7 @@
-"""The factors that two shapes of the same elements share, in row-major order: what a view does to dims.
+"""Derive the rule of a view: the factors that two shapes of the same elements share, in row-major order.
 
 [2, 12] -> [2, 4, 3]    d0 (d1 d2) -> d0 d1 d2
-[6, 10] -> [4, 15]      (d0 old2) (old3 d1) -> (d0 new4) (new5 d1)    what lies across dims of the other is whole
+[6, 10] -> [4, 15]      (d0 old2) (old3 d1) -> (d0 new4) (new5 d1)    factors that are not shared must be gathered
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from sp_compile.passes.graph.sizes import Size, as_size, assume_large, exact_quo
 
 from .factors import BoundRule, Dims, dim_factors, group_factors
 
-_EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # stands for 0, which everything divides
-DimCut = tuple[str, Size, Size]  # a factor, and how many elements of the slower ones are before and with it
+_EMPTY_RULE = sympy.Symbol("empty", integer=True, positive=True)  # replaces 0, which every size divides
+DimCut = tuple[str, Size, Size]  # factor, and the number of elements of the slower factors without and with it
 
 
 @lru_cache(maxsize=4096)
 def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule:
-    """The rule of an op that gives the same elements other dims."""
+    """Return the rule of a reshape.
+
+    Args:
+        before: Shape of the operand.
+        after: Shape of the result.
+    """
     old, new = _dim_strides(before), _dim_strides(after)
     cuts: tuple[list[list[DimCut]], list[list[DimCut]]] = ([[] for _ in before], [[] for _ in after])
     extents: dict[str, Size] = {}
@@ -41,12 +46,12 @@ def reshape_rule(before: tuple[Size, ...], after: tuple[Size, ...]) -> BoundRule
 
 
 def _dim_strides(shape: Sequence[Size]) -> list[Size]:
-    """How many elements of the slower dims there are before each dim, and in all."""
+    """Return the cumulative products of the slower dims before each dim, and the total."""
     return list(accumulate((_EMPTY_RULE if s == 0 else s for s in shape), mul, initial=1))
 
 
 def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[int, int, Size, Size, Size]]:
-    """(old dim, new dim, start, end, extent) of every factor that is whole in both."""
+    """Yield (old dim, new dim, start, end, extent) of every factor that is complete in both."""
     i = j = 0
     while i + 1 < len(old) and j + 1 < len(new):
         ends = old[i + 1], new[j + 1]
@@ -55,14 +60,14 @@ def _shared_factors(old: Sequence[Size], new: Sequence[Size]) -> Iterator[tuple[
         if extent is not None and not is_same_size(extent, 1):
             yield i, j, start, end, extent
         first, second = (is_same_size(end, e) for e in ends)
-        if not (first or second):  # neither divides the other: whichever is longer goes on
+        if not (first or second):  # neither divides the other: continue with the longer one
             lengths = [assume_large(e) for e in ends]
             first, second = lengths[0] <= lengths[1], lengths[0] >= lengths[1]
         i, j = i + first, j + second
 
 
 def _group_dims(ends: Sequence[Size], cuts: Sequence[Sequence[DimCut]], name: str, extents: dict[str, Size]) -> Dims:
-    """The dims as groups of the shared factors, and of what lies between them, which gets a name and an extent."""
+    """Return the dims as groups of shared factors and of the factors between them, which are named and sized here."""
     dims = []
     for (at, end), own in zip(pairwise(ends), cuts):
         factors = []

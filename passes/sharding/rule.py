@@ -1,25 +1,24 @@
-"""The rule notation and the registry: what an op does to the dims of its operands, as one einops-like line.
+"""Rule notation and registry: the effect of an op on the dims of its operands, as one einops-like line.
 
     rule(aten.linear.default, "... i, o i -> ... o", sum="i")
 
 Each comma-separated group names the dims of one tensor operand, in the order of the op's schema (absent optional
-tensors are skipped; a tensor list counts as that many operands). A factor that stands in the result passes through.
+tensors are skipped; a tensor list counts as its number of operands). A factor that is in the result passes through.
 One that vanishes must be classified, or registration fails:
 
     sum=     the result is Partial(sum) when the factor is sharded      linear's i
-    mean=    as sum, divided by the whole count                        mse_loss with reduction="mean"
+    mean=    like sum, divided by the global count                      mse_loss with reduction="mean"
     total=   a sum whose padding no fill of one operand removes         mse_loss with reduction="sum"
-    whole=   the op needs all of it                                     softmax's dim (also if it stays in the result)
+    whole=   the operand must be gathered along it                      softmax's dim (also if it is in the result)
     attend=  attention mixes it                                         scaled_dot_product_attention's q and k
-    scan=    every position needs what all before it combine to         cumsum's dim (it stays in the result)
-    halo=    a position needs its neighbours (see `BoundRule.slides`)      conv1d's dim (it stays in the result)
-    window=  a result is a contiguous piece of it (see `BoundRule.spans`) slice's dim (it stays in the result)
+    scan=    a position needs the combined values before it             cumsum's dim (it is in the result)
+    halo=    a position needs its neighbors (see `BoundRule.slides`)    conv1d's dim (it is in the result)
+    window=  a result is a contiguous piece (see `BoundRule.spans`)     slice's dim (it is in the result)
 
 A dim that is a product of factors is a group, slowest first: `"b s d -> (b s) d"` flattens.
 
-Ops whose behaviour depends on arguments register a function from the Call to a rule with
-`@register_rule_function(op, ...)`.
-The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is ours.
+If the rule depends on arguments, register a function from the call to a rule by `@register_rule_function(op, ...)`.
+The notation is that of einops and of Shardy's op sharding rules (openxla.org/shardy); `attend` is an addition.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from .placement import Placement
 __all__ = ["POINTWISE", "BoundRule", "Dims", "OpCall", "RuleFunction", "RulePattern", "register_rule_function", "rule"]
 
 RuleFunction = Callable[[OpCall], BoundRule | None]
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # a decorated function keeps its own type
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # decorated functions keep their type
 TransferFunction = Callable[[OpCall], tuple[Placement, ...]]
-POINTWISE = torch.Tag.pointwise  # registering this key gives the rule of every op that carries the tag
+POINTWISE = torch.Tag.pointwise  # key of the rule for all ops that have the tag
 RULES: Table[RuleFunction] = Table("sharding rules", again=True)
 TRANSFERS: Table[TransferFunction] = Table("placements of exchanges")
 _LOOKUP_CACHE: ContextVar[dict[Node, tuple[OpCall, BoundRule | None]] | None] = ContextVar(
@@ -54,7 +53,7 @@ _LOOKUP_CACHE: ContextVar[dict[Node, tuple[OpCall, BoundRule | None]] | None] = 
 
 
 def lookup_rule(node: Node) -> tuple[OpCall, BoundRule | None] | None:
-    """The call and its rule; None when the node is not an ATen-like op; rule None when nothing is known of it."""
+    """Return the call and its rule, or None if the node is no ATen-like op; the rule is None if unknown."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     seen = _LOOKUP_CACHE.get()
@@ -69,7 +68,7 @@ def lookup_rule(node: Node) -> tuple[OpCall, BoundRule | None] | None:
 
 @contextmanager
 def cache_lookups() -> Iterator[None]:
-    """While no graph changes, a call and its rule stay what they are: `lookup_rule` makes them once."""
+    """Cache the results of `lookup_rule` in this context, in which no graph may change."""
     token = _LOOKUP_CACHE.set({})
     try:
         yield
@@ -78,39 +77,51 @@ def cache_lookups() -> Iterator[None]:
 
 
 def has_rule(target: Any) -> bool:
-    """Does an op have a rule, whether or not that fits the operands of a call?"""
+    """Return True if the op has a rule, which may still not match the operands of a call."""
     return isinstance(target, OpOverload) and _rule_function(target) is not None
 
 
 def _rule_function(op: OpOverload) -> RuleFunction | None:
     found = RULES.get(op)
-    if found is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, and writes
+    if found is None and POINTWISE in op.tags and not schema_of(op).is_mutable:  # add.out has the tag, but writes
         found = RULES[POINTWISE]
     return found
 
 
 def register_rule_function(*ops: Any) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: the rule of these op overloads depends on their arguments."""
+    """Register a function that returns the rule of a call, as a decorator.
+
+    Args:
+        ops: Op overloads.
+    """
     return RULES.of(*ops)
 
 
 def register_transfer(*ops: Any) -> Callable[[FunctionT], FunctionT]:
-    """Decorator: where the results of an op lie that changes placements and nothing else (the sp:: exchanges)."""
+    """Register a function that returns the placements of results, as a decorator.
+
+    Args:
+        ops: Ops that only change placements (sp:: exchanges).
+    """
     return TRANSFERS.of(*ops)
 
 
 def transfer_of(target: Any) -> TransferFunction | None:
-    """What `register_transfer` registered for the op; None for any op that computes."""
+    """Return the function that `register_transfer` registered for the op, or None for ops that compute."""
     return TRANSFERS.get(target)
 
 
 def rule(op: Any, *texts: str, **options: Any) -> None:
-    """Register the sharding behaviour of an op overload (or of a list of them) as text; see the module's docstring.
+    """Register the sharding rule of an op as text; see the module's docstring.
 
-    Several texts: the one with as many operand groups as the call has tensor operands is taken.
-    Options: sum, mean, total, whole, attend, scan, halo, window (space-separated factors), and sizes, lazy,
-    starts_sequence, pad, masks, reshapes, lenders as in BoundRule.
-    Raises SpError for a malformed text, when a vanishing factor is not classified or an option is unknown.
+    Args:
+        op: Op overload, or a list of overloads.
+        texts: Rule texts; the one with the call's number of tensor operands is used.
+        options: Factors by kind, separated by spaces (sum, mean, total, whole, attend, scan, halo, window), and options
+            (sizes, lazy, starts_sequence, pad, masks, reshapes, lenders), see `BoundRule`.
+
+    Raises:
+        SpError: If a text is malformed, a vanishing factor is not classified, or an option is unknown.
     """
     parsed = [RulePattern.parse(text, **options) for text in texts]
     by_count = {len(p.operands): p for p in parsed}

@@ -1,9 +1,9 @@
-"""Ops whose results read a window of rows along a dim: what they read, and where the result lies on shards.
+"""Place ops whose results read a window of rows along a dim: convolutions, poolings, unfolds, shifts, rolls.
 
     row j of the result reads rows j * stride - before + [0, width) of the operand, and constants beyond its ends
 
-A convolution, a pooling, an unfold; with width 1, a shift. A roll reads one row, too, but counts round the end. They
-are torch's ops, and the sp:: ops that those become on shards, whose frame says where these lie:
+A shift has width 1. A roll reads one row, too, but wraps around. These are ops of torch, and the sp:: ops that replace
+them on shards, whose frame defines the placement:
 
     F.conv1d(x, w, b, padding=2)   along its last dim:   sp::conv1d(x, w, b, before=2, after=2, ...), width 3
 """
@@ -30,33 +30,36 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass(frozen=True)
 class SlidingRows:
-    """The rows that a result of `length` rows reads.
+    """Rows that a result of `length` rows reads."""
 
-    rolls: by how many rows, for a roll; `before` and `width` are then 0 and 1.
-    """
-
-    length: Size
-    before: Size = 0
-    width: Size = 1
-    stride: int = 1
-    rolls: Size | None = None
+    length: Size  # rows of the result
+    before: Size = 0  # rows of padding before the operand; 0 for a roll
+    width: Size = 1  # rows that a row of the result reads; 1 for a roll
+    stride: int = 1  # step in rows of the operand
+    rolls: Size | None = None  # rows to roll by, for a roll
 
     def num_after(self, rows: Size) -> Size:
-        """How many constants follow an operand of so many rows; negative if the last rows are not read."""
+        """Return the rows of padding after an operand of `rows` rows; negative if the last rows are not read."""
         return simplify_size((self.length - 1) * self.stride + self.width - self.before - rows)
 
     def is_within(self, rows: Size) -> bool:
-        """Is the result no longer than a sequence of so many rows, one for every `stride` of which it has?"""
+        """Return True if the result has at most one row per `stride` rows of a sequence of `rows` rows."""
         return _is_at_most(self.length * self.stride, rows)
 
 
 def simplify_size(a: Size) -> Size:
-    """The size with its terms collected: an int where the symbols cancel."""
+    """Collect the terms of a size; the result is an int if the symbols cancel."""
     return a if isinstance(a, int) else as_size(sympy.expand(a))
 
 
 def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
-    """Where the result lies if the operand lies as in `shard`, or why it has to be whole instead."""
+    """Return the placement of the result for an operand with this shard, or the reason to gather.
+
+    Args:
+        sliding: Rows that the op reads.
+        shard: Placement of the operand.
+        n: Number of ranks.
+    """
     frame = shard.frame
     if not frame.order.is_in_order:
         return f"its neighbours are elsewhere in the {frame.order.name} layout"
@@ -89,7 +92,7 @@ def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
 
 
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:
-    """The result's window of `as_size` positions: next to the operand's, else at the front, else at the end."""
+    """Return the window of the result: aligned with the operand's, else at the start, else at the end."""
     last = simplify_size(size - sliding.length)
     beside = exact_quotient(frame.start, sliding.stride)
     for start in (beside, 0, last):
@@ -99,33 +102,31 @@ def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | Non
 
 
 def _is_at_most(a: Size, b: Size) -> bool:
-    """Is a <= b whatever the symbols, which are positive, are?"""
+    """Return True if a <= b for all positive values of the symbols."""
     difference = sympy.expand(sympy.sympify(b) - sympy.sympify(a))
     return bool(difference.is_nonnegative)
 
 
 @dataclass(frozen=True)
 class WindowCall:
-    """A call that slides along one dim as `op(x, *head, before, after, *tail)`; a roll has no before and after.
+    """Call along one dim as `op(x, *head, before, after, *tail)`; a roll has no before and after."""
 
-    first: an op and its arguments behind x, which does beforehand what the call does along other dims.
-    """
-
-    sliding: SlidingRows
-    op: Any
-    head: tuple[Any, ...] = ()
-    tail: tuple[Any, ...] = ()
+    sliding: SlidingRows  # rows that it reads
+    op: Any  # sp:: op
+    head: tuple[Any, ...] = ()  # arguments before `before`
+    tail: tuple[Any, ...] = ()  # arguments after `after`
+    # op, and its arguments after x, that applies the call along other dims first
     first: tuple[Any, tuple[Any, ...]] | None = None
 
     def args(self, rows: Size) -> tuple[Any, ...]:
-        """What follows an x of so many rows."""
+        """Return the arguments after an x of `rows` rows."""
         if self.sliding.rolls is not None:
             return self.head
         return (*self.head, self.sliding.before, self.sliding.num_after(rows), *self.tail)
 
 
 def sliding_calls(call: OpCall) -> Mapping[int, WindowCall]:
-    """By dim of the first operand: how the call slides along it. Empty where it does not, or not in known steps."""
+    """Return the window calls of a call by dim of its first operand; dims with unknown steps are omitted."""
     function = WINDOW_CALLS.get(call.node.target)
     found = function(call) if function is not None else {}
     return {d: s for d, s in found.items() if _has_known_rows(s.sliding, call.shape()[d])}
@@ -142,13 +143,13 @@ SlideFunction = Mapping[int, WindowCall]
 
 
 def _single_number(value: Any, default: Any = None) -> Any:
-    """The number in a list argument of an op of one spatial dim; the default if the list is empty."""
+    """Return the number in a list argument of an op with one spatial dim, or the default for an empty list."""
     listed = value if isinstance(value, Sequence) else [value]
     return as_size(listed[0]) if listed else default
 
 
 def _along_last_dim(call: OpCall, before: Size, width: Size, stride: int) -> SlidingRows:
-    """Along the last dim."""
+    """Return the sliding rows along the last dim."""
     return SlidingRows(call.result_shapes()[0][call.ndim() - 1], before, width, stride)
 
 
@@ -167,7 +168,7 @@ def _conv_windows(call: OpCall) -> SlideFunction:
 
 
 def _avg_pool_windows(call: OpCall) -> SlideFunction:
-    """Windows that end beyond the padding, or do not count it, divide by fewer rows."""
+    """Return no windows if they end beyond the padding or do not count it: these divide by fewer rows."""
     width, before = _single_number(call["kernel_size"]), _single_number(call["padding"], 0)
     stride = _single_number(call["stride"], width)
     sliding = _along_last_dim(call, before, width, stride)
@@ -195,7 +196,7 @@ def _unfold_windows(call: OpCall) -> SlideFunction:
 
 
 def _pad_windows(call: OpCall) -> SlideFunction:
-    """Dims are padded one after the other, so that the others may come first."""
+    """Pad one dim at a time; the other dims are padded first."""
     fill = call["value"] if call["value"] is not None else 0
     if call.get("mode", "constant") != "constant" or not isinstance(fill, (bool, int, float)):
         return {}
@@ -226,7 +227,7 @@ def _roll_windows(call: OpCall) -> SlideFunction:
 
 
 def _shorter_shift(shift: Size, length: Size) -> Size:
-    """The same roll by at most half of the length, where numbers tell."""
+    """Return the equivalent roll by at most half of the length, if the sizes are ints."""
     if not isinstance(shift, int) or not isinstance(length, int) or length == 0:
         return shift
     forward = shift % length
@@ -234,7 +235,7 @@ def _shorter_shift(shift: Size, length: Size) -> Size:
 
 
 def _sp_windows(call: OpCall) -> SlideFunction:
-    """The arguments of an sp:: op spell it all."""
+    """Derive the windows of an sp:: op from its arguments."""
     op, arguments = call.node.target, list(call.args)
     at = call.dim() if "dim" in call.args else call.ndim() - 1
     if op is sp.roll.default:
@@ -250,7 +251,7 @@ def _sp_windows(call: OpCall) -> SlideFunction:
 
 
 SHARD_WINDOWS = tuple(op.default for op in (sp.avg_pool1d, sp.conv1d, sp.max_pool1d, sp.roll, sp.shift, sp.unfold))
-"""The ops that take shards, if their frame says where these lie."""
+"""Ops that accept shards, if their frame argument is set."""
 
 WINDOW_CALLS: Mapping[Any, Callable[[OpCall], SlideFunction]] = {
     **dict.fromkeys(parse_overloads("conv1d conv1d.padding convolution"), _conv_windows),
@@ -264,7 +265,7 @@ WINDOW_CALLS: Mapping[Any, Callable[[OpCall], SlideFunction]] = {
 
 
 def window_shift_sizes(call: OpCall, n: int) -> list[tuple[int, Any]]:
-    """(ranks further on, rows) of every shift in the forward of a call on shards; those of the backward go back."""
+    """Return (rank offset, rows) of every shift in the forward of a call on shards; the backward reverses them."""
     if call.node.target not in SHARD_WINDOWS or call["frame"] is None or n == 1:
         return []
     ((_, slides),) = _sp_windows(call).items()

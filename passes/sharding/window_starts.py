@@ -1,10 +1,10 @@
-"""Where sequences begin that are windows of another one, as the tokens that several heads of a model predict.
+"""Align the frames of sequences that are windows of another one, such as the targets of several heads.
 
-    cat([h[:, :-1], embedding(ids[:, 1:])], -1)      h lies in 13 rows; ids are whole, so their embedding begins here
+    cat([h[:, :-1], embedding(ids[:, 1:])], -1)      h has 13 rows; ids are replicated, so their embedding starts here
 
-By itself it would begin as a sequence of 12 rows, each rank's share of which is another than that of h's window: one of
-the two would be gathered. As what is whole may be cut anywhere, it begins where the window lies. Changes nothing: says
-in which frame nodes begin, for `propagate`.
+Unaligned, it would start as a sequence of 12 rows, whose shards differ from those of h's window, and one of the two
+would be gathered. A replicated value can be sharded at any position, so it starts in the frame of the window. This
+analysis changes no graph: it returns the frames for `propagate`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from sp_compile.passes.graph.sizes import is_same_size
 from .placement import Demand, Frame, PlacementPlan, Shard
 
 MAX_ALIGN_ROUNDS = 8
-"""Windows of windows: each round lets those begin elsewhere that the one before has made differ."""
+"""Maximum number of rounds: each round may misalign windows of windows, which the next one aligns."""
 WindowStarts = Mapping[Node, Frame]
 
 
 def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> PlacementPlan:
-    """The plan with the fewest values that lie otherwise than what they meet. propagated: with such frames."""
+    """Return the plan with the fewest misaligned values.
+
+    Args:
+        propagated: Propagates placements with the given start frames.
+    """
     begins: dict[Node, Frame] = {}
     best = plan = propagated(begins)
     for _ in range(MAX_ALIGN_ROUNDS):
@@ -40,18 +44,18 @@ def align_window_starts(propagated: Callable[[WindowStarts], PlacementPlan]) -> 
 
 
 def _choose_better(known: PlacementPlan, other: PlacementPlan) -> PlacementPlan:
-    """The other one, if it has fewer such values, and no more of all that has to be exchanged."""
+    """Return the other plan if it has fewer misaligned values and no more demands, else the known one."""
     fewer = len(_misaligned_demands(other)) < len(_misaligned_demands(known))
     return other if fewer and len(other.demands) <= len(known.demands) else known
 
 
 def _misaligned_demands(plan: PlacementPlan) -> list[Demand]:
-    """Of values that lie in another sequence than what they meet, with as many rows."""
+    """Return the demands of values that have the same number of rows as the other operands but another frame size."""
     return [demand for demand in plan.demands if demand.kind == "align" and _demand_frames(demand, plan) is not None]
 
 
 def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] | None:
-    """Where the operand lies, and where it is wanted."""
+    """Return the current and the required frame of the operand, or None if they are not misaligned."""
     wants, have = plan.wants.get(demand.node, ()), demand.have
     want = wants[demand.operand] if demand.operand < len(wants) else None
     if not isinstance(have, Shard) or not isinstance(want, Shard):
@@ -61,7 +65,7 @@ def _demand_frames(demand: Demand, plan: PlacementPlan) -> tuple[Frame, Frame] |
 
 
 def _start_candidates(demand: Demand, plan: PlacementPlan) -> dict[Node, Frame]:
-    """Nodes where what lies otherwise begins, or else where what it meets does, and where they had better."""
+    """Return new start frames for the misaligned operand, or else for the operands that it is combined with."""
     frames = _demand_frames(demand, plan)
     assert frames is not None
     have, want = frames
@@ -81,10 +85,13 @@ def _has_frame(node: Node, frame: Frame, plan: PlacementPlan) -> bool:
 
 
 def _start_nodes(x: Node, frame: Frame, plan: PlacementPlan) -> list[Node]:
-    """The nodes at which what makes x begins on shards of the frame; [] if a part of it is given so, or cut so."""
+    """Return the nodes at which the computation of x starts on shards of the frame.
+
+    The list is empty if an input is sharded in this frame, or a value is cut to it.
+    """
 
     def sharded(node: Node) -> list[Node]:
-        given = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as it is wanted
+        given = [i for i in node.all_input_nodes if plan.wants.get(i) != ()]  # a constant is cut as required
         return [i for i in given if any(isinstance(p, Shard) for p in plan.placements.get(i, ()))]
 
     nodes = list(iterate_reachable([x], sharded))

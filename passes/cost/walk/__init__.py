@@ -1,1 +1,1 @@
-"""What lies in memory while a graph runs, event by event, and which events Inductor lets run as one."""
+"""Model memory over a graph event by event, with Inductor's fusion."""

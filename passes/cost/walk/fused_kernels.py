@@ -1,6 +1,6 @@
-"""Which of a graph's events Inductor lets run as one kernel, of a walk over its memory (`liveness.py`).
+"""Approximate Inductor's fusion decisions for the liveness model (`liveness.py`).
 
-An event that runs with an earlier one comes as early; what only a kernel itself reads of what it makes lies nowhere.
+A fused event runs at the position of the first; values that only the kernel itself reads have no storage.
 """
 
 from __future__ import annotations
@@ -40,37 +40,40 @@ PlaceKey = int
 
 @dataclass(frozen=True)
 class RowKernel:
-    """Events that go through the same rows, in the order of the graph, and the places that they read and make."""
+    """Events over the same rows in graph order, and the storages that they read and write."""
 
     nodes: list[Node]
     reads: set[PlaceKey]
     makes: set[PlaceKey]
 
     def join(self, later: RowKernel) -> RowKernel:
+        """Return both kernels as one."""
         return RowKernel([*self.nodes, *later.nodes], self.reads | later.reads, self.makes | later.makes)
 
 
 class FusedEvents:
-    """Events, in order: the places that each reads and makes. Where nothing is fused each is one operator."""
+    """Events in order, with the storages that each reads and writes; unfused events are single ops."""
 
     def __init__(self, fused: bool) -> None:
         self.fused, self.on_gpu = fused, False
-        self.sums: dict[Node, Node] = {}  # the product that is made with each
+        self.sums: dict[Node, Node] = {}  # sum -> product computed with it
         self.made: dict[Node, list[PlaceKey]] = {}
         self.taken: dict[Node, frozenset[PlaceKey]] = {}
         self.sizes: dict[PlaceKey, int] = {}
         self.results: set[PlaceKey] = set()
-        self.often: dict[Node, frozenset[PlaceKey]] = {}  # what several parts of an event read, which none writes over
+        self.often: dict[
+            Node, frozenset[PlaceKey]
+        ] = {}  # read by several parts of an event, so that none writes over it
 
     def fuse(self) -> None:
-        """Let events run together: on a CPU sums alone, as was measured there."""
+        """Fuse events; on a CPU only sums, as measured."""
         self.on_gpu = any(map(is_on_gpu, self.made))
         self._fuse_sums()
         if self.on_gpu:
             self._fuse_rows()
 
     def is_fused(self, node: Node) -> bool:
-        """Is it a part of kernels that Inductor writes?"""
+        """Return True if the node is part of kernels that Inductor generates."""
         target = node.target
         if not self.fused or node in self.sums or not isinstance(target, OpOverload):
             return False
@@ -82,10 +85,10 @@ class FusedEvents:
         )
 
     def _fuse_sums(self) -> None:
-        """Let sums near each other that read a value in common, and as many rows, run as one when all of that is there.
+        """Fuse nearby sums that read a common value with the same number of rows.
 
         Inductor does so with gradients of scales and biases, which nothing waits for. It sorts kernels by their first
-        part: what stood between the first sum and the last one, and no sum needs, comes later than the graph has it.
+        part, so nodes between the first and last sum that no sum needs run later than in the graph.
         """
         results = (
             len(node_tensors(node)) for node in self.made
@@ -107,21 +110,21 @@ class FusedEvents:
             self._sort({node: group for group in groups.values() for node in group})
 
     def _read_in_common(self, a: Node, b: Node) -> bool:
-        """May two sums run as one for what they read? Wide rows of a GPU: more than one value, as was seen."""
+        """Return True if two sums read enough common values; wide rows on GPUs need more than one (observed)."""
         wide = is_on_gpu(a) and size_hint(a.args[0].meta["val"].shape[-1]) > WIDE_ROW  # type: ignore[union-attr]
         return _is_same_reduction(a, b) and len(self.taken[a] & self.taken[b]) > wide
 
     def _fuse_rows(self) -> None:
-        """Let what reads rows, and sums over each of them, run as one, when all that it reads is there.
+        """Fuse row-wise events with reductions over rows, if all that they read is available.
 
-        As a norm or a softmax with what is made of it; on a GPU with the gradient of its scale, too.
+        Examples are a norm or softmax with its users; on a GPU also the gradient of its scale.
         """
         number = {node: i for i, node in enumerate(self.made)}
-        written: dict[PlaceKey, int] = {}  # by the last event that does
+        written: dict[PlaceKey, int] = {}  # by the last event that writes it
         for node, keys in self.made.items():
             waits = self.taken[node] if node.target in LATE_WRITE_OPS else ()
             written.update((key, number[node]) for key in (*keys, *waits))
-        units = defaultdict[int, list[RowKernel]](list)  # by elements
+        units = defaultdict[int, list[RowKernel]](list)  # by number of elements
         for node in self.made:
             count = self._elements_by_row(node)
             if not count:
@@ -143,7 +146,7 @@ class FusedEvents:
         number: dict[Node, int],
         written: dict[PlaceKey, int],
     ) -> RowKernel | None:
-        """An earlier one of what goes through so many elements, at which all that this one reads is there."""
+        """Return an earlier kernel over the same number of elements at which all operands are available, or None."""
         large = {key for key in last.reads if self.sizes[key] >= count}
         for one in others:
             first = number[one.nodes[0]]
@@ -154,7 +157,7 @@ class FusedEvents:
         return None
 
     def _elements_by_row(self, node: Node) -> int:
-        """Elements that a kernel goes through row by row; 0 of any other event."""
+        """Return the number of elements of a row-wise event, or 0 for others."""
         if not self.is_fused(node):
             return 0
         if node.target not in REDUCTIONS:
@@ -167,17 +170,17 @@ class FusedEvents:
         return size_hint(shape.numel()) if of_rows or _is_row_reduction(node) else 0
 
     def _is_last_sum(self, node: Node) -> bool:
-        """Is it a sum that is returned, or only put together with others?"""
+        """Return True for a sum that is only returned or concatenated."""
         if node.target not in REDUCTIONS:
             return False
         passed = iterate_reachable([node], lambda n: [x for x in n.users if n is node or _is_reinterpretation(x)])
         return all(n is node or _is_reinterpretation(n) or n.target is CAT or n.op == "output" for n in passed)
 
     def _sort(self, together: dict[Node, list[Node]]) -> None:
-        """Events in the order of the graph, each behind what it reads; those that run together are one."""
+        """Sort events in graph order after their operands, with each fused group as one."""
         groups = {node: together.get(node, [node]) for node in self.made}
         number = {node: i for i, node in enumerate(self.made)}
-        makers = defaultdict[PlaceKey, list[Node]](list)  # and what has to be waited for
+        makers = defaultdict[PlaceKey, list[Node]](list)  # and events that must be waited for
         for node, keys in self.made.items():
             waits = self.taken[node] if node.target is WAIT_OPS or node.target in ARRIVALS else ()
             for key in (*keys, *waits):
@@ -210,7 +213,7 @@ class FusedEvents:
         self.made = {node: self.made[node] for node in order}
 
     def _keep_inside(self, event: Node) -> None:
-        """What only the event itself reads of what it makes has no place."""
+        """Remove the storages that only the event itself reads."""
         elsewhere = frozenset().union(*(keys for one, keys in self.taken.items() if one is not event))
         inside = (self.taken[event] & {*self.made[event]}) - elsewhere - self.results
         self.made[event] = [key for key in self.made[event] if key not in inside]
@@ -218,9 +221,10 @@ class FusedEvents:
 
 
 def products_in_sums(graph: Graph) -> dict[Node, Node]:
-    """Matrix products that only one sum reads, by that sum: Inductor makes both at once, where the sum is (`addmm`).
+    """Map each sum to the product that only it reads: Inductor computes both at once (`addmm`).
 
-    As a weight's gradient that is added to that of the embedding it is tied to. Not what a GPU's kernels go on with.
+    An example is a weight's gradient added to that of a tied embedding. On a GPU, sums with elementwise users do not
+    count.
     """
     found = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
@@ -231,7 +235,7 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
 
 
 def _can_fuse_addend(product: Any, other: Any) -> bool:
-    """May something be added to a product in the product's own kernel?"""
+    """Return True if the product's kernel can add the other operand."""
     if not isinstance(product, Node) or product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     if not isinstance(other, Node) or other is product or not isinstance(other.meta.get("val"), torch.Tensor):
@@ -244,7 +248,7 @@ def _can_fuse_addend(product: Any, other: Any) -> bool:
 
 
 def _is_elementwise(user: Node) -> bool:
-    """Is it a part of a kernel, or a view that only such read?"""
+    """Return True for an elementwise op, or a view with only elementwise users."""
     if user.target is operator.getitem:
         return all(map(_is_elementwise, user.users))
     if not isinstance(user.target, OpOverload):
@@ -255,25 +259,25 @@ def _is_elementwise(user: Node) -> bool:
 
 
 def _is_same_reduction(a: Node, b: Node) -> bool:
-    """Do two sums have the same rows and the same results?"""
+    """Return True if two sums have equal numbers of elements and equal result shapes."""
     (x, y), (u, v) = ((n.args[0].meta["val"].shape, n.meta["val"].shape) for n in (a, b))  # type: ignore[union-attr]
     return math.prod(map(size_hint, x)) == math.prod(map(size_hint, u)) and tuple(y) == tuple(v)
 
 
 def is_on_gpu(node: Node) -> bool:
-    """A model on the meta device is on none: it is looked at for one."""
+    """Return True if a value is not on a CPU; meta tensors count as GPU tensors."""
     return any(x.device.type != "cpu" for x in node_tensors(node))
 
 
 def _is_reinterpretation(node: Node) -> bool:
-    """Does it give what it is given, in another shape or dtype?"""
+    """Return True for a view or a dtype conversion."""
     return node.target in VIEW_CALLS or _op_name(node.target) == "prims::convert_element_type"
 
 
 def _is_row_reduction(node: Node) -> bool:
-    """Does a GPU's kernel that has a row at once make this sum over rows, too?
+    """Return True if a GPU kernel that processes rows computes this sum over rows, too.
 
-    Where there is much to read, in many more rows than columns: Inductor's `MixOrderReduction`.
+    This holds for many elements and many more rows than columns: Inductor's `MixOrderReduction`.
     """
     if not is_on_gpu(node):
         return False
@@ -283,5 +287,5 @@ def _is_row_reduction(node: Node) -> bool:
 
 
 def _op_name(target: Any) -> str:
-    """aten::mm; nothing of what is no operator."""
+    """Return the op name, such as aten::mm, or ""."""
     return str(schema_of(target).name) if isinstance(target, OpOverload) else ""

@@ -1,4 +1,4 @@
-"""Kinds of operators that a walk over memory tells apart, and what one has inside."""
+"""Classes of operators in the liveness walk."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from sp_compile.passes.graph.call import WAIT_OPS, parse_overloads
 
 TO_HOST, FROM_HOST = torch.ops.sp.offload.default, torch.ops.sp.reload.default
 ARRIVALS = frozenset({torch.ops.sp.offloaded.default, torch.ops.sp.reloaded.default})
-"""They make nothing, and what they are given stays until then."""
+"""Ops without results whose operands stay alive until then."""
 IN_PLACE_COLLECTIVES = frozenset({torch.ops._c10d_functional.all_reduce.default})
 MUTATIONS = frozenset({auto_functionalized, auto_functionalized_v2})
-"""Inductor lets these write into what they are given."""
+"""Inductor lets these mutate their operands."""
 LATE_WRITE_OPS = frozenset({WAIT_OPS}) | ARRIVALS | MUTATIONS
-"""What they are given is not written before them."""
+"""Operands of these are not overwritten before."""
 CAT = torch.ops.aten.cat.default
 CONCAT_CALLS = frozenset({CAT, WAIT_OPS, operator.getitem, *parse_overloads("split_with_sizes split.Tensor")})
-"""They hold what they are given, or give parts of it."""
+"""Results contain the operands or parts of them."""
 VIEW_CALLS = frozenset(
     parse_overloads("view _unsafe_view reshape expand permute squeeze.dim squeeze.dims unsqueeze t alias")
 )
 WIDE_ROW, WIDEST_ROW = 1024, 16384
-"""Of rows, from where on there is more than one step to each, and up to where a GPU's kernel holds one at once."""
+"""Row size above which rows need several steps, and maximum row size of a persistent GPU kernel."""
 FEWEST_ROWS, FEWEST_ELEMENTS = 4096, 5 << 20
-"""Of what such a kernel sums over its rows, too."""
+"""Minimum rows and elements for which such a kernel sums over rows, too."""
 INLINED_ONCE, INLINED_OFTEN = 8, 4
-"""Places that Inductor lets one value read, if it has one reader and if it has several."""
+"""Maximum storages that Inductor inlines into one value, for one reader and for several."""
 UNFUSED_OPS = "primals_", "arg", "fwd_rng_state", "bwd_rng_state", "tangents"
-"""Inputs of these names Inductor takes for such as nobody frees: `is_nonfreeable_buffers`."""
+"""Prefixes of inputs that Inductor considers not freeable: `is_nonfreeable_buffers`."""
 MATRIX_PRODUCTS = frozenset(parse_overloads("mm bmm addmm baddbmm convolution"))
 REDUCTIONS = frozenset(
     parse_overloads(
@@ -41,7 +41,7 @@ REDUCTIONS = frozenset(
         "_unsafe_masked_index_put_accumulate _unsafe_index_put scatter_reduce.two"
     )
 )
-"""Their operands are computed inside them; what they give has a place."""
+"""Operands are computed inline; results have storage."""
 ELEMENTWISE = frozenset(
     parse_overloads(
         "embedding index.Tensor gather cat constant_pad_nd full zeros ones empty.memory_format arange.start_step "
@@ -55,7 +55,7 @@ TILE_LOOPS = {
     torch.ops.sp.tiles_at_once.default: (0, "gradients", ("results", "gradients")),
     torch.ops.sp.tiles_backward.default: (1, "gradients", ("gradients",)),
 }
-"""Loops over tiles: where their operands begin, what of a program they call for each, and what comes of it."""
+"""Tile loops: index of the first operand, part of the program per tile, and kinds of results."""
 ARITHMETIC_OPS = frozenset(parse_overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor"))
 DROPOUT_CALLS = frozenset(parse_overloads("native_dropout native_dropout_backward"))
 CPU_FLASH_OPS = {
@@ -64,7 +64,7 @@ CPU_FLASH_OPS = {
     torch.ops.sp.attend.default: 1,
     torch.ops.sp.attend_backward.default: 2,
 }
-"""Attention of PyTorch's CPU kernel -> blocks of scores that each thread has."""
+"""CPU attention -> blocks of scores per thread."""
 ATTENTIONS = frozenset(
     parse_overloads(
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
@@ -74,5 +74,5 @@ ATTENTIONS = frozenset(
     )
 ).union(CPU_FLASH_OPS)
 FUSABLE_VIEWS = 64
-"""Inductor fuses no kernels that are further apart in its order: `Scheduler.are_long_distant_nodes`."""
+"""Maximum distance of kernels that Inductor fuses: `Scheduler.are_long_distant_nodes`."""
 PRIMS = frozenset(f"prims::{name}" for name in "iota convert_element_type fma inductor_seeds inductor_random".split())

@@ -1,9 +1,9 @@
-"""What lies in memory while a graph runs: a walk over its values, each from where it is made to where it is last read.
+"""Model the memory of a running graph: each value lives from its definition to its last use.
 
-Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory (views, what is written in
-place) are one. Where kernels are fused, elementwise work exists nowhere: its readers compute it again from what lies in
-memory, and it gets a place only where something reads it that is not fused (a product, attention, an exchange), where a
-reduction ends, or where it reads more places than Inductor inlines. A kernel may write over what it reads last.
+Graphs are those of AOTAutograd's partition, with fake tensors. Values that share memory (views, in-place writes) are
+one. With fusion, elementwise work has no storage: its readers recompute it. It gets storage only if an unfused op
+(product, attention, collective) reads it, at the end of a reduction, or if it reads more storages than Inductor
+inlines. A kernel may write over an operand that it reads last.
 """
 
 from __future__ import annotations
@@ -58,73 +58,64 @@ from .kinds import (
 from .workspace import conversion_bytes, op_workspace
 
 MAX_WALK_STEPS = 8
-"""From a node without a line to one that has one."""
+"""Maximum steps from a node without a line to one that has one."""
 
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A value in memory. name: of its node. where: the user's line that makes it.
+    """Value in memory."""
 
-    origin: "saved", "value", "result" (of a backward it is called "gradient"), "workspace" (inside an operator) or
-    "reuse" (read no more, and kept for a buffer of that size).
-    """
-
-    name: str
-    where: str
+    name: str  # name of its node
+    where: str  # user's line
     nbytes: int
-    origin: str = "value"
+    origin: str = "value"  # or "saved", "result" ("gradient" in a backward), "workspace" or "reuse" (retained buffer)
 
 
 @dataclass(frozen=True)
 class WalkMoment:
-    """A node as it runs, and the bytes of all values in memory then.
-
-    results: of these, what the graph returns. idle: what is only kept for a later buffer. layer: of the model, by its
-    path. traffic: bytes that the node reads and writes if it is no product; flops: of one, without attention. attends:
-    whether the node is an attention.
-    """
+    """Node as it runs, and the bytes of all live values."""
 
     name: str
     where: str
     nbytes: int
-    results: int = 0
-    idle: int = 0
+    results: int = 0  # bytes of graph results
+    idle: int = 0  # bytes retained for later buffers
     product: bool = False
-    layer: str = ""
-    traffic: int = 0
-    flops: int = 0
-    attends: bool = False
+    layer: str = ""  # path of the layer
+    traffic: int = 0  # bytes read and written, except by products
+    flops: int = 0  # FLOPs of products, without attention
+    attends: bool = False  # True for attention
 
 
 @dataclass
 class LivenessWalk:
-    """One graph's run. start, end: bytes of values in memory before and behind it; inputs that stay are not counted."""
+    """Liveness of one graph."""
 
     moments: list[WalkMoment] = field(default_factory=list)
-    start: int = 0
-    end: int = 0
+    start: int = 0  # live bytes before the run, without permanent inputs
+    end: int = 0  # live bytes after it
     _places: _StoragePlaces | None = None
     _given: dict[PlaceKey, LiveValue] = field(default_factory=dict)
 
     @property
     def traffic(self) -> int:
-        """Bytes that kernels other than products read and write."""
+        """Return the bytes that kernels other than products read and write."""
         return sum(moment.traffic for moment in self.moments)
 
     @property
     def flops(self) -> int:
-        """Of matrix products, without attention."""
+        """Return the FLOPs of matrix products, without attention."""
         return sum(moment.flops for moment in self.moments)
 
     def by_last_layer(self, saved: Iterable[Node]) -> list[tuple[str, LiveValue]]:
-        """What these inputs lie in, each with the layer that reads it last."""
+        """Return these inputs with the layer that reads each last."""
         assert self._places is not None
         found = {self._places.key(x): one for one in saved for x in node_tensors(one)}
         layers = list(accumulate(self.moments, lambda layer, moment: moment.layer or layer, initial=""))
         return [(layers[self._places.last.get(key, -1) + 1], self._given[key]) for key in found]
 
     def alive(self, moment: int) -> list[LiveValue]:
-        """What is in memory at the moment of this number, the largest first."""
+        """Return the live values at a moment, largest first."""
         assert self._places is not None
         for i, (_, live) in enumerate(self._places.run(self._given)):
             if i == moment:
@@ -133,17 +124,23 @@ class LivenessWalk:
 
 
 def nbytes_of(value: torch.Tensor) -> int:
-    """Bytes of the memory that a tensor lies in."""
+    """Return the bytes of a tensor's storage."""
     return size_hint(value.untyped_storage().nbytes())
 
 
 def is_on_host(node: Node) -> bool:
-    """Is it an input that waits in the host's memory?"""
+    """Return True for an input that is in host memory."""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)
 
 
 def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
-    """Run a graph in thought. fused: as Inductor does. saved: inputs that end with their last reader."""
+    """Simulate a run of a graph.
+
+    Args:
+        graph: Graph.
+        fused: Model Inductor's fusion.
+        saved: Inputs that are freed after their last use.
+    """
     places = _StoragePlaces(graph, fused)
     given = {
         places.key(x): LiveValue(one.name, _node_line(one), nbytes_of(x), "saved")
@@ -169,7 +166,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
 
 
 def _node_line(node: Node) -> str:
-    """The user's line. What no line makes, as a result on its way to the caller, is at that of its first operand."""
+    """Return the user's line of a node, or else of its first operand."""
     for _ in range(MAX_WALK_STEPS):
         if is_tangent(node):
             return TANGENTS_LINE
@@ -182,23 +179,20 @@ def _node_line(node: Node) -> str:
 
 
 def is_product(node: Node) -> bool:
-    """Is it a matrix product, or an attention?"""
+    """Return True for a matrix product or an attention."""
     return node.target in MATRIX_PRODUCTS or node.target in ATTENTIONS or is_grouped_product(node)
 
 
 @dataclass(frozen=True)
 class _TileLoop:
-    """A loop over tiles. sums: bytes of what all tiles add to; wide: of these, of what is returned in another dtype.
-
-    narrow: of the same as it is returned. rows: bytes of a tile's operands that are copied to lie without gaps.
-    """
+    """Loop over tiles."""
 
     tiles: int
     part: TilePart
-    sums: int
-    wide: int
-    narrow: int
-    rows: int
+    sums: int  # bytes of accumulators
+    wide: int  # bytes of accumulators that are cast at the end
+    narrow: int  # bytes of these after the cast
+    rows: int  # bytes of a tile's operands that are copied to be contiguous
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
@@ -224,11 +218,11 @@ class _TileLoop:
         )
 
     def tile(self, fused: bool) -> LivenessWalk:
-        """Of one tile."""
+        """Return the liveness of one tile."""
         return _tile_bytes(self.part, fused)
 
     def inside(self, fused: bool) -> int:
-        """Bytes beside operands and results: of a tile, or of what it is added up in."""
+        """Return the bytes besides operands and results."""
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.rows + self.wide - self.narrow, self.wide)
 
@@ -237,7 +231,7 @@ class _TileLoop:
 def _tile_bytes(part: TilePart, fused: bool) -> LivenessWalk:
     if not fused:
         return walk(part.graph.graph, fused)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # it may hold constants
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the graph may contain constants
         inputs = [
             torch.empty_strided(
                 *([size_hint(size) for size in of] for of in (x.shape, x.stride())), dtype=x.dtype, device=x.device
@@ -248,7 +242,7 @@ def _tile_bytes(part: TilePart, fused: bool) -> LivenessWalk:
 
 
 def _workspace_bytes(node: Node, fused: bool) -> int:
-    """Bytes that an op has while it runs, besides what it is given and gives."""
+    """Return the workspace of an op in bytes."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
     given = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
@@ -261,7 +255,7 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
 
 
 def _joined_results(graph: Graph) -> set[Node]:
-    """What nothing reads but results that it is put into, as gradients of weights, until ranks have added them up."""
+    """Return values that are only joined into results, such as weight gradients until they are reduced."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.users and all(x.op == "output" or (x in found and _holds_operand(x)) for x in node.users):
@@ -270,27 +264,29 @@ def _joined_results(graph: Graph) -> set[Node]:
 
 
 def _holds_operand(node: Node) -> bool:
-    """Does the result hold the operands' elements, or those of all ranks added up?"""
+    """Return True if the result contains the operands' elements, or their sums over ranks."""
     if node.target in CONCAT_CALLS or move_source(node) is not None:
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
 
 
 def _copies_operands(node: Node) -> bool:
-    """Does Inductor write what has no place yet once more for it? So it does where strides are asked for."""
+    """Return True if Inductor copies inlined operands for the op, as it does for required strides."""
     return node.target in ATTENTIONS or getattr(node.target, "namespace", "") == "sp"
 
 
 class _StoragePlaces(FusedEvents):
-    """Where each value of a graph lies, and what of it has no place."""
+    """Storage of each value of a graph."""
 
     def __init__(self, graph: Graph, fused: bool) -> None:
         super().__init__(fused)
-        self.same: dict[PlaceKey, PlaceKey] = {}  # what lies where another value lay
+        self.same: dict[PlaceKey, PlaceKey] = {}  # storage -> storage that it reuses
         self.maker: dict[PlaceKey, Node] = {}
         self.inlined: set[PlaceKey] = set()
-        self.reads: dict[Node, frozenset[PlaceKey]] = {}  # the places that are read when the node's value is
-        self.copied: dict[Node, frozenset[PlaceKey]] = {}  # what kernels read in place of a copy for an operator
+        self.reads: dict[Node, frozenset[PlaceKey]] = {}  # storages to read for the node's value
+        self.copied: dict[
+            Node, frozenset[PlaceKey]
+        ] = {}  # storages that kernels read instead of a copy for an operator
         self.dtypes: dict[PlaceKey, torch.dtype] = {}
         self.left: dict[PlaceKey, LiveValue] = {}
         self.unaligned: set[PlaceKey] = (
@@ -308,14 +304,14 @@ class _StoragePlaces(FusedEvents):
         self.joining = {self.key(x) for node in _joined_results(graph) for x in node_tensors(node)}
 
     def key(self, value: torch.Tensor) -> PlaceKey:
-        """The place that a tensor lies in."""
+        """Return the storage key of a tensor."""
         found = storage_of(value)
         while found in self.same:
             found = self.same[found]
         return found
 
     def run(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, list[LiveValue]]]:
-        """Each event, and what is in memory while it runs."""
+        """Yield each event with the live values."""
         events = [(node, dict(live)) for node, live in self._live(given)]
         idle = self._idle(given, [live for _, live in events]) if self.fused else [[] for _ in events]
         for (node, live), waiting in zip(events, idle, strict=True):
@@ -324,17 +320,17 @@ class _StoragePlaces(FusedEvents):
             yield node, [*live.values(), *waiting, *work]
 
     def _live(self, given: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
-        """Each event, and what is in memory while it runs, but for what waits for a later buffer."""
+        """Yield each event with the live values, without retained buffers."""
         live = {key: held for key, held in given.items() if key in self.last or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, made) in enumerate(self.made.items()):
             read = self.taken[node] - self.results
-            ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # what was made last first
+            ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # latest definition first
             for key in made:
                 held = self._live_bytes(key)
                 free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
                 over = next((k for k in free if live[k].nbytes == held.nbytes), None)
-                if over is not None:  # it writes over what it reads last
+                if over is not None:  # writes over an operand that it reads last
                     ending.remove(over)
                     del live[over]
                 if over in self.unaligned or (self._is_extern_kernel(node) and self.taken[node] & self.unaligned):
@@ -348,11 +344,11 @@ class _StoragePlaces(FusedEvents):
     def _idle(
         self, given: dict[PlaceKey, LiveValue], lives: Sequence[dict[PlaceKey, LiveValue]]
     ) -> list[list[LiveValue]]:
-        """What Inductor keeps for a later buffer of its size, where that does not raise the peak, at each event.
+        """Return the buffers that Inductor retains for reuse at each event, if that does not raise the peak.
 
-        The peak as Inductor has it: of its inputs that end, which it knows by their names. It asks for buffers' sizes
-        where it sorts for the peak, and here it runs graphs in their order (`torch_compat.joint_compiler`): to it, they
-        have none. What it does not take for aligned it keeps for nothing that is.
+        The peak is that of Inductor, which identifies freeable inputs by name. It queries buffer sizes only when it
+        sorts for the peak; here it runs graphs in order (`torch_compat.joint_compiler`), so they have none. Unaligned
+        buffers are not reused for aligned ones.
         """
         totals = [0] * len(lives)
         for node in self.inputs:
@@ -384,7 +380,7 @@ class _StoragePlaces(FusedEvents):
         return waiting
 
     def _is_extern_kernel(self, node: Node) -> bool:
-        """Is it one call of torch's to Inductor, which has no kernel or buffer of its own for it?"""
+        """Return True for a call that Inductor passes to torch without a kernel or buffer of its own."""
         exchanges = isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
         return not (self.is_fused(node) or self._is_matrix_product(node) or exchanges)
 
@@ -392,9 +388,9 @@ class _StoragePlaces(FusedEvents):
         return node in self.sums or node.target in MATRIX_PRODUCTS
 
     def _retained_by(self, node: Node) -> set[PlaceKey]:
-        """What an event writes over nothing of, though it is the last to read it.
+        """Return storages that an event does not overwrite although it reads them last.
 
-        Of inputs Inductor writes over those that AOTAutograd says are given away, what was saved for it alone.
+        Inductor overwrites only inputs that AOTAutograd donates, which were saved for this graph alone.
         """
         return {*self.often.get(node, ()), *(key for key in self.taken[node] if is_tangent(self.maker[key]))}
 
@@ -404,11 +400,11 @@ class _StoragePlaces(FusedEvents):
         return LiveValue(node.name, _node_line(node), self.sizes[key], "result" if returned else "value")
 
     def traffic(self, node: Node) -> int:
-        """Bytes that an event reads and writes."""
+        """Return the bytes that an event reads and writes."""
         return sum(self.sizes[key] for key in [*self.taken[node], *self.made[node]] if node.target is not WAIT_OPS)
 
     def _place(self, node: Node) -> None:
-        """Say where a node's value lies, and what is read where it is read."""
+        """Record the storage of a node's value, and what its readers read."""
         self._join(node)
         keys = {self.key(x): nbytes_of(x) for x in node_tensors(node)}
         new = [key for key in keys if key not in self.maker]
@@ -419,7 +415,7 @@ class _StoragePlaces(FusedEvents):
         through = frozenset(key for one in node.all_input_nodes for key in instead.get(one, self.reads[one]))
         if node.op in ("placeholder", "get_attr"):
             self.reads[node] = frozenset(keys)
-        elif node.target is WAIT_OPS:  # what is sent stays until it has arrived
+        elif node.target is WAIT_OPS:  # the operand is alive until the wait
             self.reads[node] = frozenset(keys)
             self.made[node], self.taken[node] = [], through | self.taken.get(node.args[0], frozenset())
         elif node.target in ARRIVALS:
@@ -438,14 +434,14 @@ class _StoragePlaces(FusedEvents):
             self.made[self._writes_first(node)] += new
 
     def _writes_first(self, node: Node) -> Node:
-        """The event that begins to fill a node's place: of what is put together, the first reduction that it is of."""
+        """Return the event that first writes a node's storage; for a cat, its first reduction."""
         if not self.fused or node.target is not CAT:
             return node
         of = [self.maker[key] for one in node.all_input_nodes for key in self.reads[one]]
         return next((one for one in self.made if one in of and one.target in REDUCTIONS), node)
 
     def _join(self, node: Node) -> None:
-        """What is waited for, or written in place, lies where it lay."""
+        """Reuse the storage of operands that are waited for or mutated."""
         before: list[Node] = []
         if node.target is WAIT_OPS or (
             self.fused and node.target in IN_PLACE_COLLECTIVES and len(node.args[0].users) == 1
@@ -462,7 +458,7 @@ class _StoragePlaces(FusedEvents):
         return self._is_inlined_but_for(node, reads, lambda user: False)
 
     def _is_inlined_but_for(self, node: Node, reads: frozenset[PlaceKey], passes: Callable[[Node], bool]) -> bool:
-        """Is its value computed where it is read, if it is only read by kernels and by what passes?"""
+        """Return True if the value is inlined into its users, ignoring users for which `passes` is true."""
         if not self.is_fused(node) or node.target in REDUCTIONS:
             return False
         if len(reads) > INLINED_ONCE or (len(node.users) > 1 and len(reads) > INLINED_OFTEN):

@@ -1,4 +1,4 @@
-"""Memory that kernels of attention, and a CPU's elementwise ones, take for themselves while they run."""
+"""Workspace of attention kernels and of elementwise CPU kernels."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ BACKWARDS_OF_GPU = {
     torch.ops.aten._flash_attention_backward.default: (2, 1),
     torch.ops.sp.attend_backward.default: (1, 2),
 }
-"""Backwards of attention on a GPU that take memory for themselves -> the dims of heads and of rows in an operand.
+"""GPU attention backwards with a workspace -> dims of heads and of rows in an operand.
 
-A sum and the gradient of queries in float32, in multiples of 128 rows, and, where query heads share those of keys, the
-gradients of these for each query head (`mha_bwd` of ATen's flash_attn/flash_api.cpp). Of cuDNN's nothing is in the
-open, and as much is assumed.
+The workspace contains a sum and the gradient of queries in float32, in multiples of 128 rows, and for grouped heads the
+gradients of K and V per query head (`mha_bwd` of ATen's flash_attn/flash_api.cpp). cuDNN is assumed to be equal.
 """
 WORKSPACE_ROWS = 128
 QUERY_BLOCKS, KEY_BLOCK = ((768, 256), (192, 64), (0, 32)), 512
-"""(queries from which on, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
+"""(minimum queries, queries of a block), and keys of a block: ATen/native/cpu/FlashAttentionKernel.cpp."""
 
 
 def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torch.Tensor) -> int:
-    """Bytes of what a CPU's elementwise operator has in the result's dtype beside it.
+    """Return the bytes of operands that a CPU's elementwise op converts to the result's dtype.
 
-    PyTorch copies operands of other dtypes there, as a mask of dropout, before it computes.
+    PyTorch copies operands of other dtypes, such as a dropout mask, before it computes.
     """
     if result.device.type != "cpu":
         return 0
@@ -44,22 +43,22 @@ def conversion_bytes(target: Any, operands: Sequence[torch.Tensor], result: torc
 
 
 def op_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """Bytes, of an operator that is given these tensors."""
+    """Return the workspace of an operator with these operands in bytes."""
     if operands[0].device.type == "cpu":
         return _cpu_workspace(target, operands) if target in CPU_FLASH_OPS else 0
     return _gpu_workspace(target, operands) if target in BACKWARDS_OF_GPU and operands[0].dtype in HALF else 0
 
 
 def _cpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """What the threads of PyTorch's kernel have: blocks of scores, in half types beside a copy in these."""
-    first = CPU_FLASH_OPS[target] - 1  # a backward is given the gradient in front
+    """Return the bytes of score blocks of all threads, including a copy for half types."""
+    first = CPU_FLASH_OPS[target] - 1  # the first operand of a backward is the gradient
     (rows, keys), size = (size_hint(x.shape[-2]) for x in operands[first : first + 2]), operands[0].element_size()
     block = next(size for least, size in QUERY_BLOCKS if rows >= least) * min(keys, KEY_BLOCK)
     return CPU_FLASH_OPS[target] * torch.get_num_threads() * block * (size if size > 2 else 4 + size)
 
 
 def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
-    """What flash attention's backward has: see `BACKWARDS_OF_GPU`; a forward has nothing that counts."""
+    """Return the workspace of flash attention's backward, see `BACKWARDS_OF_GPU`; forwards have none."""
     heads_at, rows_at = BACKWARDS_OF_GPU[target]
     q, k, v = operands[1:4]
     heads, of_keys = (size_hint(x.shape[heads_at]) for x in (q, k))
@@ -68,6 +67,15 @@ def _gpu_workspace(target: Any, operands: Sequence[torch.Tensor]) -> int:
 
 
 def flash_workspace(batch: int, heads: int, of_keys: int, rows: int, dim: int, keys: int) -> int:
-    """What flash attention's backward has for so many heads of queries and of keys; keys: bytes of K and V."""
+    """Return the workspace of flash attention's backward in bytes.
+
+    Args:
+        batch: Batch size.
+        heads: Query heads.
+        of_keys: Key heads.
+        rows: Queries.
+        dim: Head dim.
+        keys: Bytes of K and V.
+    """
     sums = 4 * batch * heads * -(-rows // WORKSPACE_ROWS) * WORKSPACE_ROWS * (1 + dim)
     return sums if heads == of_keys else sums + keys * heads // of_keys

@@ -1,4 +1,4 @@
-"""The rules of every op family; importing this package registers them."""
+"""Sharding rules of all op families; importing this package registers them."""
 
 from . import (  # noqa: F401
     attention_rules,

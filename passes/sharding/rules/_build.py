@@ -1,4 +1,4 @@
-"""Small builders that the rule files share: factor names for dims, and rules from a text and a call."""
+"""Builders for rule files: factor names for dims, and rules from a text and a call."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from sp_compile.passes.sharding.rule import BoundRule, Dims, RuleFunction, RuleP
 
 
 def bind_rule(call: OpCall, text: str, **options: Any) -> BoundRule | None:
-    """The rule text at this call, for functions that choose the text by the arguments."""
+    """Bind a rule text to a call, for functions that select the text by the arguments."""
     return RulePattern.parse(text, **options).bind(call)
 
 
 def factor_names(ndim: int, prefix: str = "d") -> Dims:
-    """One factor name per dim."""
+    """Return one factor name per dim."""
     return tuple(f"{prefix}{i}" for i in range(ndim))
 
 
 def wrap_dim(dim: Any, ndim: int) -> int:
-    """A non-negative dim."""
+    """Return a non-negative dim."""
     return int(dim) % max(ndim, 1)
 
 
 def normalize_dims(value: Any, ndim: int) -> tuple[int, ...]:
-    """A dim argument of a reduction as non-negative dims: None and [] are all of them."""
+    """Return a dim argument of a reduction as non-negative dims; None and [] select all dims."""
     if value is None or (isinstance(value, Sequence) and not value):
         return tuple(range(ndim))
     return tuple(wrap_dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
 
 
 def replace_dims(dims: Dims, at: Iterable[int], by: str) -> Dims:
-    """The dims with those at `at` renamed to `by` plus their position; "" makes them nameless."""
+    """Rename the dims in `at` to `by` plus their position; "" removes their names."""
     at = set(at)
     return tuple((f"{by}{i}" if by else "") if i in at else f for i, f in enumerate(dims))
 
 
 def align_names(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims:
-    """The names of `shape`'s dims, aligned right to the dims (of sizes `full`) that it broadcasts to."""
+    """Return the names of the dims of `shape`, right-aligned to the dims (of sizes `full`) it broadcasts to."""
     skip = len(full) - len(shape)
     return tuple("" if s == 1 and f != 1 else name for s, f, name in zip(shape, full[skip:], dims[skip:], strict=True))
 
@@ -47,19 +47,27 @@ def align_names(shape: Sequence[Size], full: Sequence[Size], dims: Dims) -> Dims
 def along_dims(
     call: OpCall, at: Iterable[int], result: Dims | None = None, kind: str = "whole", lazy: bool = False
 ) -> BoundRule:
-    """Dims of the only operand are of a kind; the results have the operand's dims unless given."""
+    """Return a rule that assigns a kind to dims of the only operand.
+
+    Args:
+        call: Call of the op.
+        at: Dims with this kind.
+        result: Dims of each result; those of the operand by default.
+        kind: Kind of the dims.
+        lazy: The op only moves data.
+    """
     dims = factor_names(call.ndim())
     results = tuple(dims if result is None else result for _ in call.results())
     return BoundRule((dims,), results, {dims[d]: kind for d in at if dims}, lazy=lazy)
 
 
 def gathered_dims(call: OpCall) -> BoundRule:
-    """The result has the operand's shape; the dims that the argument `dim` names are needed whole."""
+    """Return a rule with a result of the operand's shape that gathers the dims of the argument `dim`."""
     return along_dims(call, normalize_dims(call["dim"], call.ndim()))
 
 
 def resize_dims(argument: str = "", ndim: int = 0) -> RuleFunction:
-    """The result's dim named by the argument (or its last `ndim`) is computed from the whole of the operand's."""
+    """Return a rule function that gathers the resized dims: those of the argument, or the last `ndim`."""
 
     def instantiate(call: OpCall) -> BoundRule | None:
         rank = call.ndim()

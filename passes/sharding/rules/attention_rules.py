@@ -1,4 +1,4 @@
-"""Fused attention, and that which does its own exchanges: its frames spell where q, k, v and the result lie."""
+"""Rules of fused attention, and of attention with its own exchanges, whose frames define the placements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .exchange_rules import call_frame
 
 @register_rule_function(*ATTENTION)
 def _attention_rule(call: OpCall) -> BoundRule:
-    """ "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", and "q k" if the mask reads positions.
-    With log-sum-exps the last dim of the result is none of an operand's.
+    """Return "b h q d, b h k d, b h k e, b h q k -> b h q e", attend="k", or "q k" if the mask reads positions.
 
-    Any number of leading dims, which may broadcast; with enable_gqa a rank's query heads meet its own key heads, as
-    long as the ranks divide both. What the predicate of sp::masked_attention looks up are vectors, "b row0, b col0",
-    which every rank reads whole. Their batch is that of q without a head dim, or its leading dims as one. What its
-    score reads by the query's head is "h", and so are sinks. Tables of a score are read whole.
+    With log-sum-exps the last dim of the result belongs to no operand.
+
+    There may be any number of leading dims, which may broadcast. With enable_gqa, a rank's query heads use its own key
+    heads if the number of ranks divides both. Vectors that the predicate of sp::masked_attention indexes, "b row0, b
+    col0", are read in full by every rank. Their batch is that of q without a head dim, or its flattened leading dims.
+    Vectors that the score indexes by query head have the dim "h", as have sinks. Tables of a score are read in full.
     """
     leading, extent = _leading_names(call)
     batch = leading[:1] if len(leading) <= 2 else ("batch",)
@@ -43,7 +44,7 @@ def _attention_rule(call: OpCall) -> BoundRule:
 
 
 def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
-    """Names of the dims before q's and k's, which may broadcast, and the extents that they broadcast to."""
+    """Return the names of the dims before those of q and k, which may broadcast, and the broadcast sizes."""
     results = call.result_shapes()[0]
     depth = len(results) - 2
     leading: Dims = tuple("h" if i == depth - 1 else f"b{depth - 2 - i}" for i in range(depth))
@@ -51,9 +52,9 @@ def _leading_names(call: OpCall) -> tuple[Dims, dict[str, Size]]:
 
 
 def sharded_attention_rule(call: OpCall) -> BoundRule:
-    """ "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read whole.
+    """Return "b h q d, b g k d, b g k e -> b h q e"; masks, vectors and a seed are read in full.
 
-    The rule of a strategy's op; whoever registers the strategy registers it.
+    This is the rule of a strategy's op, registered together with the strategy.
     """
     queries = Shard(SEQUENCE, call_frame(call, "q_frame")[0])
     keys: Placement = Replicate(partial_grad=True)

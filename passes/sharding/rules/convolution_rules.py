@@ -1,7 +1,7 @@
-"""Ops that slide a window along dims: a result reads its neighbours (kind "halo"), or the whole if they are unknown.
+"""Rules of sliding windows: a result reads neighbors (kind "halo"), or all rows if these are unknown.
 
-The batch passes. Windows over one dim are followed in `sharding/windows`; over several, all that they slide over is
-needed whole.
+The batch passes. Windows over one dim are described in `sharding/window_rules`; if windows slide over several dims,
+these are gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 @register_rule_function(*parse_overloads("conv2d conv2d.padding conv3d conv3d.padding"))
 @register_rule_function(*parse_overloads("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"))
 def conv_rule(call: OpCall) -> BoundRule | None:
-    """Without a batch dim nothing passes."""
+    """Return the rule of a convolution; without a batch dim nothing passes."""
     weight = factor_names(call.ndim("weight"), "w")
     image = factor_names(len(weight) - 1, "i")
     batch = ("n",) if call.ndim() == len(weight) else ()
@@ -37,7 +37,7 @@ def conv_rule(call: OpCall) -> BoundRule | None:
     return BoundRule(operands, ((*batch, *factor_names(len(image), "o")),), kinds)
 
 
-# On the last dims; batch and channels pass.
+# Ops on the last dims; batch and channels pass.
 _OPS_1D = parse_overloads("""
     adaptive_avg_pool1d adaptive_max_pool1d max_pool1d_with_indices reflection_pad1d replication_pad1d
     upsample_linear1d.vec upsample_nearest1d.vec
@@ -51,7 +51,7 @@ register_rule_function(*_OPS_2D)(resize_dims(ndim=2))
 register_rule_function(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)(resize_dims(ndim=3))
 rule(aten.grid_sampler.default, "n c h w, n y x xy -> n c y x", whole="h w xy")
 
-# What the ops do to dims, if windows could not be followed.
+# Rules that apply if the windows are unknown.
 _RULES_BY_NDIM: dict[Any, Callable[[OpCall], Any]] = {
     **dict.fromkeys(parse_overloads("constant_pad_nd pad"), pad_rule),
     **dict.fromkeys(parse_overloads("avg_pool1d max_pool1d"), resize_dims(ndim=1)),
@@ -65,7 +65,7 @@ _RULES_BY_NDIM: dict[Any, Callable[[OpCall], Any]] = {
 
 @register_rule_function(*WINDOW_CALLS)
 def _sliding_rule(call: OpCall) -> BoundRule | None:
-    """The dims that a window slides over keep their names; so they do in the result, whatever its length is."""
+    """Return a rule in which sliding dims keep their names in the result, for any length of the result."""
     rule: BoundRule | None = _RULES_BY_NDIM[call.node.target](call)
     if rule is None or rule.spans:
         return rule
@@ -80,7 +80,7 @@ def _sliding_rule(call: OpCall) -> BoundRule | None:
 
 
 def _framed_window_rule(call: OpCall, rule: BoundRule) -> BoundRule:
-    """The call says where its shards lie; weights are read whole."""
+    """Return the rule with the placements from the frame arguments of the call; weights are replicated."""
     (at,) = sliding_calls(call)
 
     def placed(dims: Dims, frame: str) -> Placement:

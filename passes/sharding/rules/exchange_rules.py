@@ -1,11 +1,11 @@
-"""Where the results of the sp:: exchanges lie. In the global view every one of them is an identity.
+"""Placements of the results of sp:: exchanges, each of which is an identity in the global view.
 
-Collectives of the user's program over other ranks than those that share the sequence: each row by itself. A node that
-exchanges with ranks which hold other rows has no rule; see `mark_group_exchanges`. Those over the very ranks of the
-pass are no business of a rule either; see `passes.tensor_parallel.varying.spell`.
+Collectives of the user's program over ranks that do not share the sequence act on each row separately. A node that
+communicates with ranks that hold other rows has no rule; see `mark_group_exchanges`. Collectives over the ranks of the
+pass are not handled by rules either; see `passes.tensor_parallel.varying`.
 
-Blocks of rows that a tensor-parallel program takes and puts together itself (see `lowering/collectives`): a block is
-one of n equal ones, whatever rows it has, so that a view of the rows as batch and sequence keeps it.
+Blocks of rows that a tensor-parallel program splits and joins itself (see `lowering/collectives`) are one of n equal
+blocks for any rows, so that a view of the rows as batch and sequence preserves them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 
 
 def call_frame(call: OpCall, name: str = "frame") -> tuple[Frame, Size]:
-    """The Frame and the outer factor that an exchange's SymInt[] argument spells."""
+    """Return the frame and the outer factor of a SymInt[] argument of an exchange."""
     outer, size, start, length, *folds = as_sizes(call[name])
     return Frame(size, start, length, *folds), outer
 
@@ -56,7 +56,10 @@ def _transfer_reduce_scatter(call: OpCall) -> tuple[Placement, ...]:
 
 
 def has_expected_placement(call: OpCall, have: Placement) -> bool:
-    """Is the operand placed as the exchange was written for? A later rewrite upstream may have moved it."""
+    """Return True if the operand has the placement that the exchange expects.
+
+    A later rewrite upstream may have changed it.
+    """
     op = call.node.target
     if op in (sp.all_reduce.default, sp.reduce_scatter.default):
         return isinstance(have, (Partial, Varying))

@@ -1,4 +1,4 @@
-"""Rows in the order of their keys: each rank sorts what it has (`lowering/expert_rows.py` says why that is right)."""
+"""Rules of expert rows sorted by key: each rank sorts its own rows (see `lowering/expert_rows.py`)."""
 
 from __future__ import annotations
 

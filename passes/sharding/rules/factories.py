@@ -1,8 +1,8 @@
-"""Tensors made from sizes: any dim can be local, because the size argument says how long it is.
+"""Rules of factories: any dim can be local, because the size argument defines its length.
 
-Values that depend on the position (arange, linspace, eye, randperm) have no rule: they are made whole.
+Factories of values that depend on the position (arange, linspace, eye, randperm) have no rule and are replicated.
 
-Random draws that are not elementwise; the elementwise ones (bernoulli, rand_like, dropout, ...) are pointwise.
+Random draws that are not elementwise are here, too; elementwise ones (bernoulli, rand_like, dropout) are pointwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _factory_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def _factory_like_rule(call: OpCall) -> BoundRule:
-    """Only the dtype and the device of the operand are read."""
+    """Return a rule that reads only the dtype and the device of the operand."""
     operand, made = factor_names(call.ndim(), "operand"), factor_names(len(call["size"]), "made")
     return BoundRule((operand,), (made,), dict.fromkeys(operand, "whole"), sizes="size", lazy=True)
 
@@ -35,4 +35,4 @@ register_rule_function(*parse_overloads("bernoulli bernoulli.p bernoulli.Tensor 
     pointwise_rule
 )
 register_rule_function(*parse_overloads("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor"))(pointwise_rule)
-rule(aten.multinomial.default, "... w -> ... draws", whole="w")  # each row of all of its own weights
+rule(aten.multinomial.default, "... w -> ... draws", whole="w")  # each row depends on all of its weights

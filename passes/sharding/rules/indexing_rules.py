@@ -1,4 +1,4 @@
-"""Reads and writes at indices: what an index runs over is needed whole, the shape of the index passes on."""
+"""Rules of reads and writes at indices: indexed dims are gathered, the dims of the index pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ rule(aten.isin.Tensor_Scalar, "... -> ...")
 
 @register_rule_function(aten.histc.default)
 def _histc_rule(call: OpCall) -> BoundRule | None:
-    """Counts of the ranks add up where the bins do not depend on the values. Behind the last bin nothing counts."""
+    """Return a sum over the ranks' counts, if the bins do not depend on the values.
+
+    Padding is a value after the last bin, which is not counted.
+    """
     bounds = call["min"], call["max"]
     if call.ndim() != 1 or bounds[0] == bounds[1]:
         return None
@@ -28,7 +31,7 @@ def _histc_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.searchsorted.Tensor)
 def _searchsorted_rule(call: OpCall) -> BoundRule | None:
-    """A single row of bounds serves values of any shape."""
+    """Return the rule for bounds of each row, or one row of bounds for values of any shape."""
     if len(call.operands) != 2:
         return None
     return bind_rule(call, "k, ... -> ..." if call.ndim(0) == 1 else "... k, ... v -> ... v", whole="k")
@@ -42,7 +45,10 @@ def _isin_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.index.Tensor)
 def _index_rule(call: OpCall) -> BoundRule | None:
-    """x[i, :, j]: x's indexed dims are whole. A boolean index has a result of unknown size, and no rule."""
+    """Return the rule of x[i, :, j], which gathers the indexed dims of x.
+
+    A boolean index has a result of unknown size, and no rule.
+    """
     at = _indexed_dims(call)
     if at is None:
         return None
@@ -56,14 +62,14 @@ def _index_rule(call: OpCall) -> BoundRule | None:
 
 
 def _insert_index_dims(dims: Dims, at: list[int], picked: Dims) -> Dims:
-    """The dims with those of the indices where the indices stood, or first if a slice parts them."""
+    """Insert the index dims at the position of the indices, or first if a slice separates them."""
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     kept = tuple(f for d, f in enumerate(dims) if d not in at)
     return (*kept[:start], *picked, *kept[start:])
 
 
 def _indexed_dims(call: OpCall) -> list[int] | None:
-    """The dims that tensors index; None if one of them is a mask or there is none."""
+    """Return the dims that tensors index, or None if there are none or one of them is a mask."""
     indices = call["indices"]
     at = [d for d, index in enumerate(indices) if index is not None]
     masks = any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in at)
@@ -71,7 +77,7 @@ def _indexed_dims(call: OpCall) -> list[int] | None:
 
 
 def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]:
-    """The names of the indices' broadcast dims, and of the dims of each index."""
+    """Return the names of the indices' broadcast dims, and of the dims of each index."""
     ndim = max(len(s) for s in shapes)
     full: list[Size] = [1] * ndim
     for shape in shapes:
@@ -83,7 +89,7 @@ def _index_dims(shapes: list[tuple[Size, ...]]) -> tuple[Dims, tuple[Dims, ...]]
 
 @register_rule_function(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put_rule(call: OpCall) -> BoundRule | None:
-    """Only the dims that no index names pass."""
+    """Return a rule that passes the dims without an index."""
     at = _indexed_dims(call)
     if at is None:
         return _masked_put_rule(call)
@@ -99,7 +105,7 @@ def _index_put_rule(call: OpCall) -> BoundRule | None:
 
 
 def _masked_put_rule(call: OpCall) -> BoundRule | None:
-    """x[mask] = value: pointwise, as long as one value serves every position of the mask."""
+    """Return the pointwise rule of x[mask] = value if one value is written to all positions of the mask."""
     dims, values = factor_names(call.ndim()), call.shape("values")
     if len(call.operands) != 3 or call["indices"][0] is not call.operands[1]:
         return None
@@ -113,7 +119,7 @@ def _masked_put_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.select_scatter.default, aten.slice_scatter.default)
 def _dim_scatter_rule(call: OpCall) -> BoundRule:
-    """x with a part of one dim written from a source that has the other dims alike."""
+    """Return the rule of writing a part of one dim of x from a source with equal other dims."""
     dims, at = factor_names(call.ndim("self")), wrap_dim(call["dim"], call.ndim("self"))
     written = (f"source{at}",) if call.ndim("src") == len(dims) else ()
     source = (*dims[:at], *written, *dims[at + 1 :])
@@ -131,7 +137,7 @@ def _index_select_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.index_add.default, aten.index_copy.default)
 def _index_write_rule(call: OpCall) -> BoundRule | None:
-    """x with rows written at an index; the other dims are those of the source."""
+    """Return the rule of writing rows of x at an index; the other dims are those of the source."""
     dims, at = factor_names(call.ndim()), call.dim()
     if not dims or call.ndim("source") != len(dims):
         return None
@@ -148,7 +154,10 @@ def _index_fill_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.gather.default)
 def _gather_rule(call: OpCall) -> BoundRule | None:
-    """Dims beside `dim` are matched by position from 0 on, so only those of equal size pass."""
+    """Return a rule that passes the dims other than `dim` that x and index have in equal size.
+
+    These dims are matched by position from 0 on.
+    """
     if not call.ndim("self") or call.ndim("self") != call.ndim("index"):
         return None
     index, at = factor_names(call.ndim("index")), call.dim()
@@ -162,7 +171,7 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
     *parse_overloads("scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two")
 )
 def _scatter_rule(call: OpCall) -> BoundRule:
-    """As gather: `dim` is whole, and of the other dims those pass that x, index and source have in equal size."""
+    """Return a rule that passes the dims other than `dim` that x, index and source have in equal size."""
     dims = factor_names(call.ndim("self"))
     at = wrap_dim(call["dim"], len(dims))
     shapes = [call.shape(i) for i in range(len(call.operands))]
@@ -177,7 +186,7 @@ def _scatter_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.take_along_dim.default)
 def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
-    """As gather, but the other dims broadcast."""
+    """Return the rule of gather with broadcasting of the other dims."""
     result = call.result_shapes()[0]
     if call["dim"] is None or call.ndim("self") != call.ndim("indices"):
         return None
@@ -191,11 +200,14 @@ def _take_along_dim_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.embedding.default)
 def _embedding_rule(call: OpCall) -> BoundRule | None:
-    """scale_grad_by_freq counts each index over the whole batch, which no rank sees alone."""
+    """Return the rule of an embedding; scale_grad_by_freq counts indices over the global batch, so it gathers."""
     return bind_rule(call, "v d, ... -> ... d", whole="v ..." if call["scale_grad_by_freq"] else "v")
 
 
 @register_rule_function(aten.one_hot.default)
 def _one_hot_rule(call: OpCall) -> BoundRule | None:
-    """Without a number of classes each rank would take its own largest index. Of integers, but as wide as logits."""
+    """Return the rule if the number of classes is known; otherwise each rank would use its own largest index.
+
+    The input has integers, but the result is as wide as logits.
+    """
     return None if call["num_classes"] == -1 else bind_rule(call, "... -> ... v", starts_sequence=True)

@@ -1,6 +1,6 @@
-"""Contractions, reductions and orderings along dims.
+"""Rules of contractions, reductions and orderings along dims.
 
-A factor that is summed over leaves a Partial, except where an addend would be counted per rank.
+A factor that is summed over results in a Partial, unless an addend would be added on every rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ rule(aten.mv.default, "n i, i -> n", sum="i")
 rule(
     aten.bilinear.default,
     "... i, ... j, o i j -> ... o; sum=i j",
-    "... i, ... j, o i j, o -> ... o; whole=i j",  # the bias would be added once per rank
+    "... i, ... j, o i j, o -> ... o; whole=i j",  # the bias would be added on every rank
 )
 
 
 def _with_addend(text: str, whole: str) -> RuleFunction:
-    """A product plus an addend that broadcasts to it (a bias is a vector). The sum would add it once per rank."""
+    """Return a rule of a product plus a broadcast addend, which a partial sum would add on every rank."""
     result = text.partition("->")[2].split()
 
     def instantiate(call: OpCall) -> BoundRule | None:
@@ -45,7 +45,7 @@ register_rule_function(aten.baddbmm.default)(_with_addend("b n i, b i m -> b n m
 
 @register_rule_function(aten.linear.default)
 def _linear_rule(call: OpCall) -> BoundRule | None:
-    """A bias would be added once per rank, so with one the contraction can not stay a sum of summands."""
+    """Return the rule of linear; with a bias, which every rank would add, the contraction is gathered."""
     weight = "o i" if call.ndim("weight") == 2 else "i"
     result = "... o" if call.ndim("weight") == 2 else "..."
     if call["bias"] is None:
@@ -67,7 +67,7 @@ def _matmul_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.einsum.default)
 def _einsum_rule(call: OpCall) -> BoundRule | None:
-    """By its own equation; none if a label stands twice in an operand (a diagonal)."""
+    """Return the rule of the equation, or None if an operand has a label twice (a diagonal)."""
     equation = call["equation"].replace(" ", "")
     left, arrow, result = equation.partition("->")
     groups = [_equation_labels(group) for group in left.split(",")]
@@ -90,14 +90,14 @@ def _equation_labels(group: str) -> list[str]:
 
 
 def _reduce_rule(kind: str) -> RuleFunction:
-    """Reduce the dims of the argument `dim` (all without it); those kept by `keepdim` have no name."""
+    """Return a rule function that reduces `dim` (default: all dims); dims kept by `keepdim` have no name."""
 
     def instantiate(call: OpCall) -> BoundRule | None:
         dims = factor_names(call.ndim())
         at = normalize_dims(call.get("dim"), len(dims)) if dims else ()
         kept = replace_dims(dims, at, "")
         result = kept if call.get("keepdim") else tuple(f for f in kept if f)
-        if len(result) != call.results()[0].ndim:  # all.dims takes [] for no dims, the others for all
+        if len(result) != call.results()[0].ndim:  # all.dims reduces no dims for [], other ops reduce all
             return None
         return along_dims(call, at, result, kind)
 
@@ -123,7 +123,7 @@ register_rule_function(aten.topk.default)(resize_dims("dim"))
 
 @register_rule_function(aten.diff.default)
 def _diff_rule(call: OpCall) -> BoundRule:
-    """Differences along a dim, with optional rows before and after it."""
+    """Return the rule of differences along a dim, with optional rows before and after it."""
     dims = factor_names(call.ndim())
     at = call.dim()
     operands = tuple(replace_dims(dims, [at], f"operand{i}_") for i in range(len(call.operands)))

@@ -1,7 +1,7 @@
-"""Ops that rearrange, add, drop or repeat dims, or cut, mirror, pad or shift along them. Almost all only move data.
+"""Rules of ops that permute, add, remove, repeat, slice, flip, pad or shift dims; almost all only move data.
 
-A contiguous piece is a window; for all else the dim is whole. Shifts by known numbers are followed further in
-`rules/windows`.
+A contiguous piece is a window; otherwise the dim is gathered. Shifts by known numbers are described in
+`sharding/window_rules`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _gathered_at = partial(along_dims, lazy=True)  # data moves within these dims
 
 
 def _permute_rule(result: Any) -> RuleFunction:
-    """The result's dims are the operand's in another order: result(dims, call)."""
+    """Return a rule function that permutes the dims of the operand by `result(dims, call)`."""
 
     def instantiate(call: OpCall) -> BoundRule:
         dims = factor_names(call.ndim())
@@ -83,7 +83,10 @@ def _reshape_as_rule(call: OpCall) -> BoundRule:
     aten.broadcast_tensors.default, aten.broadcast_to.default, aten.expand.default, aten.expand_as.default
 )
 def _expand_rule(call: OpCall) -> BoundRule:
-    """A dim of size 1 that grows has no name in its operand: the size argument, or another operand, says how far."""
+    """Return the rule of expand: a dim of size 1 that grows has no name in its operand.
+
+    The size argument or another operand defines its size.
+    """
     result = call.result_shapes()[0]
     dims = factor_names(len(result))
     operands = tuple(align_names(call.shape(i), result, dims) for i in range(len(call.operands)))
@@ -100,7 +103,10 @@ def _unsqueeze_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze_rule(call: OpCall) -> BoundRule | None:
-    """Drops dims of size 1. One that is asked for but longer is needed whole: a rank's part of it may be of size 1."""
+    """Return the rule of squeeze, which removes dims of size 1.
+
+    A requested dim that is longer is gathered, because a rank's part of it may have size 1.
+    """
     shape = call.shape()
     dims = factor_names(len(shape))
     asked = range(len(shape)) if "dim" not in call.args else normalize_dims(call["dim"], len(shape))
@@ -116,7 +122,7 @@ def _squeeze_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.repeat.default, aten.tile.default)
 def _repeat_rule(call: OpCall) -> BoundRule:
-    """A dim repeated once passes; the others are made from all of the operand's."""
+    """Return a rule that passes dims that are repeated once; the others are gathered."""
     given = call["repeats"] if "repeats" in call.args else call["dims"]
     ndim = max(call.ndim(), len(given))
     repeats = [1] * (ndim - len(given)) + list(given)
@@ -129,14 +135,14 @@ def _repeat_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.repeat_interleave.self_int)
 def _repeat_interleave_rule(call: OpCall) -> BoundRule | None:
-    """A head repeated in place: ranks that hold whole heads repeat their own, but the sizes differ, so it is whole."""
+    """Return a rule that gathers the repeated dim, because its size differs in the result."""
     if call["dim"] is None:
         return None
     return _gathered_at(call, [call.dim()], replace_dims(factor_names(call.ndim()), [call.dim()], "new"))
 
 
 DIM_BY_LETTER = {"r": 0, "v": 0, "h": 1, "d": 2}
-"""By their first letters, the dims of row_stack, vstack, hsplit, dsplit, ..."""
+"""Dims of row_stack, vstack, hsplit, dsplit, ..., by the first letter of the name."""
 
 
 def _dim_argument(call: OpCall, ndim: int) -> int:
@@ -151,9 +157,9 @@ def _stacked_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def _cat_rule(call: OpCall) -> BoundRule:
-    """Along its dim every operand is needed whole, unless the others are empty, as a cache is at first.
+    """Return a rule that gathers the dim of every operand, unless all but one are empty, as a new cache is.
 
-    torch skips an operand of shape (0,) whatever the dims of the others.
+    torch skips an operand of shape (0,) for any dims of the others.
     """
     ndim = len(call.result_shapes()[0])
     dims, at = factor_names(ndim), _dim_argument(call, ndim)
@@ -181,7 +187,7 @@ def _stack_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.meshgrid.default, aten.meshgrid.indexing)
 def _meshgrid_rule(call: OpCall) -> BoundRule | None:
-    """Of vectors: each gives the result one dim."""
+    """Return the rule for vectors, each of which has one dim of the results."""
     if any(call.ndim(i) != 1 for i in range(len(call.operands))):
         return None
     dims = factor_names(len(call.operands))
@@ -190,7 +196,10 @@ def _meshgrid_rule(call: OpCall) -> BoundRule | None:
 
 
 def _pieces_rule(call: OpCall, at: int, spans: Sequence[tuple[Size, Size]]) -> BoundRule:
-    """Each result is a contiguous piece: (start, length) along the dim. Tensors may say where."""
+    """Return a rule whose results are contiguous pieces, (start, length) along the dim.
+
+    Positions may be tensor operands.
+    """
     dims = factor_names(call.ndim())
     where = [factor_names(call.ndim(i), f"where{i}_") for i in range(1, len(call.operands))]
     kinds = {dims[at]: "window", **{f: "whole" for vector in where for f in vector}}
@@ -203,12 +212,15 @@ def _flip_rule(call: OpCall) -> BoundRule:
 
 
 def roll_rule(call: OpCall) -> BoundRule:
-    """Without dims it runs through the flattened tensor, and then all of them are whole."""
+    """Return the rule of a roll; without dims it rolls the flattened tensor, and all dims are gathered."""
     return _gathered_at(call, [wrap_dim(d, call.ndim()) for d in call["dims"] or range(call.ndim())])
 
 
 def pad_rule(call: OpCall) -> BoundRule:
-    """Pairs (before, after) from the last dim on; a pair of zeros leaves its dim as it is, negative ones cut it."""
+    """Return the rule of a pad with pairs (before, after) from the last dim on.
+
+    A pair of zeros does not change its dim; negative numbers cut it.
+    """
     widths = [as_size(w) for w in call["pad"]]
     ndim = call.ndim()
     pairs = {ndim - 1 - i // 2: widths[i : i + 2] for i in range(0, len(widths), 2)}
@@ -227,12 +239,12 @@ def _diagonal_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.tril.default, aten.triu.default)
 def _triangle_rule(call: OpCall) -> BoundRule:
-    """Rows and columns are compared by their positions."""
+    """Return a rule that gathers rows and columns, whose positions are compared."""
     return _gathered_at(call, [call.ndim() - 2, call.ndim() - 1])
 
 
 def unfold_rule(call: OpCall) -> BoundRule:
-    """The windows stand where the rows stood, and what each holds in a last dim."""
+    """Return the rule of unfold: windows replace the rows, and a last dim has the rows of each."""
     at = wrap_dim(call.get("dim", call.get("dimension")), call.ndim())
     dims = factor_names(call.ndim())
     return _gathered_at(call, [at] if dims else [], (*replace_dims(dims, [at], "windows"), "window"))
@@ -246,7 +258,7 @@ def _select_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(aten.slice.Tensor)
 def _slice_rule(call: OpCall) -> BoundRule:
-    """A contiguous slice is a window; one with a step needs its dim whole, as does one whose place is not provable."""
+    """Return the rule of a slice: a window, or a gathered dim if it has a step or its start is not provable."""
     dim = call.dim()
     extent, length = call.shape()[dim], call.result_shapes()[0][dim]
     if not is_same_size(as_size(call["step"]), 1):
@@ -263,12 +275,12 @@ def _slice_rule(call: OpCall) -> BoundRule:
 
 
 def _slice_start(start: Any, end: Any, extent: Size, length: Size) -> Size | None:
-    """Where a slice that is shorter than its dim begins; None where clamping can not be ruled out."""
+    """Return the start of a slice that is shorter than its dim, or None if it may be clamped."""
     start = 0 if start is None else normalize_position(as_size(start), extent)
     if isinstance(start, int) and isinstance(extent, int):
         return min(max(start, 0), extent)
     end = extent if end is None else normalize_position(as_size(end), extent)
-    # A length of exactly end - start, or one that reaches the end, means that the start was not clamped.
+    # A length of exactly end - start, or one that extends to the end, implies that the start was not clamped.
     unclamped = is_same_size(start, 0) or is_same_size(length, end - start) or is_same_size(length, extent - start)
     return start if unclamped else None
 
@@ -290,7 +302,10 @@ SPLIT_OPS = parse_overloads("""
 
 @register_rule_function(*SPLIT_OPS)
 def _split_rule(call: OpCall) -> BoundRule:
-    """Pieces lie one after the other (tensor_split by indices may overlap or leave gaps: then its dim is whole)."""
+    """Return a rule of consecutive pieces.
+
+    tensor_split by indices may overlap or leave gaps, in which case its dim is gathered.
+    """
     dim = _dim_argument(call, call.ndim())
     lengths = [shape[dim] for shape in call.result_shapes()]
     if "indices" in call.args and not is_same_size(sum(lengths), call.shape()[dim]):

@@ -1,10 +1,10 @@
-"""Normalisations, softmax and its kin, what autograd's formulas call, and losses.
+"""Rules of normalizations, softmax and related ops, backward ops of autograd, and losses.
 
-The dims that a mean or a softmax runs over are needed whole; gradients of weights are sums over rows.
+The dims of a mean or a softmax are gathered; gradients of weights are sums over rows.
 
-Padding. A class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. The
-other losses have no fill of one operand that makes a padded row vanish: their sum is a `total`, which `reduce`
-splits into the loss of each position and a masked sum.
+Padding: a class-index loss ignores a position whose target is ignore_index, so `pad` fills the target with it. For
+other losses no fill of one operand removes a padded row: their sum is a `total`, which strategies replace by the loss
+of each position and a masked sum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 def _affine_rule(call: OpCall, text: str, each: str, whole: str = "") -> BoundRule | None:
-    """The text for the input and the result, with `each` for every further operand that is there."""
+    """Bind `text` as dims of the input and the result, and `each` as dims of every further operand."""
     operands = ", ".join([text, *([each] * (len(call.operands) - 1))])
     return bind_rule(call, f"{operands} -> {text}", whole=whole)
 
 
 @register_rule_function(aten.batch_norm.default)
 def _batch_norm_rule(call: OpCall) -> BoundRule | None:
-    """Running statistics are whole on every rank."""
+    """Return the rule of batch norm; running statistics are replicated."""
     whole = "n ..." if call["running_mean"] is None else "n c ..."
     return _affine_rule(call, "n c ...", "c", whole=whole if call["training"] else "")
 
@@ -43,7 +43,7 @@ def _group_norm_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.instance_norm.default)
 def _instance_norm_rule(call: OpCall) -> BoundRule | None:
-    """Running statistics are means over the batch too, and whole on every rank."""
+    """Return the rule of instance norm; running statistics are replicated means over the batch, too."""
     if not call["use_input_stats"]:
         return _affine_rule(call, "n c ...", "c")
     return _affine_rule(call, "n c ...", "c", whole="..." if call["running_mean"] is None else "n c ...")
@@ -66,13 +66,13 @@ def _cosine_similarity_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.pairwise_distance.default)
 def _pairwise_distance_rule(call: OpCall) -> BoundRule | None:
-    """The norm of a difference along the last dim: broadcasting comes first."""
+    """Return the rule of the norm of a difference along the last dim, with broadcasting."""
     return bind_rule(call, f"... d, ... d -> ...{' 1' * call['keepdim']}", whole="d")
 
 
 @register_rule_function(aten.native_layer_norm.default)
 def _native_layer_norm_rule(call: OpCall) -> BoundRule | None:
-    """The mean and the reciprocal deviation keep the normalised dims as ones."""
+    """Return the rule of layer norm with mean and reciprocal deviation, whose normalized dims have size 1."""
     size = len(call["normalized_shape"])
     dims = factor_names(call.ndim())
     tail = dims[len(dims) - size :]
@@ -85,20 +85,20 @@ register_rule_function(aten.glu.default)(resize_dims("dim"))
 
 @register_rule_function(aten._log_softmax.default, aten._softmax.default, aten.log_softmax.int, aten.softmax.int)
 def _softmax_rule(call: OpCall) -> BoundRule:
-    """Needed whole, because every result is divided by the sum along it."""
+    """Return a rule that gathers the dim, because every result is divided by the sum along it."""
     return replace(gathered_dims(call), normalizes=True)
 
 
 @register_rule_function(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def _softmax_backward_rule(call: OpCall) -> BoundRule | None:
-    """What was normalised is needed whole."""
+    """Return a rule that gathers the normalized dim."""
     dims = factor_names(call.ndim())
     return BoundRule((dims, dims), (dims,), {dims[call.dim()]: "whole"})
 
 
 @register_rule_function(aten.native_layer_norm_backward.default)
 def _layer_norm_backward_rule(call: OpCall) -> BoundRule | None:
-    """Gradients of the weight and the bias: sums over all rows."""
+    """Return a rule in which gradients of the weight and the bias are sums over all rows."""
     rows = call.ndim() - len(call["normalized_shape"])
     dims = factor_names(call.ndim())
     row, features = dims[:rows], dims[rows:]
@@ -135,7 +135,7 @@ ROW_LOSSES = {
     aten.multilabel_margin_loss.default: ("n d, n d", "n d, n d", "n"),
     aten.triplet_margin_loss.default: ("... d, ... d, ... d", "", "..."),
 }
-"""What each row is compared with has all of a row; with a weight of each class, the second."""
+"""Dims of operands without and with class weights, and the dims of rows; a rank needs all classes of a row."""
 
 
 @register_rule_function(*ROW_LOSSES)
@@ -151,7 +151,10 @@ def _row_loss_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.cross_entropy_loss.default)
 def _cross_entropy_rule(call: OpCall) -> BoundRule | None:
-    """Classes are whole. Targets of the input's shape are class probabilities, else class indices."""
+    """Return the rule of cross entropy; classes are gathered.
+
+    Targets of the input's shape are class probabilities, others are class indices.
+    """
     if call.ndim("target") != call.ndim("self"):
         return _class_loss_rule(call)
     if not all(is_same_size(a, b) for a, b in zip(call.shape("self"), call.shape("target"), strict=True)):
@@ -169,7 +172,7 @@ def _class_loss_rule(call: OpCall) -> BoundRule | None:
 
 
 def _loss_dims(call: OpCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The input's dims, (C), (N, C) or (N, C, d1, ...), and those without the classes."""
+    """Return the input's dims, (C), (N, C) or (N, C, d1, ...), and those without the classes."""
     positions = factor_names(call.ndim("self") - 1, "n")
     return (*positions[:1], "c", *positions[1:]), positions
 

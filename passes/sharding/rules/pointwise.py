@@ -1,8 +1,8 @@
-"""Ops that act on each element alone, with broadcasting: whatever is tagged pointwise, and what torch forgot to tag.
+"""Rules of elementwise ops with broadcasting: all ops with the tag pointwise, and ops that lack it.
 
-SMOOTH_OPS are finite, with finite derivatives, wherever their operands are: see `is_smooth`. They cannot notice padded
-rows that are finite, whatever these hold. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the
-square root of a zero), so `passes/localize/fill_padding.py` restores the rows first.
+SMOOTH_OPS are finite, with finite derivatives, if their operands are: see `is_smooth`. They are safe on finite padded
+rows of any values. Any other op may fail on them, or turn a zero cotangent into 0 * inf (the square root of a zero), so
+`passes/localize/fill_padding.py` restores the rows first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAZY_OPS = parse_overloads("""
 
 
 def pointwise_rule(call: OpCall) -> BoundRule | None:
-    """Every operand and every result "...", whatever the number of tensor operands. (aten.equal gives a bool.)"""
+    """Return the rule with "..." for every operand and result, or None without tensors (aten.equal)."""
     if not call.operands or not call.results():
         return None
     operands = ", ".join("..." for _ in call.operands)
@@ -56,7 +56,7 @@ rule(aten.prelu.default, "n c ..., c -> n c ...")
 
 @register_rule_function(aten.to.other, aten.type_as.default)
 def _like_other_rule(call: OpCall) -> BoundRule | None:
-    """Only the dtype and the device of the other operand are read, and it need not broadcast."""
+    """Return the rule of a cast to the dtype and device of another operand, which need not broadcast."""
     if call.shape(0) == call.shape(1):
         return bind_rule(call, "..., ... -> ...", lazy=True)
     dims, other = factor_names(call.ndim()), factor_names(call.ndim(1), "other")
@@ -65,7 +65,7 @@ def _like_other_rule(call: OpCall) -> BoundRule | None:
 
 @register_rule_function(aten.view.dtype)
 def _view_dtype_rule(call: OpCall) -> BoundRule:
-    """Another item size changes the last dim."""
+    """Return the rule of a dtype view; another item size changes the last dim."""
     if call.results()[0].element_size() == call.operands[0].meta["val"].element_size():
         return along_dims(call, (), lazy=True)
     last = call.ndim() - 1
@@ -80,7 +80,7 @@ SMOOTH_OPS = parse_overloads("""
 
 
 def is_smooth(node: Node) -> bool:
-    """Is the call finite, with finite derivatives, wherever its operands are finite?"""
+    """Return True if the call is finite, with finite derivatives, wherever its operands are finite."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not (rule.lazy or node.target in SMOOTH_OPS):
         return False
@@ -89,6 +89,6 @@ def is_smooth(node: Node) -> bool:
 
 
 def is_pure_move(node: Node) -> bool:
-    """Does the op move or cast elements, and nothing else?"""
+    """Return True if the op only moves or casts elements."""
     _, rule = lookup_rule(node) or (None, None)
     return rule is not None and rule.lazy and is_smooth(node)

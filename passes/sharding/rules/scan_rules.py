@@ -1,6 +1,6 @@
-"""Scans: torch's along a dim, and sp::scan and its kin, whose frame spells where operands and results lie, if anywhere.
+"""Rules of scans: those of torch, and sp::scan and related ops, whose frame defines placements, if it is set.
 
-Along the scanned dim every position needs what all before it combine to (kind "scan"); all other dims pass.
+Along the scanned dim every position needs the combined values before it (kind "scan"); all other dims pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _cumulative_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(sp.scan.default, sp.extremes.default)
 def _scan_rule(call: OpCall) -> BoundRule:
-    """ "... s ..., ... s ... -> ... s ...": x and segment ids, which are one a position or broadcast to x."""
+    """Return "... s ..., ... s ... -> ... s ...": x, and segment ids, one per position or broadcast to x."""
     dims = factor_names(call.ndim())
     at = dims[call.dim() :][:1]
     segments = [
@@ -41,7 +41,7 @@ def _scan_rule(call: OpCall) -> BoundRule:
 
 @register_rule_function(sp.linear_scan.default)
 def _linear_scan_rule(call: OpCall) -> BoundRule:
-    """ "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the state before the first position, on every rank."""
+    """Return "... s ..., ... s ..., ... ... -> ... s ...": a, b, and the replicated initial state."""
     full: tuple[Size, ...] = call.result_shapes()[0]
     dims = factor_names(len(full))
     at = call.dim(operand=1)
@@ -56,7 +56,15 @@ def _linear_scan_rule(call: OpCall) -> BoundRule:
 def _framed_scan_rule(
     call: OpCall, operands: tuple[Dims, ...], result: Dims, at: Dims, invariant: Sequence[int] = ()
 ) -> BoundRule:
-    """at: the scanned dim's name, or nothing for a number. invariant: operands whose gradients are whole everywhere."""
+    """Return the rule of a scan, with placements if the call has a frame.
+
+    Args:
+        call: Call of the op.
+        operands: Dims of the operands.
+        result: Dims of the results.
+        at: Name of the scanned dim; empty for 0-dim tensors.
+        invariant: Operands whose gradients are equal on all ranks.
+    """
     results = tuple(result for _ in call.results())
     kinds = dict.fromkeys(at, "scan")
     if call["frame"] is None or not at:
