@@ -41,7 +41,7 @@ POSITION_DTYPES = (
     torch.float64,
     torch.int32,
     torch.int64,
-)  # represent every position; half types do not
+)  # can represent any position; half cannot
 
 
 class NotSymbolic(Exception):
