@@ -186,7 +186,7 @@ def _match_permutation(x: Node, keys: int) -> ScoreChain | None:
 
 
 def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the order of the operand of `x` for an order of `x`, or None if `x` mixes leading dims, queries and keys."""
+    """Return the order of the operand of `x`, or None if `x` mixes leading dims, queries and keys."""
     permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
