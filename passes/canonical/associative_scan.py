@@ -164,9 +164,8 @@ class _ScanOperands:
     leaves: list[Node]  # values to scan
     dim: int = 0  # dim of the scan
     reverse: bool = False  # True for a scan from the last row to the first
-    moved_ops: list[tuple[Any, tuple[Any, ...]]] = field(
-        default_factory=list
-    )  # ops from the values to the operands of the call
+    # ops from the values to the operands of the call
+    moved_ops: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
 
 @register_pass

@@ -216,9 +216,7 @@ class RewriteMasks(base.CanonicalPass):
     def edit(self, graph: Graph) -> Self:
         """Start to edit a graph with empty caches."""
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[
-            tuple[Any, ...], AttentionMask | str
-        ] = {}  # by form, shared between layers: the mask, or the reason against it
+        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # per form: the mask, or why there is none
         self.texts: dict[tuple[Any, ...], BiasText | None] = {}
         return super().edit(graph)
 

@@ -119,8 +119,8 @@ class ScoreChain:
     order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
     factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (scaling tensor, True if it divides)
     biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, its factor)
-    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, its value where filled, fill)
-    gate: ScoreOperand | None = None  # factor of scores that is not per head, possibly a mask
+    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, value if filled, fill)
+    gate: ScoreOperand | None = None  # factor that is not per head
     masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
     score: sympy.Expr = (
         SCORE_NAME  # function of the scaled product before biases and fills, see `lowering/masks/score.py`

@@ -40,8 +40,8 @@ PENDING = object()
 class LoopBuilder:
     """Builder of one loop at the insertion point: scans for states, one op on all steps for everything else.
 
-    A column that reads the previous state waits for the scan of that state. If the state depends on the column, the column
-    is represented as an affine function of the state.
+    A column that reads the previous state waits for the scan of that state. If the state depends on the column, the
+    column is represented as an affine function of the state.
 
     The dim of the steps is in the order of the tensors they read; `reverse` is True if the last step comes first.
     """
