@@ -21,8 +21,8 @@ MAX_REWRITE_ROUNDS = 8  # each discharges a demand of every kind it met; real mo
 class DemandPass(Pass):
     """Base of passes that discharge demands by exchanges, which are identities in the global view.
 
-    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings. Every
-    call analyzes the graph again, so that passes can run in any order and more than once.
+    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    Every call analyzes the graph again, so that passes can run in any order and more than once.
     """
 
     requires = frozenset({"canonical", "attention is chosen"})

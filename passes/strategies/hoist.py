@@ -159,8 +159,8 @@ class HoistSlices(DemandPass):
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
         """Return True if the node may be recomputed for the slice or has no other reader.
 
-        A node may not be recomputed if the grad mode differs between it and the slice, which would change the values before
-        both.
+        A node may not be recomputed if the grad mode differs between it and the slice, which would change the values
+        before both.
         """
         if node.op != "call_function" or node in self.demanding:
             return False

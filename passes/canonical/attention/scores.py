@@ -117,9 +117,9 @@ class ScoreChain:
     scale: float  # number that scales the product
     chain: tuple[Node, ...]  # nodes from the product to the softmax
     order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
-    factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (scaling tensor, True if it divides)
+    factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (tensor, True to divide)
     biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, its factor)
-    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, value if filled, fill)
+    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, filled value, fill)
     gate: ScoreOperand | None = None  # factor that is not per head
     masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
     score: sympy.Expr = (
