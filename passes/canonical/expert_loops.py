@@ -314,7 +314,7 @@ def _is_full_slice(node: Node) -> bool:
 
 
 def _uncast_numbers(node: Node) -> Node:
-    """Return the integers before a lossless cast on one device."""
+    """Return the integers before a lossless cast; the device is unchanged."""
     node = value_origin(node)
     source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:

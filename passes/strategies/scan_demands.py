@@ -110,6 +110,8 @@ def _unsupported_error(node: Node) -> str | None:
 
 
 class _TwoLevelScan:
+    """Scan along a dim of two factors, as scans along each factor."""
+
     def __init__(self, editor: GraphEditor, node: Node) -> None:
         call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
@@ -154,6 +156,7 @@ class ShardScans(DemandPass):
     kinds = frozenset({"scan"})
 
     def call(self, graph_module: GraphModule) -> PassResult:
+        """Run the pass on a graph module, then replace the remaining slow scans."""
         claimed = super().call(graph_module).modified
         return PassResult(graph_module, UseFastScans(self.given)(graph_module).modified or claimed)
 

@@ -48,7 +48,10 @@ def program_text(
 
     Args:
         body: The score_mod, a function of the score, b, h, q, k and captured values.
+        reads: The captured values of `body`.
         masks: Conditions, functions of b, h, q, k and captured values; the score is -inf where one fails.
+        mask_reads: The captured values of the conditions.
+        editor: The editor of the outer graph.
         like: The attention, for metadata of new nodes.
 
     Returns:

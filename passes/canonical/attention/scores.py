@@ -122,9 +122,8 @@ class ScoreChain:
     fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, filled value, fill)
     gate: ScoreOperand | None = None  # factor that is not per head
     masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
-    score: sympy.Expr = (
-        SCORE_NAME  # function of the scaled product before biases and fills, see `lowering/masks/score.py`
-    )
+    # function of the scaled product before biases and fills, see `lowering/masks/score.py`
+    score: sympy.Expr = SCORE_NAME
 
 
 def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:

@@ -131,7 +131,7 @@ class BatchedOps(GraphEditor):
         return node
 
     def align(self, x: Value, behind: int) -> Value:
-        """Return an operand with `behind` dims after that of the steps (or after its place), for broadcasting."""
+        """Insert dims after the dim of the steps (or its position), so that the operand broadcasts."""
         if isinstance(x, BatchedValue):
             if x.ndim >= behind:
                 return self.move_steps(x, x.ndim - behind).node

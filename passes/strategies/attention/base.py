@@ -54,7 +54,7 @@ class AttentionPass(DemandPass):
 
 
 def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention_rule) -> ExitStack:
-    """Register a strategy for good, or for a block: `with register_strategy(...):`.
+    """Register a strategy, permanently or for a block: `with register_strategy(...):`.
 
     attention=<its name> is then an option, "auto" considers it, and `explain` shows its cost and its traffic.
 
@@ -173,7 +173,10 @@ class ShardedAttention(AttentionPass):
         return self.reshape(x, (size_product(batch), *tail), node)
 
     def _score_arguments(self, call: OpCall, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """Return mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse."""
+        """Return the arguments that describe mask and scores.
+
+        These are mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse.
+        """
         predicate, mask = mask_predicate(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:

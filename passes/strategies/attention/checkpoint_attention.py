@@ -1,7 +1,7 @@
 """Save the results of attention in checkpointed blocks, in place of recomputation in the backward.
 
 At a million tokens attention is 95 % of the work, and its recomputation, with its ring, a fifth of a step. In addition
-to q, k and v, the backward needs only the result and the log-sum-exp: about as many bytes as the block's input, which
+to q, k and v, the backward needs only the result and the log-sum-exp: about the size of the block's input, which
 is saved in any case. They are saved if memory suffices, or if saved values may be offloaded to the host. Regions with a
 selective policy are unchanged.
 """

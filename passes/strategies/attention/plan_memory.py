@@ -45,6 +45,7 @@ def memory_needed(
         plan: The placements.
         job: The settings.
         trained: The nodes that gradients reach.
+        device: The memory of a device, in bytes.
 
     Returns:
         The bytes of weights, gradients, saved values and tiled values.

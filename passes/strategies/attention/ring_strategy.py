@@ -68,8 +68,8 @@ class RingAttention(ShardedAttention):
 def max_hops(predicate: str, n: int, rows: int) -> int:
     """Return the largest distance, in hops backward, to a rank whose keys any query may see.
 
-    A condition on the distance of a key from its query is equal for all ranks whose keys come from earlier ranks, and for
-    all other ranks, so it is evaluated once for each of the two cases.
+    A condition on the distance of a key from its query is equal for all ranks whose keys come from earlier ranks, and
+    for all other ranks, so it is evaluated once for each of the two cases.
 
     Args:
         predicate: The mask.
