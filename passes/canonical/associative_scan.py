@@ -1,4 +1,4 @@
-"""Replace torch.associative_scan by the scan that its combine function defines, or by a tree of combinations.
+"""Replace torch.associative_scan by a scan, or by a tree of combinations.
 
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
@@ -190,7 +190,7 @@ class RewriteAssociativeScans(CanonicalPass):
         return changes
 
     def fits(self, leaves: Sequence[Node], one: CombineOp) -> bool:
-        """Return False for a sum of bools, which sp.scan would count, and for unsupported dtypes of a recurrence."""
+        """Return False for a sum of bools, counted by sp.scan, and for unsupported dtypes of a recurrence."""
         dtypes = [leaves[i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point

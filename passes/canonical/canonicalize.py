@@ -1,4 +1,4 @@
-"""Rewrite a captured graph to its canonical form before any analysis; values and gradients are unchanged.
+"""Rewrite a captured graph to its canonical form; values and gradients are unchanged.
 
     explicit           ops that read only an operand's dtype or device  ->  ops with explicit arguments
     picked_elements    x[arange(N), y]                ->  gather

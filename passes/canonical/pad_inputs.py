@@ -119,7 +119,7 @@ def _is_static(slides: WindowCall, rows: Size) -> bool:
 
 
 def pad_of_source(pad: PadMatch) -> PadMatch | None:
-    """Return the rows as a padding of the source of a slice, or None if rows outside the slice would be visible."""
+    """Return the rows as a padding of a slice's source, or None if other rows would be visible."""
     piece = match_slice(pad.source)
     if piece is None or piece.dim != pad.dim:
         return None

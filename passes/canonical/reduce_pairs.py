@@ -1,4 +1,4 @@
-"""Replace an autograd.Function that only reduces, forward or backward, by sp::reduce_pair, which runs on shards.
+"""Replace an autograd.Function that only reduces by sp::reduce_pair, which runs on shards.
 
     f: x -> x, dy -> all_reduce(dy)        sp.reduce_pair(x, [], ["sum g"])
     g: x -> all_reduce(x), dy -> dy        sp.reduce_pair(x, ["sum g"], [])

@@ -1,4 +1,4 @@
-"""Mark scans by an unknown function: their leaves are gathered once, and every rank computes the full result.
+"""Mark scans by an unknown function: leaves are gathered once, and all ranks compute the result.
 
     torch.associative_scan(combine_mode="generic") of complex numbers, online softmax, matrices, a running argmax
         tracing unrolls it into a tree: combinations of every second row, interleaved, level by level
@@ -93,7 +93,7 @@ def _is_inner(piece: SlicePiece, joins: Iterable[tuple[Node, SlicePiece]]) -> bo
 
 
 def interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
-    """Return the node and the first row of the leaf, if it interleaves rows of a scan with combinations of them."""
+    """Return the node and the first row of the leaf, if it interleaves a scan with combinations."""
     if node.target is not aten.flatten.using_ints or node.args[0].target is not aten.stack.default:
         return None
     stack, dim = node.args[0], OpCall(node)["start_dim"]

@@ -1,4 +1,4 @@
-"""Run scans along a sharded sequence on shards: each rank scans its rows, and only carries are exchanged.
+"""Run scans along a sharded sequence on shards: only carries are exchanged.
 
     cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
     cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)

@@ -1,4 +1,4 @@
-"""Select one position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without a gather of the others.
+"""Select one position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without a gather.
 
     select(x, S, i)           ->   all_reduce(sum(where(arange(S) == i, x, 0), S))
     slice(x, S, i, i + 1)     ->   the same, and the dim of one row remains

@@ -103,7 +103,7 @@ class FindSequences(Pass):
 
 
 def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
-    """Refuse shards that are passed as full inputs because no op of the captured graph marks their sequence."""
+    """Refuse shards that are passed as full inputs because no captured op marks their sequence."""
     for node, dims in found.items():
         if dims and node.name not in job.inputs:
             raise SpError(
@@ -188,7 +188,7 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 
 
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
-    """Return True if n divides the length now. A symbolic length gets a guard, so another one is recompiled."""
+    """Return True if n divides the length now. A symbolic length gets a guard."""
     length = node.meta["val"].shape[have.dim]
     whole = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
@@ -210,7 +210,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Mark exchanges over groups other than `aligned`, whose members have equal rows, as ops without a rule."""
+    """Mark exchanges over groups other than `aligned` as ops without a rule."""
     for node in gm.graph.nodes:
         named = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):

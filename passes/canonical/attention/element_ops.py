@@ -1,4 +1,4 @@
-"""Define the elements of ATen ops (see elements.py): creation, movement, arithmetic, comparison, selection.
+"""Define the elements of ATen ops (see elements.py): creation, movement, arithmetic, selection.
 
 Omitted: ops that round, draw random numbers, sort or reduce. Their results become leaves or remain data.
 """

@@ -1,4 +1,4 @@
-"""Express an element of a tensor as a function of its coordinates, from the graph that computes the tensor.
+"""Express an element of a tensor as a function of its coordinates, from its graph.
 
     arange(S)[:, None] >= arange(S)     at (q, k):     k <= q
     padding[:, None, None]              at (b, h, q, k): leaf0(b, k) != 0

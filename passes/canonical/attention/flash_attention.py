@@ -158,7 +158,7 @@ def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
 
 
 def _document_ends(given: Mapping[str, Any]) -> list[Any]:
-    """Return the ends of query and key documents, or None for each. FlashAttention-3 has one kernel for both."""
+    """Return the ends of query and key documents, or None; FlashAttention-3 has one kernel for both."""
     return [given.get(f"cu_seqlens_{x}") for x in "qk"]
 
 

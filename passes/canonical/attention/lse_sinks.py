@@ -90,6 +90,6 @@ def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[
 
 
 def _reads_each_row(ours: Node, rows: tuple[Size, ...]) -> bool:
-    """Return True if the lse is read at (b, h, q) or (b, h, q, 0); a regrouped lse may mix heads and queries."""
+    """Return True if the lse is read at (b, h, q) or (b, h, q, 0); regrouping may mix dims."""
     shape = node_shape(ours)
     return is_same_shape(shape, rows) or is_same_shape(shape, (*rows, 1))

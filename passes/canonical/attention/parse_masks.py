@@ -1,4 +1,4 @@
-"""Replace masks computed from positions, lengths, padding or documents by predicates, without an S x S tensor.
+"""Replace masks of positions, lengths, padding or documents by predicates, without an S x S tensor.
 
     mask = arange(S) <= arange(S)[:, None]                  sdpa(q, k, v, mask)  ->  sdpa(q, k, v, is_causal=True)
     mask = padding[:, None, None] & (i - j < 4) & (j <= i)  sdpa(q, k, v, mask)  ->  sp.masked_attention(q, k, v,
@@ -137,7 +137,7 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, finite: bool, sett
 
 
 def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> AttentionMask:
-    """Return the intersection of masks of scores with `shape` (B, H, Q, K); without masks, all pairs are allowed."""
+    """Return the intersection of masks of scores (B, H, Q, K); without masks, all pairs are allowed."""
     positions = ElementReader(IndexBox(extent := dict(zip(INDICES, shape))), extent)
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
     return _checked_mask(positions, And(*(mask.allowed for mask in masks)), False, False)

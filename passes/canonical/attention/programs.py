@@ -1,4 +1,4 @@
-"""Translate functions of flex_attention without a text to a program of scores (`lowering/masks/score_program.py`).
+"""Translate functions of flex_attention to programs of `lowering/masks/score_program.py`.
 
     score + table[h, k - q + 12]            t0 = aten.sub.Tensor(k, q); .. aten.add.Tensor(s, t2), and the table
     (h % 2 == 0) | (q - k < 4), a mask      .. aten.where.ScalarOther(t3, s, -inf)
@@ -83,7 +83,7 @@ class _TableElement:
 
 
 class _ProgramWriter:
-    """Writer of function bodies as lines; values are Names, numbers, nodes of the outer graph and their elements."""
+    """Writer of function bodies as lines; values are Names, numbers, outer nodes and their elements."""
 
     def __init__(self, editor: GraphEditor, like: Node) -> None:
         self.editor, self.like = editor, like

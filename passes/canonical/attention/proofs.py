@@ -103,7 +103,7 @@ def _margin(p: Relational) -> sympy.Expr:
 
 
 def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """Return (added, subtracted, rest) with e = added - subtracted + rest; `rest` has only sizes and numbers."""
+    """Return (added, subtracted, rest) with e = added - subtracted + rest; `rest` has no indices."""
     added, subtracted, rest = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
         if not term.has(*INDICES, AppliedUndef):

@@ -72,7 +72,7 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
 
 
 class _ScoreReader:
-    """Reader of expressions in one body; `env` maps its inputs to expressions or values of the outer graph."""
+    """Reader of expressions in one body; `env` maps its inputs to expressions or outer values."""
 
     def __init__(self, env: dict[Node, Any]) -> None:
         self.env = env

@@ -93,7 +93,7 @@ class ScoreOperand:
 
 
 def _undo_batch_repeat(x: Node, lead: tuple[Size, ...]) -> Node | None:
-    """Return x before it was repeated for each batch entry or regrouped from the leading dims `lead`, or None."""
+    """Return x before its repetition per batch entry or regrouping from the leading dims `lead`, or None."""
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None

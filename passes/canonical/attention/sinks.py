@@ -101,7 +101,7 @@ def _is_along_last_dim(x: Node, keys: int) -> bool:
 
 
 def _match_maximum(difference: Node, keys: int) -> list[Node]:
-    """Return the nodes that compute the maximum of the row it is subtracted from, or [] for any other value."""
+    """Return the nodes that compute the maximum of the row it is subtracted from, or []."""
     call = OpCall(difference)
     if len(call.operands) != 2 or call["alpha"] != 1:
         return []

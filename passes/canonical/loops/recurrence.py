@@ -1,4 +1,4 @@
-"""Express the value of a step as a * state + b in the previous state, and compute all steps by one scan.
+"""Express a step as a * state + b in the previous state, and compute all steps by one scan.
 
     h = a * h + b     addcmul(b, a, h)     lerp(h, x, w)     h + w * (x - h)     where(reset, b, a * h + b)
                   ->  sp.linear_scan(a, b, initial, time)

@@ -38,7 +38,7 @@ PENDING = object()
 
 
 class LoopBuilder:
-    """Builder of one loop at the insertion point: scans for states, one op on all steps for everything else.
+    """Builder of one loop at the insertion point: scans for states, batched ops for all else.
 
     A column that reads the previous state waits for the scan of that state. If the state depends on the column, the
     column is represented as an affine function of the state.

@@ -84,7 +84,7 @@ Operand: TypeAlias = Any  # IndexRead | ColumnRef | SeededList | Node | a consta
 
 
 class LoopMatcher:
-    """Matcher of the columns that compute a list of values, one per step; `root` is the operand of the list."""
+    """Matcher of the columns that compute a list of step values; `root` is the operand of the list."""
 
     def __init__(self, budget: int) -> None:
         self.columns: list[StepColumn] = []
@@ -191,7 +191,7 @@ def _value_kind(node: Node) -> Any:
 
 
 def _match_reading(values: Sequence[Any], first: int) -> IndexRead | Node | None:
-    """Return reads of one dim of one tensor, in order or reverse; the node itself if all indices are equal."""
+    """Return reads of one dim of one tensor, in order or reverse; the node if all indices are equal."""
     reads = [indexed_read(v) for v in values]
     head = reads[0]
     if head is None or any(r is None or r[1:3] != head[1:3] or not is_same_call(r[0], head[0]) for r in reads):

@@ -83,7 +83,7 @@ def attention_passes() -> list[type[AttentionPass]]:
 
 
 class ShardedAttention(AttentionPass):
-    """Pass for attention whose queries are sharded along their sequence; subclasses define the op and its arguments."""
+    """Pass for attention with sharded queries; subclasses define the op and its arguments."""
 
     moves_keys = True  # keys are exchanged in blocks, so they must be sharded
 
@@ -186,7 +186,7 @@ class ShardedAttention(AttentionPass):
         return mask, *lookups, predicate or "", *scores, call.get("sinks"), bool(call.get("lse"))
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """Return the mask in four dims; dims of size 1 still broadcast unless several batch dims are flattened."""
+        """Return the mask in four dims; dims of size 1 broadcast unless batch dims are flattened."""
         shape = as_sizes(mask.meta["val"].shape)
         if len(batch) > 1 and len(shape) > 3:
             return self._to_four_dims(mask, batch, node)
@@ -201,7 +201,7 @@ def head_counts(call: OpCall) -> tuple[Any, Any]:
 
 
 def has_broadcast_heads(call: OpCall) -> bool:
-    """Return True if query or value heads broadcast; one key head for all query heads counts as grouped heads."""
+    """Return True if query or value heads broadcast; a single key head counts as grouped heads."""
     if call.ndim(0) < 3:
         return False
     heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]

@@ -1,4 +1,4 @@
-"""Choose the fastest strategy of each attention, from the cost model's candidates that config and program allow.
+"""Choose the fastest strategy of each attention, from the candidates of the cost model.
 
     record(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)       read by that strategy's pass
 

@@ -1,4 +1,4 @@
-"""Repeat grouped heads again, after the exchange, for kernels that do not support a mask with grouped heads.
+"""Repeat grouped heads after the exchange, for kernels without support for a mask with them.
 
     sdpa(q, k, v, mask, enable_gqa=True)  ->  sdpa(q, repeat(k), repeat(v), mask)     on accelerators
 

@@ -125,7 +125,7 @@ def _is_available(node: Node, plan: PlacementPlan) -> bool:
 
 
 def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> tuple[float, str]:
-    """Estimate the cost of a following graph that cannot keep the order: gathers of sharded results and gradients.
+    """Estimate the cost of gathers if the next graph cannot keep the order.
 
     A result that the program itself reads, as logits with their loss, does not count as an input of another graph.
 

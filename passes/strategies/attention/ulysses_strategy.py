@@ -1,4 +1,4 @@
-"""Run Ulysses attention: full sequences and a share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+"""Run Ulysses attention: full sequences, a share of the heads (Jacobs et al., arXiv:2309.14509).
 
     q: f32[B, H, S/n, D]   k, v: f32[B, Hkv, S/n, D]
     q, k, v = sp.all_to_all([q, k, v])        one exchange:   f32[B, H/n, S, D], f32[B, Hkv/n, S, D]
@@ -106,7 +106,7 @@ class UlyssesAttention(AttentionPass):
     def _attend_in_chunks(
         self, node: Node, chunks: int, placed: dict[Node, Placement]
     ) -> list[tuple[Node, dict[Node, Placement]]]:
-        """Emit the attention of each group of heads in sequence; return the nodes with their operands' placements."""
+        """Emit the attention of each group of heads in sequence; return the nodes with their placements."""
         call, parts = OpCall(node), []
         with self.graph.inserting_before(node):
             split = {o: self._split_heads(o, chunks, node) for o in call.operands[:3]}
@@ -215,7 +215,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
 
 
 def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
-    """Return the seconds of forward and backward in groups of heads; all exchanges but one group's are hidden."""
+    """Return the seconds of forward and backward in groups of heads; all other exchanges are hidden."""
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
     shown = exchange / chunks + chunks * machine.call
@@ -246,13 +246,13 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
 
 
 def exchanged_bytes(shape: AttentionShape, ranks: int) -> int:
-    """Return the bytes of q, k, v and the result of one rank before or after the exchange, with repeated key heads."""
+    """Return the bytes of q, k, v and the result of one rank, with repeated key heads."""
     repeated = math.lcm(shape.kv_heads, ranks)
     return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
-    """Return the bytes of q, k, v and the result after the exchange, and of their gradients in the backward."""
+    """Return the bytes of q, k, v and the result after the exchange, and of their gradients."""
     return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
 
 
