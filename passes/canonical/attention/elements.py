@@ -36,12 +36,7 @@ Handler: TypeAlias = Callable[["Positions", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-POSITION_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.int32,
-    torch.int64,
-)  # can represent any position; half cannot
+POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # can represent any position; half cannot
 
 
 class NotSymbolic(Exception):
