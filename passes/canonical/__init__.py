@@ -1,1 +1,1 @@
-"""Spellings of one idea become one: what recognisers read and what they write in its place."""
+"""Rewrite equivalent forms of a computation to one canonical form."""

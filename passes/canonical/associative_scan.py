@@ -1,14 +1,14 @@
-"""torch.associative_scan becomes the scan that its combine function says it is, or a tree of combinations.
+"""Replace torch.associative_scan by a scan, or by a tree of combinations.
 
     (l, r) -> l + r                              sp.scan(x, None, 0, "sum"), for each leaf; also *, maximum,
                                                  minimum, logaddexp
     (a, b), (a', b') -> a * a', a' * b + b'      sp.scan(a, None, 0, "prod"), sp.linear_scan(a, b, None, 0)
-    anything else                                the tree of `lowering/scan/kernels/tree.py`, with the function
-                                                 inlined (`ExpandAssociativeScans`)
+    anything else                                the tree of `emit_scan/kernels/tree.py` with the function inlined
 
-What a function computes is read off its graph as an expression of its arguments, so that neither its spelling nor the
-order of leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (tried
-on 2.13); these are linear. Bytes moved: none. On shards, what is not recognised is gathered. Leaves alone: nothing.
+The combine function is read from its graph as an expression of its arguments, so neither its form nor the order of
+leaves matters. torch's own backward takes memory quadratic in the length, and is wrong where leaves mix (torch 2.13);
+these scans are linear. `ExpandAssociativeScans` inlines the tree. Bytes moved: none. On shards, unrecognized functions
+are gathered.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass(frozen=True)
 class CombineOp:
-    """A leaf of the result: scan `op` of a leaf, or the "linear" recurrence of two, the factors first."""
+    """Scan of one leaf of the result."""
 
-    op: str
-    leaves: tuple[int, ...]
+    op: str  # operation of sp.scan, or "linear" for a recurrence
+    leaves: tuple[int, ...]  # indices of the leaves: one, or the factors and the terms of a recurrence
 
 
 def recognize_combine(function: GraphModule, leaves: int) -> list[CombineOp] | None:
-    """One entry a leaf; None if some leaf is no known scan.
+    """Recognize a combine function.
 
-    function: of the leaves on the left, those on the right, and what else it reads.
+    Args:
+        function: Its graph, a function of the left leaves, the right leaves and captured values.
+        leaves: The number of leaves.
+
+    Returns:
+        One scan per leaf, or None if a leaf is no known scan.
     """
     inputs = function.graph.find_nodes(op="placeholder")
     symbols = [sympy.Symbol(f"x{i}") for i in range(len(inputs))]
@@ -66,7 +71,7 @@ def recognize_combine(function: GraphModule, leaves: int) -> list[CombineOp] | N
 
 
 class _UnknownFunctionError(Exception):
-    """No expression describes the function."""
+    """Error for a function that no expression describes."""
 
 
 def _logaddexp(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
@@ -101,7 +106,7 @@ def _evaluate_results(function: GraphModule, env: dict[Node, sympy.Expr]) -> lis
 
 
 def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) -> sympy.Expr | None:
-    """Return a value as an expression of the nodes that have a symbol, None if an operation on the way is unknown."""
+    """Return a value as an expression of the nodes with a symbol, or None if an operation is unknown."""
     env: dict[Node, sympy.Expr] = {}
     for node in sorted(nodes_before(value, lambda n: symbol(n) is not None)):
         try:
@@ -115,7 +120,7 @@ def expression_of(value: Node, symbol: Callable[[Node], sympy.Symbol | None]) ->
 
 
 def _evaluate_node(node: Node, env: dict[Node, sympy.Expr]) -> sympy.Expr | None:
-    """The op's value; of scaled sums, casts and whatever is not in the table there is none."""
+    """Return the value of an op. Raises for scaled sums, casts and ops that are not in the table."""
     if node.target not in _COMBINE_OPS or any(v not in (1, None) for v in node.kwargs.values()):
         return None
     dtypes = {o.meta["val"].dtype for o in (node, *OpCall(node).operands)}
@@ -133,14 +138,14 @@ def _read_argument(value: Any, env: dict[Node, sympy.Expr]) -> sympy.Expr:
 
 
 def scan_of_leaf(e: sympy.Expr, i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """Return the scan of leaf `i` whose combine function the expression is, None if it is another one."""
+    """Return the scan of leaf `i` whose combine function the expression is, or None."""
     a, b = left[i], right[i]
     known = {a + b: "sum", a * b: "prod", sympy.Max(a, b): "max", sympy.Min(a, b): "min", _logaddexp(a, b): "logsumexp"}
     return CombineOp(known[e], (i,)) if e in known else None
 
 
 def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[Any]) -> CombineOp | None:
-    """b' + a' * b, beside a leaf a * a'."""
+    """Match b' + a' * b with a leaf a * a'."""
     for j, e in enumerate(results):
         if e == left[j] * right[j] and results[i] == sympy.expand(right[j] * left[i] + right[i]):
             return CombineOp("linear", (j, i))
@@ -154,22 +159,24 @@ OTHER_DTYPE = "its combine function is known, but not of these dtypes: a sum of 
 
 @dataclass
 class _ScanOperands:
-    """What is scanned, along which dim, in which direction; `undone`: ops that make of it what the call was given."""
+    """Operands of a scan before torch's permutation and flip."""
 
-    leaves: list[Node]
-    dim: int = 0
-    reverse: bool = False
+    leaves: list[Node]  # values to scan
+    dim: int = 0  # dim of the scan
+    reverse: bool = False  # True for a scan from the last row to the first
+    # ops from the values to the operands of the call
     moved_ops: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
 
 
 @register_pass
 class RewriteAssociativeScans(CanonicalPass):
-    """Rewrites the calls whose combine function is recognised."""
+    """Replacement of the calls with a recognized combine function."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes, calls = 0, _associative_scan_calls(self.gm)
         if calls:
             erase_dead(self.graph)
@@ -183,7 +190,7 @@ class RewriteAssociativeScans(CanonicalPass):
         return changes
 
     def fits(self, leaves: Sequence[Node], one: CombineOp) -> bool:
-        """A sum of bools is their disjunction, which sp.scan would count; a recurrence is of floats of one dtype."""
+        """Return False for a sum of bools, counted by sp.scan, and for unsupported dtypes of a recurrence."""
         dtypes = [leaves[i].meta["val"].dtype for i in one.leaves]
         if one.op == "linear":
             return dtypes[0] == dtypes[1] and dtypes[0].is_floating_point
@@ -211,13 +218,13 @@ class RewriteAssociativeScans(CanonicalPass):
 
 
 def _associative_scan_calls(gm: GraphModule) -> list[Node]:
-    """Every associative_scan of the graph; results are read by position only."""
+    """Return every associative_scan whose results are read by index only."""
     found = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is associative_scan_op]
     return [n for n in found if all(u.target is operator.getitem for u in n.users)]
 
 
 def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
-    """torch moves the dim to the front, and flips it for a scan backwards; a scan of the package needs neither."""
+    """Return the operands before torch moved the dim to the front and flipped it for a reverse scan."""
     out = _ScanOperands([value_origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
@@ -231,18 +238,22 @@ def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
 
 
 def _source_dim(node: Node, dim: int) -> int | None:
-    """Where the dim comes from, if the op permutes dims or flips just this one."""
+    """Return the dim of the operand if the op permutes dims or flips only this dim, else None."""
     order = permutation_of(node) if not node.kwargs else None
     return dim if flips_along(node, dim) else None if order is None else order[dim]
 
 
 class ExpandAssociativeScans(Pass):
-    """Writes out what is left, level by level: functional torch ops, in linear memory. Lengths become constants."""
+    """Expansion of the remaining calls, level by level, into functional torch ops.
+
+    Memory is linear in the length. Lengths become constants.
+    """
 
     requires = frozenset({"local"})
     provides = frozenset({"ops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = _associative_scan_calls(self.gm)
         for node in found:
             self._inline(node, self.gm.get_submodule(node.args[0].target))
@@ -257,7 +268,7 @@ class ExpandAssociativeScans(Pass):
 
 
 def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
-    """The tree over so many leaves, with what the function reads besides behind them."""
+    """Return a function that computes the tree over the leaves, followed by captured values."""
 
     def run(*xs: Any) -> Any:
         def both(left: Any, right: Any) -> Any:

@@ -1,6 +1,6 @@
-"""One spelling for what models spell in several ways, before anything is analysed. Values and gradients are unchanged.
+"""Rewrite a captured graph to its canonical form; values and gradients are unchanged.
 
-    explicit           ops that read only an operand's dtype or device say so
+    explicit           ops that read only an operand's dtype or device  ->  ops with explicit arguments
     picked_elements    x[arange(N), y]                ->  gather
     written_lists      tensors that a loop writes row by row  ->  lists of rows
     reroll             loops over time, unrolled      ->  scans, and one body for all steps
@@ -12,16 +12,16 @@
     masks              masks computed from positions  ->  is_causal, no mask, or sp.masked_attention with a predicate
     group_heads        repeated key and value heads   ->  enable_gqa
     repeats            repeat_interleave              ->  unsqueeze, expand, reshape
-    associative_scans  the op by this name            ->  sp.scan, sp.linear_scan
+    associative_scans  torch.associative_scan         ->  sp.scan, sp.linear_scan
     scan_idioms        cumsum(x) - x, flip-cumsum-flip   ->  sp.scan, exclusive, reverse
-    scan_trees         what is left of scans      ->  marked as one piece
+    scan_trees         remaining scans                ->  marked as one region
     masked_writes      x[mask] = rows             ->  where, with the row of each position
     reduce_pairs       Functions that only reduce     ->  sp.reduce_pair
-    sorted_rows        sort, rows, put back      ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
+    sorted_rows        sort, process rows, unsort     ->  sp.to_sorted, sp.grouped_mm, sp.from_sorted
     paddings           pad and conv1d, pad and slice  ->  sp.conv1d, sp.shift: nothing longer than its sequence
 
-Each is a registered pass in a module of this folder or of a room in it, which says what it leaves alone; what they
-require and provide orders them, and a new file is found without being named here. Bytes moved: none.
+Each is a registered pass in a module of this folder or its subfolders, whose docstring lists what it leaves unchanged.
+`requires` and `provides` order the passes, and new files are discovered automatically. Bytes moved: none.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ import_submodules(str(__package__), folder)
 
 
 class Canonicalize(Passes):
-    """Brings a captured graph to its canonical form, by every spelling that is registered."""
+    """Pipeline of all registered canonical passes."""
 
     provides = frozenset({"canonical"})
 
     @classmethod
     def parts(cls) -> list[type[CanonicalPass]]:
+        """Return the registered canonical passes."""
         return registered_passes(CanonicalPass)

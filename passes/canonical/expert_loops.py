@@ -1,15 +1,14 @@
-"""Rows that are sorted by a key, worked on row by row, and put back -> ops that say so, which shards pass through.
+"""Replace rows that are sorted by a key, processed row by row, and unsorted by ops that run on shards.
 
     keys, order = sort(ids)              sp.sort_rows
     x[order], h[order // k]              sp.to_sorted of x, of h with each row k times; gather, too
     grouped_mm(y, w, ends of the keys)   sp.grouped_mm, row by row
     histc(keys)                          histc(ids)
     y[inverse of order], out[order] = y  sp.from_sorted
-    out.index_add(0, order // k, y)      out + the k rows of each, put back, together; scatter_add, too
+    out.index_add(0, order // k, y)      out + the sum of the k unsorted rows of each token; scatter_add, too
 
-As mixtures of experts are written (torchtitan's and transformers'). Whatever order the rows are in meanwhile, what is
-put back is the same: each rank may sort its own. Left alone, and said, where a value in the order of the keys is used
-in any other way.
+Mixtures of experts (torchtitan, transformers) have this form. The unsorted result does not depend on the order of the
+rows in between, so each rank may sort its own rows. Unchanged, with a note: sorts whose order of keys has another use.
 """
 
 from __future__ import annotations
@@ -44,24 +43,25 @@ aten, sp = torch.ops.aten, torch.ops.sp
 SORT_OPS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 SCATTER_OPS = (aten.index_put.default, aten._unsafe_index_put.default)
 FACTORIES_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
-EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of the numbers of groups
+EXACT_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # of counts per group
 GROUPED_MM_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-"""Products of rows (R, I), matrices (E, I, O) and where the rows of each end (E,)."""
+"""Products of rows (R, I), matrices (E, I, O) and the end of each group of rows (E,)."""
 
 
 @register_pass
 class RewriteSortedRows(CanonicalPass):
-    """Respells the rows of every sort along which nothing but whole rows moves."""
+    """Replacement of every sort along which only complete rows are moved."""
 
     requires = frozenset({"explicit"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
         return sum([self._rewrite(node) for node in sorts])
 
     def _rewrite(self, node: Node) -> bool:
         call = OpCall(node)
-        if not node.users or call.ndim() != 1:  # without users it is gone, as part of another region
+        if not node.users or call.ndim() != 1:  # without users it was removed with another region
             return False
         region = _sort_region(node, call)
         if region.left is not None and region.taken:
@@ -74,7 +74,7 @@ class RewriteSortedRows(CanonicalPass):
             made = self.emit(sp.sort_rows.default, args, values, node)
             keys, order = (self.emit(operator.getitem, (made, i), values[i], node) for i in (0, 1))
         made = {*region.taken, *region.products, *region.counts, *region.back}
-        for old in sorted(made, reverse=True):  # what is made of others reads what these are now
+        for old in sorted(made, reverse=True):  # a node is replaced before its operands are
             with self.graph.inserting_before(old):
                 new = self._replacement(old, region, keys, order)
             old.replace_all_uses_with(new)
@@ -82,13 +82,13 @@ class RewriteSortedRows(CanonicalPass):
             region.keys.replace_all_uses_with(keys)
         for cut in filter(
             _is_full_slice, region.rows
-        ):  # by a number that only the run compares with how many there are
+        ):  # by a number that is compared with the number of rows at run time only
             cut.replace_all_uses_with(cut.args[0])
         self.drop(*made, *region.inverse, *region.spread, region.keys, region.order, node)
         return True
 
     def _replacement(self, old: Node, region: _SortUses, keys: Node, order: Node) -> Node:
-        """What a use of the sorted rows is called now."""
+        """Return the replacement of one use of the sorted rows."""
         value = old.meta["val"]
         if old in region.taken:
             times = region.taken[old]
@@ -110,44 +110,38 @@ class RewriteSortedRows(CanonicalPass):
 
 @dataclass
 class _SortUses:
-    """What is made of a sort. left: the first use of it that is none of these.
+    """Uses of the result of a sort, by kind."""
 
-    rows: values along whose first dim the rows lie in the keys' order. taken: reads of unsorted rows, how often each.
-    tokens: order // k, the k; the order itself, 1. spread: the order or tokens, once for each column. back: what puts
-    rows back, and the rows; added: which of them adds up so many for each token. counts: how many rows have each key,
-    which is no matter of order. inverse: where each row of the order was; shapes: what it is written into. views: of
-    rows, which other views may undo. products: grouped products and their names.
-    """
-
-    ids: Node
-    order: Node
-    keys: Node | None
+    ids: Node  # unsorted keys
+    order: Node  # permutation that sorts
+    keys: Node | None  # sorted keys
     descending: bool
-    rows: set[Node] = field(default_factory=set)
-    tokens: dict[Node, Any] = field(default_factory=dict)
-    spread: dict[Node, Node] = field(default_factory=dict)
-    added: dict[Node, Any] = field(default_factory=dict)
-    taken: dict[Node, Any] = field(default_factory=dict)
-    back: dict[Node, Node] = field(default_factory=dict)
-    counts: set[Node] = field(default_factory=set)
-    inverse: set[Node] = field(default_factory=set)
-    shapes: set[Node] = field(default_factory=set)
-    views: set[Node] = field(default_factory=set)
-    products: dict[Node, str] = field(default_factory=dict)
-    left: Node | None = None
+    rows: set[Node] = field(default_factory=set)  # values whose first dim is in the order of the keys
+    tokens: dict[Node, Any] = field(default_factory=dict)  # order // k to k; the order itself to 1
+    spread: dict[Node, Node] = field(default_factory=dict)  # the order or tokens, repeated for each column
+    added: dict[Node, Any] = field(default_factory=dict)  # ops that unsort and sum k rows per token, to k
+    taken: dict[Node, Any] = field(default_factory=dict)  # reads of unsorted rows, to the number of reads per row
+    back: dict[Node, Node] = field(default_factory=dict)  # ops that unsort, to their rows
+    counts: set[Node] = field(default_factory=set)  # counts of rows per key, independent of the order
+    inverse: set[Node] = field(default_factory=set)  # inverse permutations
+    shapes: set[Node] = field(default_factory=set)  # tensors that the inverse is written into
+    views: set[Node] = field(default_factory=set)  # views of rows, which other views may undo
+    products: dict[Node, str] = field(default_factory=dict)  # grouped products, to their names
+    left: Node | None = None  # first unsupported use
 
     @property
     def length(self) -> Size:
+        """Return the number of sorted rows."""
         """How many rows are sorted."""
         return node_shape(self.order)[0]
 
     def depends_on_order(self, node: Any) -> bool:
-        """Is it in the keys' order, or made of that order?"""
+        """Return True if the value is in the order of the keys or computed from that order."""
         sets = (self.rows, self.tokens, self.spread, self.inverse, self.shapes, self.views)
         return isinstance(node, Node) and any(node in one for one in sets)
 
     def accept(self, node: Node) -> bool:
-        """Is this reader of the region's values one of the ways to use them? Then it is noted."""
+        """Record a reader of the region's values and return True if its use is supported."""
         if node.op != "call_function":
             return False
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
@@ -182,7 +176,7 @@ class _SortUses:
         return True
 
     def _add(self, node: Node) -> bool:
-        """Rows put back and added up for each token."""
+        """Match unsorted rows that are summed for each token."""
         if node.target not in (aten.index_add.default, aten.scatter_add.default) or node.args[1] != 0:
             return False
         into, _, at, rows = node.args[:4]
@@ -196,7 +190,7 @@ class _SortUses:
         return True
 
     def _is_spread(self, node: Node) -> bool:
-        """(R,) -> (R, 1) -> (R, columns)."""
+        """Match (R,) -> (R, 1) -> (R, columns)."""
         source, shape = node.args[0], node_shape(node) if is_tensor(node) else ()
         if node.target is aten.expand.default:
             at = self.spread.get(source)
@@ -210,7 +204,7 @@ class _SortUses:
         return True
 
     def _match_put(self, node: Node) -> bool:
-        """The inverse, or rows put back: either is written everywhere, whatever was there."""
+        """Match the inverse, or unsorted rows; either overwrites every element."""
         if node.target in FACTORIES_LIKE and node.args[0] is self.order:
             self.shapes.add(node)
             return True
@@ -240,7 +234,7 @@ class _SortUses:
         return True
 
     def _match_counts(self, node: Node) -> bool:
-        """How many rows there are of each key, whoever asks."""
+        """Match counts of rows per key."""
         if node.target is not aten.histc.default:
             return False
         x = _uncast_numbers(node.args[0])
@@ -249,7 +243,7 @@ class _SortUses:
         return x in (self.keys, self.ids)
 
     def _is_group_ends(self, node: Node, groups: Any) -> bool:
-        """Is it where each of so many groups of keys ends?"""
+        """Return True if the node computes the end of each group of keys."""
         if node.target is not aten.cumsum.default:
             return False
         counts = _uncast_numbers(node.args[0])
@@ -273,7 +267,7 @@ class _SortUses:
         return True
 
     def _row_wise(self, node: Node) -> bool:
-        """Does the op make each row of its result of the same rows of its operands?"""
+        """Return True if each row of the result depends on the same row of the operands only."""
         call, rule = lookup_rule(node) or (None, None)
         if call is None or rule is None or not is_pure(node):
             return False
@@ -291,14 +285,14 @@ class _SortUses:
         return True
 
     def _match_view(self, node: Node) -> bool:
-        """A view of the rows, which another one may undo."""
+        """Match a view of the rows, which another one may undo."""
         if is_rearrangement(node):
             self.views.add(node)
         return node in self.views
 
 
 def _sort_region(node: Node, call: OpCall) -> _SortUses:
-    """All that is made of the sort, as far as it is known what it is."""
+    """Return the uses of a sort."""
     results = read_results(node)
     alone = is_tensor(node)
     order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
@@ -315,12 +309,12 @@ def _sort_region(node: Node, call: OpCall) -> _SortUses:
 
 
 def _is_full_slice(node: Node) -> bool:
-    """Is it a slice of all rows?"""
+    """Return True for a slice of all rows."""
     return node.target is aten.slice.Tensor and is_copy(node)
 
 
 def _uncast_numbers(node: Node) -> Node:
-    """The numbers before they were cast to what holds them, too, on the same device."""
+    """Return the integers before a lossless cast; the device is unchanged."""
     node = value_origin(node)
     source, value = move_source(node) if is_cast_op(node) else None, node.meta["val"]
     if source is None or value.dtype not in EXACT_DTYPES or source.meta["val"].device != value.device:

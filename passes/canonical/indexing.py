@@ -1,10 +1,10 @@
-"""One element of each row, read at the numbers of all rows, is a gather along the last dim: rows stay where they are.
+"""Replace reads of one element per row by gather along the last dim, which leaves rows in place.
 
     x[arange(N), y]                          ->  gather(x, -1, arange(V)[y][..., None])[..., 0]
     x[arange(B)[:, None], arange(S), y]
 
-As likelihoods of tokens are picked out of logits. Numbers are read at y, so that negative ones count from the end, and
-what is out of range is the same error. Leaves alone: rows in another order, several elements of a row, masks.
+Likelihoods of tokens are read from logits in this form. arange(V)[y] keeps the meaning of negative indices and the
+error for indices out of range. Unchanged: rows in another order, several elements of a row, masks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ aten = torch.ops.aten
 
 @register_pass
 class RewriteElementReads(CanonicalPass):
-    """Rewrites what reads one element of each row in one graph."""
+    """Replacement of reads of one element per row in one graph."""
 
     requires = frozenset({"explicit"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [n for n in gm.graph.find_nodes(op="call_function", target=aten.index.Tensor) if _is_element_read(n)]
         for node in found:
             self._rewrite(node)
@@ -45,7 +46,7 @@ class RewriteElementReads(CanonicalPass):
 
 
 def _is_element_read(node: Node) -> bool:
-    """Does it read the rows of x in their order, one element of each?"""
+    """Return True if the node reads one element of each row of x, in order."""
     x, indices = node.args
     rows = node_shape(x)[:-1]
     if not rows or len(indices) != len(rows) + 1 or any(index is None for index in indices):
@@ -57,7 +58,7 @@ def _is_element_read(node: Node) -> bool:
 
 
 def _is_arange(index: Node, rows: tuple[Size, ...], dim: int) -> bool:
-    """Is it 0, 1, 2, ... along this dim of the rows, and nothing else?"""
+    """Return True if the index is 0, 1, 2, ... along this dim of the rows and constant along others."""
     numbers, shape = skip_reshapes(index), node_shape(index)
     if not is_arange(numbers):
         return False

@@ -1,14 +1,14 @@
-"""Writes at a boolean mask become a choice of rows: their backward needs no shape that depends on data.
+"""Replace writes at a boolean mask by a selection of rows, whose backward has no data-dependent shape.
 
     index_put(x, [mask], v)     ->  where(mask[..., None], v, x)
                                     v: one value for every position
     index_put(x, [mask], rows)  ->  where(mask[..., None], cat([rows, 0])[at], x)
-                                    at = cumsum(mask) - 1, the number of a position among those that are written
+                                    at = cumsum(mask) - 1, the index of a position among the written ones
 
-With accumulate the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` are done on
-shards: features of images, padding, masked frames. A number of rows other than that of positions is an index out of
-range, on every rank. Bytes moved: the integers that the sum over positions takes. Leaves alone: masks beside other
-indices or after slices, masks of bytes.
+With `accumulate` the value is added. So `x[mask] = features`, `x[~mask] = 0` and `x[mask] = parameter` run on shards,
+as for image features, padding and masked frames. If rows and positions differ in number, every rank raises an index
+error. Bytes moved: integers, for the sum over positions. Unchanged: masks combined with other indices or after slices,
+and masks of dtype uint8.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ aten = torch.ops.aten
 
 @register_pass
 class ReplaceMaskedWrites(CanonicalPass):
-    """Rewrites the writes at masks in one graph."""
+    """Replacement of the writes at masks in one graph."""
 
     requires = frozenset({"explicit"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [
             n for op in SCATTER_OPS for n in gm.graph.find_nodes(op="call_function", target=op) if _is_masked_write(n)
         ]
@@ -53,7 +54,7 @@ class ReplaceMaskedWrites(CanonicalPass):
             self.replace(node, self.compute(aten.where.self, (here, rows, x), node))
 
     def _rows(self, values: Node, mask: Node, rest: tuple[Size, ...], node: Node) -> Node:
-        """One value for every position; or the row of each that is written, and zeros for the others."""
+        """Return one value for every position, or the row of each written position and zeros elsewhere."""
         shape = node_shape(values)
         if _is_single_value(shape, rest):
             return self.reshape(values, shape[max(0, len(shape) - len(rest)) :], node)
@@ -76,7 +77,7 @@ class ReplaceMaskedWrites(CanonicalPass):
 
 
 def _is_masked_write(node: Node) -> bool:
-    """Does it write at one mask of the first dims, a value for all positions or a row for each?"""
+    """Return True for a write at one mask of the first dims, of one value or of a row per position."""
     call = OpCall(node)
     indices = call["indices"]
     if indices[0] is None or any(index is not None for index in indices[1:]):
@@ -91,5 +92,5 @@ def _is_masked_write(node: Node) -> bool:
 
 
 def _is_single_value(shape: tuple[Size, ...], rest: tuple[Size, ...]) -> bool:
-    """Is it one value for every position, broadcast over what a position has?"""
+    """Return True for one value that broadcasts over the dims of a position."""
     return len(shape) <= len(rest) or all(is_same_size(s, 1) for s in shape[: len(shape) - len(rest)])

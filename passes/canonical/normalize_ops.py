@@ -1,23 +1,23 @@
-"""Ops that read nothing of an operand but its dtype, device or number become ops that say so; aliases become the op.
+"""Normalize ops: arguments become explicit, and aliases become one op.
 
-    new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be whole, nor anywhere
+    new_zeros(x, size)   ->  zeros(size, dtype, device)        x need not be gathered or computed
     type_as(x, y)        ->  to(x, dtype of y)
-    x.double().float()   ->  clone(x)                          where x is float32, or whatever is exact
+    x.double().float()   ->  clone(x)                          if x is float32 or the casts are exact
     squeeze(x)           ->  squeeze(x, the dims of size 1)    a rank with one row must not lose the dim
     cat([empty, x])      ->  clone(x)
-    assert x's dtype     ->  nothing                           the trace knows it; a rank's shard has the same
+    assert x's dtype     ->  nothing                           checked by the trace; shards have the same dtype
     multiply(x, y)       ->  mul(x, y)                         torch has two names for one op
-    hstack([x, y])       ->  cat([x, y], 1)                    and short ones for options of an op
+    hstack([x, y])       ->  cat([x, y], 1)                    and other shorthands
 
-Part of canonicalize; every entry keeps the value exactly. Leaves alone: what is not in the table.
+Part of canonicalize; every entry keeps the value exactly. Unchanged: ops that are not in the table.
 
-Elements that repeat in place become a dim of their own, which regroups: repeats of a shard are a shard of repeats.
+Repeated elements get a dim of their own, so that repeats of a shard are a shard of repeats.
 
     repeat_interleave(x, k, 1)     (B, S, E) -> (B, S * k, E)
         ->  reshape(expand(unsqueeze(x, 2), (B, S, k, E)), (B, S * k, E))
 
-Part of canonicalize, after attention has found its repeated heads. Bytes moved: none. Leaves alone: numbers of repeats
-that are tensors, and repeats of the flattened operand.
+Part of canonicalize, after repeated heads of attention are matched. Bytes moved: none. Unchanged: repeats given by a
+tensor, and repeats of the flattened operand.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ CallForm = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 @register_pass
 class NormalizeOps(CanonicalPass):
-    """Rewrites every node that has a plainer spelling.
+    """Replacement of every node with a simpler form.
 
-    Refuses none: what is not in the table is as plain as it can be.
+    Ops that are not in the table are already in their simplest form.
     """
 
     provides = frozenset({"canonical", "explicit"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = _unify_overloads(gm)
         for node in list(gm.graph.nodes):
             spelling = _NORMALIZERS[node.target](node) if node.target in _NORMALIZERS else None
@@ -64,7 +65,7 @@ class NormalizeOps(CanonicalPass):
 
 
 def _unify_overloads(gm: GraphModule) -> int:
-    """Call the ops of a graph, and of the bodies of its regions, by the one name that they have here; how many."""
+    """Replace aliases in a graph and in the bodies of its regions; return the number of replaced nodes."""
     found = [node for node in gm.graph.nodes if node.target in _CANONICAL_OVERLOADS]
     for node in found:
         node.target = _CANONICAL_OVERLOADS[node.target]
@@ -103,7 +104,7 @@ def _normalize_cat(node: Node) -> CallForm | None:
 
 
 def _normalize_join(dim: int) -> Any:
-    """Operands that have the dim already, one behind the other along it; vectors along their only one, by hstack."""
+    """Concatenate operands that have the dim already; hstack concatenates vectors along their only dim."""
 
     def spell(node: Node) -> CallForm | None:
         ndim = node.meta["val"].ndim
@@ -155,7 +156,7 @@ _OP_ALIASES = {
     "swapdims": aten.transpose,
     "true_divide": aten.div,
 }
-"""Names of one op."""
+"""Canonical overload of each alias."""
 
 
 def _op_arguments(op: Any) -> list[tuple[str, bool]]:
@@ -167,7 +168,7 @@ def _packet_overloads(packet: Any) -> list[Any]:
 
 
 def _find_aliases() -> Iterator[tuple[Any, Any]]:
-    """Each overload, and the one of the other name that takes the same."""
+    """Yield pairs of an overload and the overload of another name with the same arguments."""
     for name, packet in _OP_ALIASES.items():
         for alias in _packet_overloads(getattr(aten, name)):
             same = [other for other in _packet_overloads(packet) if _op_arguments(other) == _op_arguments(alias)]
@@ -201,11 +202,12 @@ _NORMALIZERS = {
 
 @register_pass
 class NormalizeRepeats(CanonicalPass):
-    """Rewrites every repeat_interleave along a dim."""
+    """Replacement of every repeat_interleave along a dim."""
 
     requires = frozenset({"heads are grouped"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes = self.graph.find_nodes(op="call_function", target=aten.repeat_interleave.self_int)
         found = [n for n in nodes if OpCall(n)["dim"] is not None and OpCall(n).ndim()]
         for node in nodes:

@@ -1,13 +1,12 @@
-"""Constants at the ends of a dim become part of the op that reads them, so that nothing is longer than its sequence.
+"""Fold constant padding into the op that reads it, so that no tensor is longer than its sequence.
 
     constant_pad_nd(x, (k, 0))[..., :S]              ->   sp.shift(x, dim, k, -k, value)
-    conv1d(constant_pad_nd(x, (k, 0)), w)            ->   sp.conv1d(x, w, None, k, 0)         pools and unfold alike
+    conv1d(constant_pad_nd(x, (k, 0)), w)            ->   sp.conv1d(x, w, None, k, 0)         also pools and unfold
     conv1d(x, w, padding=k)[..., :S]                 ->   sp.conv1d(x, w, None, k, 0)
     cat([zeros of k rows, x[:-k]])                   ->   sp.shift(x, dim, k, -k, 0)
 
-Part of canonicalize, behind the idioms of scans, which are spelt with the same words. Bytes moved: none. Leaves alone:
-paddings of several dims, paddings and convolutions that anything else reads as they are, and lengths that are not
-provably those of the sequence.
+Part of canonicalize, after scan idioms, which use the same ops. Bytes moved: none. Unchanged: padding of several dims,
+padding and convolutions with other readers, and lengths that are not provably those of the sequence.
 """
 
 from __future__ import annotations
@@ -39,20 +38,21 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @register_pass
 class FoldPaddings(CanonicalPass):
-    """Rewrites the padded windows of one graph."""
+    """Replacement of the padded windows of one graph."""
 
-    requires = frozenset({"scan idioms"})  # which are written with the same words
+    requires = frozenset({"scan idioms"})  # these use the same ops
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
-        for rewrite in (self._fold_readers, self._drop_cut):  # what reads a padding may itself be cut
+        for rewrite in (self._fold_readers, self._drop_cut):  # a reader of padding may itself be sliced
             for node in list(self.graph.nodes):
                 if node.op == "call_function" and node.users:
                     changes += rewrite(node)
         return changes
 
     def _fold_readers(self, node: Node) -> bool:
-        """A padding becomes part of everything that reads it, or stays."""
+        """Fold a padding into all of its readers, or leave it unchanged."""
         pad = match_padding(node)
         if pad is None:
             return False
@@ -80,7 +80,7 @@ class FoldPaddings(CanonicalPass):
         return True
 
     def _drop_cut(self, node: Node) -> bool:
-        """What is longer than its sequence and cut back at once is never made."""
+        """Replace a result that is longer than its sequence and sliced back by the sliced result."""
         call = OpCall(node) if isinstance(node.target, OpOverload) else None
         for dim, slides in sliding_calls(call).items() if call is not None else ():
             assert call is not None
@@ -99,7 +99,7 @@ class FoldPaddings(CanonicalPass):
     def _merge_slides(
         self, nodes: list[Node], x: Node, dim: int, slides: WindowCall, before: Node | None = None
     ) -> None:
-        """One call in the place of nodes that are all the same."""
+        """Emit one call in place of equal nodes."""
         with self.graph.inserting_before(before or nodes[0]):
             args = (x, *slides.args(node_shape(x)[dim]))
             new = self.emit(slides.op, args, nodes[0].meta["val"], nodes[0])
@@ -108,18 +108,18 @@ class FoldPaddings(CanonicalPass):
 
 
 def _shift_rows(padded: PadMatch, start: Size, length: Size) -> WindowCall:
-    """So many rows of a padded value, from `start` on."""
+    """Return the call for `length` rows of a padded value from `start` on."""
     sliding = SlidingRows(length, simplify_size(padded.before - start))
     return WindowCall(sliding, sp.shift.default, (padded.dim,), (padded.fill,))
 
 
 def _is_static(slides: WindowCall, rows: Size) -> bool:
-    """Are all its numbers known?"""
+    """Return True if all numbers of the call are known."""
     return isinstance(slides.sliding.before, int) and isinstance(slides.sliding.num_after(rows), int)
 
 
 def pad_of_source(pad: PadMatch) -> PadMatch | None:
-    """The same rows as a padding of what the source is a slice of; None if rows that the slice left out would show."""
+    """Return the rows as a padding of a slice's source, or None if other rows would be visible."""
     piece = match_slice(pad.source)
     if piece is None or piece.dim != pad.dim:
         return None
@@ -133,12 +133,12 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
 
 
 def _hides_slice(pad: Size, left_out: Size) -> bool:
-    """Do none of the rows show that a slice left out at an end where so many are added?"""
+    """Return True if no row outside a slice is visible at an end with this padding."""
     return is_same_size(left_out, 0) or (isinstance(pad, int) and pad <= 0)
 
 
 def _is_within_sequence(length: Size, padded: PadMatch) -> bool:
-    """Is a result of so many rows no longer than the sequence that the source is a slice of?"""
+    """Return True if the result is no longer than the sequence that the source is a slice of."""
     source = padded.source
     while (piece := match_slice(source)) is not None:
         source = value_origin(piece.source)
@@ -146,7 +146,7 @@ def _is_within_sequence(length: Size, padded: PadMatch) -> bool:
 
 
 def match_padding(node: Node) -> PadMatch | None:
-    """A pad of one dim by a constant, or a cat of constants and one other value."""
+    """Return the pad of one dim by a constant, or the cat of constants and one other value; else None."""
     along, is_new = match_join(node) or (None, True)
     if along is not None and not is_new:
         return _match_padding_cat(node, along)
@@ -162,7 +162,7 @@ def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
     if len(others) != 1 or len(known) != 1 or call.operands[others[0]].meta["val"].dtype != dtype:
         return None
     if len({call.ndim(i) for i in range(len(fills))}) > 1:
-        return None  # cat takes empty ones of one dim too
+        return None  # cat accepts empty one-dimensional operands, too
     (at,) = others
     extents = [call.shape(i)[dim] for i in range(len(fills))]
     before, after = (simplify_size(sum(rows, start=0)) for rows in (extents[:at], extents[at + 1 :]))
@@ -170,20 +170,20 @@ def _match_padding_cat(node: Node, dim: int) -> PadMatch | None:
 
 
 def _padding_constant(x: Node, dtype: torch.dtype) -> Any:
-    """The constant that the operand adds to a cat of the dtype, where that holds it exactly."""
+    """Return the constant that an operand adds to a cat of the dtype, if it is exact there."""
     fill = constant_value(x)
     return fill if x.meta["val"].dtype == dtype or fill in (0, 1) else None
 
 
 def _slice_span(user: Node, node: Node, dim: int) -> tuple[Size, Size] | None:
-    """(start, length) if the user is a slice of the node along the dim."""
+    """Return (start, length) if the user is a slice of the node along the dim."""
     piece = match_slice(user)
     of = piece is not None and piece.dim == dim and value_origin(piece.source) is value_origin(node)
     return (piece.start, piece.length) if piece is not None and of else None
 
 
 def _padding_reader(user: Node, node: Node, padded: PadMatch) -> WindowCall | None:
-    """What reads a padding, as a window that slides over what is padded; its own constants must be the same."""
+    """Return the reader of a padding as a window on the unpadded value; its own constants must be equal."""
     span = _slice_span(user, node, padded.dim)
     if span is not None:
         return _shift_rows(padded, *span)

@@ -1,9 +1,9 @@
-"""An autograd.Function that only reduces, forward or backward -> sp::reduce_pair, which shards pass through.
+"""Replace an autograd.Function that only reduces by sp::reduce_pair, which runs on shards.
 
     f: x -> x, dy -> all_reduce(dy)        sp.reduce_pair(x, [], ["sum g"])
     g: x -> all_reduce(x), dy -> dy        sp.reduce_pair(x, ["sum g"], [])
 
-As Megatron's pairs are written. A Function that does more stays a region, and what it reads is gathered.
+Megatron's pairs have this form. Any other Function remains a region, and its operands are gathered.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PASSTHROUGH_OPS = (c10d.all_reduce.default, c10d.wait_tensor.default, aten.detac
 
 @register_pass
 class ReplaceReducePairs(CanonicalPass):
-    """Rewrites every autograd.Function that only reduces."""
+    """Replacement of every autograd.Function that only reduces."""
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = gm.graph.find_nodes(op="call_function", target=autograd_function_apply)
         return sum([self._rewrite(node) for node in found])
 
@@ -41,7 +42,7 @@ class ReplaceReducePairs(CanonicalPass):
         index = read.pop() if len(read) == 1 else None
         if len(bodies) != 2 or len(operands) != 1 or not isinstance(index, int):
             return False
-        # Torch 2.11 returns every value of the body, the result again behind them.
+        # torch 2.11 returns every value of the body, the result last, too
         (made, _), gradients = (body.graph.output_node().args[0] for body in bodies)
         results = made if isinstance(made, tuple | list) else (made,)
         there, back = _match_reductions(bodies[0], [results[index]]), _match_reductions(bodies[1], gradients)
@@ -61,7 +62,7 @@ def _is_reduce_pair(body: GraphModule) -> bool:
 
 
 def _match_reductions(body: GraphModule, results: Any) -> list[str] | None:
-    """What all_reduces the one result of a body is of its one tensor input; None if it is anything else."""
+    """Return the all_reduces from the tensor input of a body to its result, or None for any other body."""
     tensors = [leaf for leaf in pytree.tree_leaves(results) if is_tensor(leaf)]
     if len(tensors) != 1:
         return None

@@ -1,4 +1,4 @@
-"""torch's scans in the words of the package: sp::scan and sp::extremes without a frame, which are the same values."""
+"""Replace torch's scans by sp::scan and sp::extremes without a frame, which return the same values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ SP_SCANS = (sp.scan.default, sp.extremes.default, sp.linear_scan.default)
 
 
 def to_sp_scan(editor: GraphEditor, node: Node) -> Node:
-    """The scan as an op of the package in the node's place; ours stay as they are.
+    """Replace a scan by an op of the package; ops of the package are unchanged.
 
-    A running maximum whose indices nobody reads is an sp::scan.
+    A running maximum without readers of its indices becomes an sp::scan.
+
+    Args:
+        editor: The editor of the graph.
+        node: The scan.
+
+    Returns:
+        The new node.
     """
     if node.target in SP_SCANS:
         return node
@@ -51,7 +58,21 @@ def emit_scan(
     exclusive: bool = False,
     reverse: bool = False,
 ) -> Node:
-    """sp.scan of x with the result `value`; its dtype is spelt where it is not the one that x alone would give."""
+    """Emit sp.scan of `x`, with an explicit dtype if it differs from the default for `x`.
+
+    Args:
+        editor: The editor of the graph.
+        x: Any shape, the operand.
+        dim: The dim of the scan.
+        op: The operation, such as "sum".
+        value: The fake tensor of the result.
+        like: The node whose metadata the scan copies.
+        exclusive: Exclude the element itself.
+        reverse: Scan from the last row to the first.
+
+    Returns:
+        The new node.
+    """
     dtype = None if result_dtype(op, x.meta["val"].dtype) == value.dtype else value.dtype
     flags: tuple[Any, ...] = (exclusive, reverse, dtype)
     while flags and not flags[-1]:
@@ -60,21 +81,21 @@ def emit_scan(
 
 
 def flips_along(node: Node, dim: int) -> bool:
-    """Does the op flip this dim and no other?"""
+    """Return True if the op flips this dim and no other."""
     return flipped_dims(node) == [dim]
 
 
 def flipped_dims(node: Node) -> list[int]:
-    """The dims that the op flips; none if it is no flip."""
+    """Return the flipped dims, [] for any other op."""
     return [int(d) % node.meta["val"].ndim for d in node.args[1]] if node.target is aten.flip.default else []
 
 
 def is_scannable_call(call: OpCall) -> bool:
-    """Are there scans of what is scanned, in the dtype of the result?"""
+    """Return True if the package has scans of the operand in the dtype of the result."""
     return all(is_scannable(x.dtype) for x in (call.operands[0].meta["val"], call.results()[0]))
 
 
 def has_index_reader(node: Node) -> bool:
-    """Does anyone read the indices of torch's running extreme?"""
+    """Return True if the indices of torch's running maximum or minimum have a reader."""
     pieces = [u for u in node.users if u.target is operator.getitem]
     return len(pieces) < len(node.users) or any(u.args[1] != 0 and u.users for u in pieces)

@@ -1,13 +1,13 @@
-"""Scans that people spell with an inclusive scan forwards and something around it become what they mean.
+"""Replace idioms around an inclusive scan by exclusive and reverse scans.
 
-    cumsum(x) - x                        sp.scan(x, ..., exclusive)           exact: nothing is added and taken away
+    cumsum(x) - x                        sp.scan(x, ..., exclusive)           exact: nothing is added and subtracted
     pad(cumsum(x), (1, 0))[..., :-1]     sp.scan(x, ..., exclusive)           also cat([zeros, cumsum(x)[:-1]]), and
                                                                               cumsum(pad(x, (1, -1))); ones for cumprod
     flip(cumsum(flip(x)))                sp.scan(x, ..., reverse)
     sum(x) - cumsum(x) + x               sp.scan(x, ..., reverse)             without + x: exclusive, too
 
-In any order, and nested. Part of canonicalize. Bytes moved: none. Leaves alone: a scan whose own value is used as well,
-but for shifted sums of integers, which are `cumsum(x) - x` then; other dtypes than the scan's.
+In any order, and nested. Part of canonicalize. Bytes moved: none. Unchanged: scans whose own value has a reader, except
+for shifted sums of integers, which become `cumsum(x) - x`; and results of another dtype than the scan's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHIFT_BY_ONE = ((1, -1), (-1, 1))
 
 
 def match_shift(node: Node) -> PadMatch | None:
-    """The value as rows of a source that moved by one, with a constant in the row that has none; None for all else."""
+    """Return a value as rows of a source shifted by one, with a constant in the free row; else None."""
     piece = match_slice(node)
     pad = match_padding(node if piece is None else value_origin(piece.source))
     if piece is not None and pad is not None:
@@ -63,18 +63,18 @@ def match_shift(node: Node) -> PadMatch | None:
 
 @dataclass(frozen=True)
 class ScanMatch:
-    """One scan of the graph, whichever op it is."""
+    """Scan of the graph, independent of its op."""
 
-    node: Node
-    x: Node
-    dim: int
-    op: str
-    exclusive: bool = False
-    reverse: bool = False
+    node: Node  # result
+    x: Node  # operand
+    dim: int  # dim of the scan
+    op: str  # operation, such as "sum"
+    exclusive: bool = False  # True if the element itself is excluded
+    reverse: bool = False  # True if it scans from the last row to the first
 
 
 def match_scan(node: object) -> ScanMatch | None:
-    """The scan that the value is, if it is one without segments, shards or options of its own."""
+    """Return the scan that computes a value, or None for scans with segments, frames or options."""
     node = value_origin(node)
     if not isinstance(node, Node) or node.op != "call_function":
         return None
@@ -92,12 +92,13 @@ def match_scan(node: object) -> ScanMatch | None:
 
 @register_pass
 class RewriteScanIdioms(CanonicalPass):
-    """Rewrites the scans of one graph."""
+    """Replacement of the scan idioms of one graph."""
 
-    requires = frozenset({"scans", "masks are predicates"})  # a mask is read as it was written
+    requires = frozenset({"scans", "masks are predicates"})  # masks are matched in their original form
     provides = frozenset({"canonical", "scan idioms"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
         if not any(node.target in SCAN_FORM_OPS for node in self.graph.nodes):
             return changes
@@ -121,9 +122,9 @@ class RewriteScanIdioms(CanonicalPass):
         self.replace(node, fresh)
 
     def _reverse_recurrence(self, node: Node) -> bool:
-        """A recurrence backwards: flip(sp.linear_scan(flip(a), flip(b))). And a copy, no more: flip(flip(x)).
+        """Rewrite flip(sp.linear_scan(flip(a), flip(b))) as a reverse recurrence, and flip(flip(x)) as a copy.
 
-        A result that is written to later, or a value with a hook, must not become another one.
+        A result that is written to later, or a value with a hook, must not become an alias of another one.
         """
         if node.target is not aten.flip.default:
             return False
@@ -146,7 +147,7 @@ class RewriteScanIdioms(CanonicalPass):
         return True
 
     def _subtract_operand(self, node: Node) -> bool:
-        """An exclusive sum of integers beside the inclusive one: take x off, which needs no neighbour."""
+        """Rewrite an exclusive sum of integers as the inclusive one minus x, which needs no neighbor."""
         inner = _match_exclusive(node)
         if inner is None or inner.op != "sum" or node.meta["val"].is_floating_point():
             return False
@@ -158,7 +159,7 @@ class RewriteScanIdioms(CanonicalPass):
 
 
 def _match_idiom(node: Node) -> ScanMatch | None:
-    """The scan that this value is, if it is spelt in another way."""
+    """Return the scan that a value computes in another form, or None."""
     for idiom in SCAN_IDIOMS:
         meant = idiom(node)
         if meant is not None and _has_same_result(meant, node):
@@ -167,19 +168,19 @@ def _match_idiom(node: Node) -> ScanMatch | None:
 
 
 def _has_same_result(meant: ScanMatch, node: Node) -> bool:
-    """Has the value the shape and dtype that the scan has?"""
+    """Return True if the value has the shape and dtype of the scan."""
     mine, value = node.meta["val"], meant.node.meta["val"]
     return mine.dtype == value.dtype and is_same_shape(as_sizes(mine.shape), as_sizes(value.shape))
 
 
 def _match_shifted_scan(node: Node) -> ScanMatch | None:
-    """The last row left out, and the identity before the first."""
+    """Match a scan without its last row, after the identity."""
     inner = _match_exclusive(node)
     return replace(inner, exclusive=True) if inner is not None and is_only_read_by(inner.node, node) else None
 
 
 def _match_exclusive(node: Node) -> ScanMatch | None:
-    """The inclusive scan whose rows, moved by one, the value is."""
+    """Return the inclusive scan whose rows, shifted by one, are the value."""
     move = match_shift(node)
     inner = match_scan(move.source) if move is not None else None
     return inner if move is not None and inner is not None and _excludes_element(inner, move) else None
@@ -194,13 +195,14 @@ def _match_scan_of_shift(node: Node) -> ScanMatch | None:
 
 
 def _excludes_element(inner: ScanMatch, move: PadMatch) -> bool:
-    """Does an inclusive scan that is shifted so leave out the element itself?"""
+    """Return True if an inclusive scan of these shifted rows excludes the element itself."""
     identity = MONOIDS[inner.op].identity(move.source.meta["val"].dtype)
     onwards = move.before == (-1 if inner.reverse else 1)
     return not inner.exclusive and onwards and move.dim == inner.dim and move.fill == identity
 
 
 def _match_flipped(node: Node) -> ScanMatch | None:
+    """Match a scan between two flips of its dim."""
     inner = match_scan(node.args[0]) if node.target is aten.flip.default else None
     source = value_origin(inner.x) if inner is not None else None
     if inner is None or source is None or not is_only_read_by(inner.node, node):
@@ -211,7 +213,7 @@ def _match_flipped(node: Node) -> ScanMatch | None:
 
 
 def _reverse_refusal(node: Node) -> str | None:
-    """Of a scan between two flips along its dim that stays; None of all else."""
+    """Return the reason against a rewrite of a scan between two flips; None for other nodes."""
     if node.target is not aten.flip.default:
         return None
     inner = value_origin(node.args[0])
@@ -234,12 +236,12 @@ def _reverse_refusal(node: Node) -> str | None:
 
 
 def _pointwise_operands(node: Node) -> list[Node]:
-    """The operands of an op on elements."""
+    """Return the operands of a pointwise op."""
     return node.all_input_nodes if torch.Tag.pointwise in getattr(node.target, "tags", ()) else []
 
 
 def _match_combination(node: Node) -> ScanMatch | None:
-    """A sum of a scan, what it scans and its total, with signs."""
+    """Match a sum of a scan, its operand and its total, with signs."""
     if node.target not in SIGNS:
         return None
     terms = _signed_terms(node)
@@ -258,7 +260,7 @@ def _match_combination(node: Node) -> ScanMatch | None:
     return replace(found, exclusive=exclusive, reverse=found.reverse != turned)
 
 
-# (is the scan exclusive, signs of the scan, of what it scans, of the total): (exclusive, in the other direction)
+# (exclusive scan?, signs of the scan, of its operand, of the total): (exclusive, in the other direction)
 _SUM_OPS = {
     (False, (1, -1, 0)): (True, False),
     (False, (-1, 0, 1)): (True, True),
@@ -270,7 +272,7 @@ _SUM_OPS = {
 
 
 def _signed_terms(root: Node) -> Counter[Node]:
-    """The leaves of a tree of additions and subtractions, with their signs."""
+    """Return the leaves of a tree of additions and subtractions with their signs."""
     terms: Counter[Node] = Counter()
 
     def adds(node: Node) -> bool:
@@ -295,7 +297,7 @@ def _find_term(terms: Counter[Node], wanted: Callable[[Node], bool]) -> tuple[in
 
 
 def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
-    """Is it what is scanned, or a copy of it in a wider dtype?"""
+    """Return True if the term is the operand of the scan, or a copy of it in a wider dtype."""
     x, wide = value_origin(scan.x), term.meta["val"].dtype
     exact = torch.promote_types(x.meta["val"].dtype, wide) == wide
     return (
@@ -306,7 +308,7 @@ def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
 
 
 def _is_total_of(term: Node, scan: ScanMatch) -> bool:
-    """Is it the sum of all that is scanned, kept as a dim of size 1?"""
+    """Return True if the term is the sum of the operand, with the dim kept at size 1."""
     shape, held = node_shape(scan.node), node_shape(term)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
     if not is_same_shape(held, wanted):

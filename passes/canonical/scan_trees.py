@@ -1,12 +1,12 @@
-"""Scans by a function that is no known scan: their leaves are gathered once, and every rank computes the whole.
+"""Mark scans by an unknown function: leaves are gathered once, and all ranks compute the result.
 
     torch.associative_scan(combine_mode="generic") of complex numbers, online softmax, matrices, a running argmax
         tracing unrolls it into a tree: combinations of every second row, interleaved, level by level
     torch.associative_scan, torch.scan as one op
 
-Runs after all that rewrites scans, and marks what is left: the sequence is found by its dim, and the levels of a tree
-are one piece, of which nothing begins anew on shards. Bytes moved: what the gather of the leaves takes. Leaves alone:
-rows that are taken apart and interleaved without a combination of them, as rotary positions do.
+Runs after all rewrites of scans and marks the remaining ones. The sequence is found by its dim, and the levels of a
+tree form one region, inside of which no new sequence begins. Bytes moved: those of the gather of the leaves. Unchanged:
+rows that are split and interleaved without a combination, as in rotary embeddings.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ NO_SCAN_REASON = (
     "real numbers, so its leaves are gathered, once"
 )
 SCANNED_OPS = {associative_scan_op: 1, scan_op: 2}
-"""The argument of an op that holds what is scanned, along dim 0."""
+"""Index of the argument with the scanned values, along dim 0."""
 
 
 @register_pass
 class MarkScanTrees(CanonicalPass):
-    """Marks the scans of one graph that are left."""
+    """Marking of the remaining scans of one graph."""
 
     requires = frozenset({"scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in SCANNED_OPS:
                 set_node_info(node, scanned=(SCANNED_OPS[node.target], 0))
@@ -49,9 +50,9 @@ class MarkScanTrees(CanonicalPass):
         return len(outer)
 
     def _mark(self, join: Node, first: SlicePiece) -> None:
-        """Mark what lies between the leaves and the rows that are interleaved last.
+        """Mark the nodes between the leaves and the last interleaving.
 
-        Leaves are known by their length, also one whose own result nobody reads.
+        Leaves are matched by their length, including leaves whose own result has no reader.
         """
         rows = node_shape(first.source)[first.dim]
 
@@ -78,7 +79,7 @@ def outermost_trees(graph: Graph) -> list[tuple[Node, SlicePiece]]:
 
 
 def _is_inner(piece: SlicePiece, joins: Iterable[tuple[Node, SlicePiece]]) -> bool:
-    """Are the rows that a level takes apart combinations of every second row of another?"""
+    """Return True if the rows that a level splits are combinations of every second row of another level."""
     rows = node_shape(piece.source)[piece.dim]
     larger = [
         one.source
@@ -119,7 +120,7 @@ def match_interleaving(node: Node) -> tuple[Node, SlicePiece] | None:
 
 
 def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:
-    """The pieces of a leaf along the dim, of itself or of what is the same."""
+    """Yield the slices of a leaf, or of an identical value, along the dim."""
     for user in leaf.users:
         piece = match_piece(user)
         if (
@@ -132,13 +133,13 @@ def _leaf_slices(leaf: Node, dim: int) -> Iterator[Node]:
 
 
 def _is_odd_rows(cut: Node) -> bool:
-    """Is it every second row from row 1 on?"""
+    """Return True for every second row from row 1 on."""
     piece = match_piece(cut)
     return piece is not None and piece.step == 2 and is_same_size(piece.start, 1)
 
 
 def _nodes_after(starts: Iterable[Node], until: Node) -> set[Node]:
-    """The nodes, and what is computed from them, up to another one."""
+    """Return the nodes and everything computed from them, up to another node."""
     found, left = set[Node](), list(starts)
     while left:
         node = left.pop()
@@ -150,7 +151,7 @@ def _nodes_after(starts: Iterable[Node], until: Node) -> set[Node]:
 
 
 def nodes_before(node: Node, stops: Callable[[Node], bool]) -> set[Node]:
-    """Return the node and all that it is computed from, up to the nodes that stop the search."""
+    """Return the node and everything it is computed from, up to the nodes that stop the search."""
     found, left = set[Node](), [node]
     while left:
         one = left.pop()

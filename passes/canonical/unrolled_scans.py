@@ -1,11 +1,11 @@
-"""A tree of combinations becomes the scan that its combine function defines.
+"""Replace an unrolled tree of combinations by the scan that its combine function defines.
 
     torch.associative_scan(combine_mode="generic"), which tracing unrolls into log2(S) levels: each level combines the
     rows of its leaves in pairs, and interleaves the scan of these with combinations of it and every second row
         ->  sp.scan     sp.linear_scan
 
-All levels have to combine by one function. Bytes moved: none. Leaves alone: other combine functions, and scans that a
-program writes in rounds of its own (Hillis and Steele), whose rounds are sharded or gathered one by one.
+All levels must combine by one function. Bytes moved: none. Unchanged: other combine functions, and scans that a program
+computes in rounds of its own (Hillis and Steele), whose rounds are sharded or gathered one by one.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ RowSlice = tuple[int, int, int]  # start, step, number
 
 
 class _Level(NamedTuple):
-    """The scan of a leaf: `odd`, that of the pairs of its rows, and `even`, its rows between without the first."""
+    """Scan of a leaf at one level of a tree."""
 
-    join: Node
-    leaf: Node
-    dim: int
-    rows: int
-    odd: Node
-    even: Node | None
+    join: Node  # node that interleaves the rows
+    leaf: Node  # scanned value
+    dim: int  # dim of the scan
+    rows: int  # number of rows of the leaf
+    odd: Node  # scan of the pairs of rows
+    even: Node | None  # rows between these, without the first
 
 
 @register_pass
 class UnrolledScans(RewriteAssociativeScans):
-    """Rewrites the trees of one graph whose combine function is known."""
+    """Replacement of the trees of one graph with a known combine function."""
 
     requires = frozenset({"loops are rolled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if outermost_trees(gm.graph):
             erase_dead(self.graph)
         self.levels = {n: found for n in gm.graph.nodes if (found := _level(n)) is not None}
@@ -77,7 +78,7 @@ class UnrolledScans(RewriteAssociativeScans):
         return True
 
     def _function(self, level: _Level) -> tuple[str, Node | None] | None:
-        """Return (operation, the leaf with the factors of a recurrence) if all levels combine by it, else None."""
+        """Return (operation, leaf with the factors of a recurrence) if all levels combine by it, else None."""
         inner, half, rest = self.levels.get(level.odd), level.rows // 2, (level.rows - 1) // 2
         pairs = {(0, 2, half): "left", (1, 2, half): "right"}
         reduced = inner.leaf if inner is not None else level.odd
@@ -136,7 +137,7 @@ def _match(
     """Return the function by which a value combines rows of a leaf on the left and on the right.
 
     Args:
-        sides: Which rows of the leaves are operands, on which side.
+        sides: Rows of the leaves that are operands, with their side.
         prefixes: The number of rows of the scan of pairs that are the left operand.
     """
     symbols: dict[sympy.Symbol, tuple[str, Node]] = {}

@@ -1,1 +1,1 @@
-"""Passes that claim demands: each meets those that it understands, and `gather` what is left."""
+"""Discharge demands: each pass claims those that it supports, and `gather` the remaining ones."""

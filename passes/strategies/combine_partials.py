@@ -1,10 +1,10 @@
-"""Sums over the sequence that add up to one loss are added on each rank first: one all_reduce, and one number a tile.
+"""Add sums over the sequence that form one loss locally: one all_reduce, and one number per tile.
 
     all_reduce(ce) / n + 0.01 * (all_reduce(z) / m)     ->     all_reduce(ce / n + 0.01 * (z / m))
 
-As a cross-entropy and its z-loss, which then have one gradient, made in the forward's loop over tiles. Bytes sent: of
-one sum instead of several. Leaves alone: sums that anything else reads, casts (a half type rounds each rank's sum),
-and numbers that are added to a sum, which every rank would count.
+A cross-entropy and its z-loss then have one gradient, computed in the forward's loop over tiles. Bytes sent: those of
+one sum instead of several. Unchanged: sums with other readers, casts (a half type rounds each rank's sum), and numbers
+that are added to a sum, which every rank would count.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from .discharge import DemandPass
 
 
 class MarkPartialSums(DemandPass):
-    """Marks what adds sums up, and what scales them on the way there, so that propagation leaves them to each rank."""
+    """Marking of additions and scalings of sums, so that propagation keeps them partial."""
 
     requires = DemandPass.requires | {"means are sums"}
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         plan, changes = job.plan(gm), 0
-        ways: dict[Node, tuple[Node, ...]] = {}  # what scales a sum, from there on to the node
+        ways: dict[Node, tuple[Node, ...]] = {}  # ops that scale a sum, from the sum to the node
         for node in gm.graph.nodes:
             if isinstance(plan.of(node), Partial):
                 ways[node] = ()
@@ -48,10 +49,9 @@ class MarkPartialSums(DemandPass):
 
 
 def _is_sum_scaling(node: Node, x: Node, terms: list[Node], plan: PlacementPlan) -> bool:
-    """Does the node scale a sum, or add nothing to it?
+    """Return True if the node scales a sum, or adds 0 to it, by a replicated value.
 
-    By what every rank has whole: a rank's rows of a factor are no factor of its share of all rows, nor is its share of
-    another sum.
+    A sharded factor does not scale a rank's share of all rows, nor does a rank's share of another sum.
     """
     whole = all(isinstance(plan.of(y), Replicate) for y in OpCall(node).operands if y is not x)
     return whole and x in (terms if len(terms) == 1 else scaled_operands(node))

@@ -1,4 +1,7 @@
-"""The base of passes that discharge demands. A strategy is one file: what it claims, and what it puts in its place."""
+"""Define the base of passes that discharge demands.
+
+A strategy is one file: the demands that it claims, and the ops that replace them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.sharding.placement import Demand, PlacementPlan
 
 aten = torch.ops.aten
-MAX_REWRITE_ROUNDS = 8  # every round discharges at least one demand of every kind it met; real models take two
+MAX_REWRITE_ROUNDS = 8  # each discharges a demand of every kind it met; real models take two
 
 
 class DemandPass(Pass):
-    """Discharges the demands it claims by inserting exchanges that are identities in the global view.
+    """Base of passes that discharge demands by exchanges, which are identities in the global view.
 
-    By hand: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
-    Every call analyses the graph anew, so that passes can be run in any order, and more than once.
+    Direct use: `UlyssesAttention(2)(graph_module)`, where 2 is the number of ranks, or Ranks(n, group), or Settings.
+    Every call analyzes the graph again, so that passes can run in any order and more than once.
     """
 
     requires = frozenset({"canonical", "attention is chosen"})
@@ -28,6 +31,7 @@ class DemandPass(Pass):
     plan: PlacementPlan
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.plan = job.plan(gm)
         by_node: dict[Node, list[Demand]] = {}
         for demand in self.plan.demands:
@@ -44,17 +48,30 @@ class DemandPass(Pass):
         return changes
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
-        """None to claim the node's demands; else why not ("" if it is no business of this pass)."""
+        """Check the demands of a node.
+
+        Args:
+            node: The node that states the demands.
+            demands: Its demands.
+
+        Returns:
+            None to claim the demands, else the reason ("" if they do not concern this pass).
+        """
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the node's demands; the graph keeps its meaning in the global view."""
+        """Meet the demands of a node and keep its meaning in the global view.
+
+        Args:
+            node: The node that states the demands.
+            demands: Its claimed demands.
+        """
         raise NotImplementedError
 
-    # What rewrites are written with.
+    # Helpers of rewrites.
 
     def is_at(self, position: int | Node, length: Size, dim: int, ndim: int, like: Node) -> Node:
-        """arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
+        """Return arange(length) == position, shaped to broadcast along `dim` of `ndim`."""
         device = {"device": like.meta["val"].device}
         positions = self.compute(aten.arange.default, (self.sizes(length),), like, device)
         here = self.compute(aten.eq.Scalar, (positions, position), like)
@@ -63,11 +80,12 @@ class DemandPass(Pass):
 
 
 class RepeatPasses(Passes):
-    """Rewrites, round after round, until no demand is left."""
+    """Repetition of rewrites until no demand remains."""
 
     provides = frozenset({"no demands"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
         for _ in range(MAX_REWRITE_ROUNDS):
             if not job.plan(gm).demands:

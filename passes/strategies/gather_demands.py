@@ -1,16 +1,17 @@
-"""The fallback: what no pass can do on shards is done on the whole, correctly, and reported.
+"""Gather operands for nodes that no pass can run on shards, and report each gather.
 
-    sp.unshard(x)      the node then runs alike on every rank; backward: each rank takes its slice of the gradient
-    sp.all_gather(x)   the node goes on with shards of another operand; backward: a reduce-scatter
+    sp.unshard(x)      the node then runs equally on every rank; backward: each rank takes its slice of the gradient
+    sp.all_gather(x)   another operand of the node remains sharded; backward: a reduce-scatter
 
-Bytes sent per rank: (n-1) times its shard of x. Refuses: everything, by name, under fallback="error".
+Bytes sent per rank: (n-1) times its shard of x. Refuses everything, by name, under fallback="error".
 
-Takes out exchanges that no longer fit: an exchange is an identity in the global view, so leaving it out is right.
+`RevertStaleExchanges` removes exchanges that no longer fit. An exchange is an identity in the global view, so its
+removal is correct.
 
-    y = sp.unshard(x, dim=2)   where x is now sharded on dim 1   ->   y = x, and the demand is stated anew
+    y = sp.unshard(x, dim=2)   where x is now sharded on dim 1   ->   y = x, and the demand is stated again
 
-A strategy writes its exchanges for the placements of one Plan. Discharging a demand upstream may move what lies
-downstream of it. Bytes moved: none. Refuses nothing.
+A strategy writes its exchanges for the placements of one PlacementPlan. Discharging a demand upstream may change
+placements downstream. Bytes moved: none. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ sp = torch.ops.sp
 
 
 class GatherOperands(DemandPass):
-    """Claims every demand for a whole operand."""
+    """Fallback that claims every demand for a gathered operand."""
 
-    requires = DemandPass.requires | {"claimed"}  # by whoever does better
+    requires = DemandPass.requires | {"claimed"}  # by a better strategy
     provides = frozenset({"gathered"})
     kinds = frozenset({"whole", "align", "no rule", "attend", "scan", "halo", "invariant"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         if node.op == "output" or self.job.fallback == "gather" or all(d.kind == "invariant" for d in demands):
             return None
         reasons = "; ".join(self._gather_reason(d) for d in demands)
         raise SpError("SP305", f"fallback='error': {describe_node(node)} would be gathered: {reasons}.")
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         for demand in demands:
             if demand.kind == "invariant":
                 self._regather(node, demand)
@@ -52,7 +55,7 @@ class GatherOperands(DemandPass):
                 self._gather(node, demand)
 
     def _regather(self, node: Node, demand: Demand) -> None:
-        """What was gathered for a node on shards is used alike on every rank: the other pair of gradients."""
+        """Change a gather for a node on shards to one for a replicated node, which has the other backward."""
         gathered = demanded_operand(node, demand.operand)
         with self.insert_after(gathered):
             whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
@@ -84,7 +87,7 @@ class GatherOperands(DemandPass):
 
 
 def demanded_operand(node: Node, index: int) -> Node:
-    """The operand that a demand numbers."""
+    """Return the operand with the index of a demand."""
     if node.op == "output":
         return node.all_input_nodes[index]
     if isinstance(node.target, OpOverload):
@@ -93,7 +96,7 @@ def demanded_operand(node: Node, index: int) -> Node:
 
 
 def replace_operand(node: Node, index: int, new: Node) -> None:
-    """Give the node another operand at the place that a demand numbers."""
+    """Replace the operand with the index of a demand."""
     if node.op == "output" or not isinstance(node.target, OpOverload):
         node.replace_input_with(demanded_operand(node, index), new)
         return
@@ -104,11 +107,12 @@ def replace_operand(node: Node, index: int, new: Node) -> None:
 
 
 class RevertStaleExchanges(DemandPass):
-    """Claims the demands of exchanges whose operands are not placed as they were written for."""
+    """Removal of exchanges whose operands have another placement than expected."""
 
     kinds = frozenset({"stale"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         operands = OpCall(node).operands
         if is_tensor(node):
             self.replace(node, operands[0])

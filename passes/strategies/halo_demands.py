@@ -1,13 +1,13 @@
-"""Windows along a sharded sequence: each rank takes the rows that it lacks from its neighbours, and keeps its own.
+"""Exchange the missing rows of windows along a sharded sequence between neighbors.
 
     conv1d(x, w, b, padding=1)   ->   sp.conv1d(x, w, b, 1, 1, ..., frame, result, n, group)
     cat([row, x[:, :-1]], 1)     ->   where(arange(S) == 0, row, sp.shift(x[:, :-1], 1, 1, 0, ...))
-    x[:, 1:] - x[:, :-1]         ->   x[:, 1:] - sp.shift(x[:, :-1], 1, 0, 0, ...), where the other window lies
+    x[:, 1:] - x[:, :-1]         ->   x[:, 1:] - sp.shift(x[:, :-1], 1, 0, 0, ...), placed as the other window
 
-So for avg_pool1d, max_pool1d, unfold, roll and constant_pad_nd that shifts. Bytes sent: the rows that another rank
-lacks, forward and backward: one shift for each direction that a window reaches in, as long as it reaches no further
-than the next rank. Leaves alone (to be gathered): zigzag sequences, strides that the ranks do not divide, windows of
-more than half the sequence.
+Also for avg_pool1d, max_pool1d, unfold, roll and constant_pad_nd that shifts. Bytes sent: the rows that another rank
+lacks, forward and backward. Each direction takes one shift while the window does not reach beyond the next rank.
+Unchanged (to be gathered): zigzag sequences, strides that do not divide the shards, windows of more than half the
+sequence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 
 class ExchangeHalos(DemandPass):
-    """Claims the demands of windows on shards, of a row in front of a shard, and of shards one beside the other."""
+    """Exchange of halos for windows on shards, for one more row at a shard, and for shifted shards."""
 
-    requires = DemandPass.requires | {"picked"}  # one row is sent alone
+    requires = DemandPass.requires | {"picked"}  # a single row is sent separately
     kinds = frozenset({"halo", "whole", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         claimed = self._match_cat(node) is not None or (
             node in self.plan.wants
             and any(d.kind == "halo" or self._match_neighbors(node, d) is not None for d in demands)
@@ -46,6 +47,7 @@ class ExchangeHalos(DemandPass):
         return None if claimed else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         joined = self._match_cat(node)
         if joined is not None:
             self._join(node, *joined)
@@ -85,7 +87,7 @@ class ExchangeHalos(DemandPass):
     # A row and a slice.
 
     def _match_cat(self, node: Node) -> tuple[int, Shard, Shard] | None:
-        """(number of the sharded operand, where it lies, where the cat will lie) of a cat with one row."""
+        """Return (index of the sharded operand, its shard, the shard of the cat) of a cat with one row."""
         if node.target is not aten.cat.default:
             return None
         call = OpCall(node)
@@ -103,7 +105,7 @@ class ExchangeHalos(DemandPass):
         return (i, shard, placed) if isinstance(placed, Shard) else None
 
     def _extend_by_row(self, call: OpCall, i: int) -> SlidingRows:
-        """x with a row in front of it, or behind it if it comes first."""
+        """Return x with a row before it, or after it if it comes first."""
         return SlidingRows(call.result_shapes()[0][call.dim()], before=i)
 
     def _join(self, node: Node, i: int, have: Shard, result: Shard) -> None:
@@ -121,7 +123,7 @@ class ExchangeHalos(DemandPass):
     # Two windows of one sequence.
 
     def _match_neighbors(self, node: Node, demand: Demand) -> tuple[Shard, Shard] | None:
-        """(where an operand lies, where the node wants it) if the two differ in where they start."""
+        """Return (shard of an operand, shard that the node needs) if only their starts differ."""
         wants = self.plan.wants.get(node, ())
         want: Placement = wants[demand.operand] if demand.operand < len(wants) else Replicate()
         have = demand.have

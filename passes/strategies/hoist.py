@@ -1,13 +1,13 @@
-"""A short window of rows, cut behind what makes rows wide, is cut in front of it: nothing wide is gathered for it.
+"""Move a short slice of rows before the ops that widen rows, so that no wide value is gathered for it.
 
     tanh(linear(h, w))[:, n:]     ->     tanh(linear(h[:, n:], w))          also select, narrow, split, chunk
     tanh(linear(h, w))[:, ids]    ->     tanh(linear(h[:, ids], w))         also index_select
 
-Rows that were not asked for are no longer computed, the ranks share out those of the window, and what is gathered is as
-narrow as hidden values are, where logits are as wide as the vocabulary. Bytes sent by this pass: none. Leaves alone:
-windows of most rows, which ranks cut without an exchange; what draws random numbers; values that are as wide further
-back; on one rank that was not asked for tiles, what others read, too; rows that the ranks would not share out, unless
-each has as many of its own; parts of sequences flattened with their batch.
+Unused rows are no longer computed, the ranks share the rows of the slice, and the gathered rows are as narrow as hidden
+values instead of logits. Bytes sent by this pass: none. Unchanged: slices of most rows, which need no exchange; random
+draws; values without a narrower predecessor; sequences that are flattened with their batch. Also unchanged, on one rank
+without requested tiles: values with other readers. Rows that the ranks would not share are unchanged, unless each rank
+has the same number of its own.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ aten = torch.ops.aten
 READ_OPS = (aten.index.Tensor, aten.index_select.default)
 SLICE_OPS = (aten.slice.Tensor, aten.narrow.default, aten.select.int, *SPLIT_OPS, *READ_OPS)
 RowsAt = tuple[int, Size]
-"""Where the rows of a chain's end lie in a value: the dim, and the place of the first."""
+"""Dim and offset of the rows of a chain's end in a value."""
 
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """The rows of a dim of the source at these numbers; the rest as of a `SlicePiece`."""
+    """Rows of a dim that are selected by index, as a `SlicePiece` for other fields."""
 
-    source: Node
-    dim: int
-    indices: Node
-    length: Size
-    keeps_dim: bool = True
+    source: Node  # tensor before the selection
+    dim: int  # dim of the rows
+    indices: Node  # indices of the rows
+    length: Size  # number of rows
+    keeps_dim: bool = True  # False if the dim is removed
 
 
 RowsAsked = SlicePiece | SelectedRows
@@ -56,52 +56,55 @@ RowsAsked = SlicePiece | SelectedRows
 
 @dataclass(frozen=True)
 class RowWiseNode:
-    """A node that makes each row of one row. dim: of its rows; operands: where theirs lie, by number."""
+    """Node that computes each row of its result from one row."""
 
-    node: Node
-    dim: int
-    operands: dict[int, RowsAt]
+    node: Node  # the node
+    dim: int  # dim of its rows
+    operands: dict[int, RowsAt]  # positions of the operands' rows, by index of the operand
 
 
 @dataclass(frozen=True)
 class RowChain:
-    """What makes a value row by row. steps: the last one first; given: the values of rows that these read."""
+    """Chain of nodes that compute a value row by row."""
 
-    inputs: dict[Node, RowsAt]
-    steps: tuple[RowWiseNode, ...] = ()
+    inputs: dict[Node, RowsAt]  # values of rows that the steps read
+    steps: tuple[RowWiseNode, ...] = ()  # nodes, the last one first
 
     @property
     def nodes(self) -> list[Node]:
-        """Of the steps."""
+        """Return the nodes of the steps."""
         return [step.node for step in self.steps]
 
     def first_reader(self, given: Node) -> Node:
-        """The first of the steps that read these rows."""
+        """Return the first step that reads these rows."""
         return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is given for i in s.operands))
 
     @property
     def width(self) -> int:
-        """Elements of all that would be cut."""
+        """Return the number of elements per row of all inputs."""
         return sum(assume_large(size_product(node_shape(x))) for x in self.inputs)
 
 
 class HoistSlices(DemandPass):
-    """Claims the demand of a short window for all of its operand, where something narrower can be cut instead."""
+    """Slicing of a narrower value for a demand of a short slice."""
 
     kinds = frozenset({"whole"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.learns_nothing = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
         self.dealt = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.asked: dict[Node, int] = {}  # rows of a source that all its windows have together
+        self.asked: dict[Node, int] = {}  # rows of a source that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         return None if node.target in SLICE_OPS and self._find_chain(node) is not None else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         chain, source = self._find_chain(node), OpCall(node).operands[0]
         assert chain is not None
         for x in _late_inputs(node, source, first := min(chain.nodes)) or ():
@@ -116,7 +119,7 @@ class HoistSlices(DemandPass):
             self.note(one, f"the window is cut from {narrow}, which is narrower than {source.name}")
 
     def _find_chain(self, node: Node) -> RowChain | None:
-        """The chain that ends in what the node cuts, from where its rows are narrowest; None if that is no chain."""
+        """Return the chain that ends in the operand of a slice, from its narrowest rows, or None."""
         pieces = _slices_read(node)
         if not pieces or not self._saves_work(node, pieces):
             return None
@@ -128,9 +131,9 @@ class HoistSlices(DemandPass):
         return best if best.steps and _late_inputs(node, first.source, min(best.nodes)) is not None else None
 
     def _saves_work(self, node: Node, pieces: dict[int, RowsAsked]) -> bool:
-        """Does each rank then make a share of the pieces, or no more rows, with all that others cut, than it has now?
+        """Return True if each rank then computes a share of the rows, or no more rows than before.
 
-        A sequence of the window's own is in no order in which rows were dealt out.
+        The sequence of a slice is not in the load-balanced order.
         """
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
@@ -142,7 +145,7 @@ class HoistSlices(DemandPass):
         return all(n * self.asked[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
-        """The chain with what makes the last of the values that it reads and may be made anew; None without any."""
+        """Return the chain with the producer of the last input that may be recomputed, or None."""
         for node in sorted(chain.inputs, reverse=True):
             step = _match_row_wise(node, chain.inputs[node]) if self._can_recompute(node, chain, cut) else None
             if step is None:
@@ -154,9 +157,10 @@ class HoistSlices(DemandPass):
         return None
 
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:
-        """May the node be made once more, for the window, or does nothing else read it?
+        """Return True if the node may be recomputed for the slice or has no other reader.
 
-        Not where one of them runs without gradients and the other with: so would what is cut in front of both.
+        A node may not be recomputed if the grad mode differs between it and the slice, which would change the values
+        before both.
         """
         if node.op != "call_function" or node in self.demanding:
             return False
@@ -167,10 +171,10 @@ class HoistSlices(DemandPass):
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowsAsked, like: Node) -> Node:
-        """The piece of the source, made of pieces of what the chain reads."""
+        """Emit a slice of the source from slices of the inputs of the chain."""
         made: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
-            with self.graph.inserting_before(chain.first_reader(x)):  # made behind the first step, x may be
+            with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
                 made[x] = self._slice_rows(x, rows, piece, like)
         for step in reversed(chain.steps):
             made[step.node] = self._rebuild_step(step, made, piece)
@@ -180,16 +184,14 @@ class HoistSlices(DemandPass):
             return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
 
     def _slice_rows(self, x: Node, rows: RowsAt, piece: RowsAsked, like: Node) -> Node:
-        """The rows of the piece."""
+        """Emit the rows of a slice."""
         dim, first = rows
         if isinstance(piece, SlicePiece):
             start = piece.start + first
             end = start + (piece.length - 1) * piece.step + 1
             return self.compute(aten.slice.Tensor, (x, dim, *map(self.sizes, (start, end)), piece.step), like)
         at, extent = piece.indices, node_shape(piece.source)[piece.dim]
-        if not is_same_size(
-            node_shape(x)[dim], extent
-        ):  # a window of x, of which alone they are numbers, from its end, too
+        if not is_same_size(node_shape(x)[dim], extent):  # a slice of x with constant indices, possibly from its end
             numbers = (self.sizes(first), self.sizes(first + extent))
             device = {"device": at.meta["val"].device}
             at = self._select_rows(self.compute(aten.arange.start, numbers, like, device), 0, at, like)
@@ -200,7 +202,7 @@ class HoistSlices(DemandPass):
         return self.compute(like.target, (x, *args), like)
 
     def _rebuild_step(self, step: RowWiseNode, made: dict[Node, Node], piece: RowsAsked) -> Node:
-        """The step on the rows of the piece."""
+        """Emit a step on the rows of a slice."""
         node, (call, rule) = step.node, _has_known_shape(step.node)
         operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:
@@ -214,7 +216,7 @@ class HoistSlices(DemandPass):
 
 
 def _slices_read(node: Node) -> dict[int, RowsAsked]:
-    """What is read of a cut, by number; nothing if the place of one is not known."""
+    """Return the slices of a node that are read, by index; {} if the position of one is unknown."""
     numbers = [0] if is_tensor(node) else list(read_results(node))
     found = {
         number: _match_selected(node) if node.target in READ_OPS else nth_result(node, number) for number in numbers
@@ -241,7 +243,7 @@ def _has_known_shape(node: Node) -> tuple[OpCall, BoundRule]:
 
 
 def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
-    """How the node makes rows that lie so in its result, each of one row; None if it does not."""
+    """Return how a node computes these rows of its result from one row of each operand, or None."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or not is_tensor(node) or rule.operand_placements is not None or rule.lenders:
         return None
@@ -258,9 +260,9 @@ def _match_row_wise(node: Node, rows: RowsAt) -> RowWiseNode | None:
 
 
 def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
-    """What the cut reads besides its source, and is made behind the first step; None if that may not move.
+    """Return operands of a slice, other than its source, that are created after the first step.
 
-    Numbers of rows and sizes may: no mode (autocast, no_grad) changes what they are.
+    None if one of them may not move. Indices of rows and sizes may: no mode (autocast, no_grad) changes their values.
     """
     given = [x for x in collect_nodes((cut.args, cut.kwargs)) if x is not source]
     late = reachable_set(given, lambda n: n.all_input_nodes if not n < first else ())
@@ -269,7 +271,7 @@ def _late_inputs(cut: Node, source: Node, first: Node) -> list[Node] | None:
 
 
 def _is_index_like(node: Node) -> bool:
-    """Is it a size, or a tensor of integers or truth values?"""
+    """Return True for a size, or a tensor of integers or bools."""
     value = node.meta.get("val")
     exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
     return exact or isinstance(value, torch.SymInt)
@@ -280,7 +282,7 @@ def _is_same_slice(a: RowsAt, b: RowsAt) -> bool:
 
 
 def _defer_chain_outputs(chain: RowChain) -> None:
-    """What is left of the chain, and read as a result only, is made when somebody reads that."""
+    """Move the remaining nodes of the chain that are read as outputs only to their first reader."""
     for node in chain.nodes:
         if node.users and all(user.op == "output" or node_info(user).recomputed for user in node.users):
             set_node_info(node, recomputed=True)

@@ -1,10 +1,10 @@
-"""Scans that torch is slow at, of rows that are all here, by the package's own kernels.
+"""Run scans of local rows that are slow in torch by the kernels of the package.
 
-    cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch walks down one column at a time
+    cumsum(x, 0)    ->   sp.scan(x, None, 0, "sum")      x: (T, E): torch processes one column at a time
 
-What is slow is for the lowering table to say (`lowering/scan/scan_table.py`): any scan that it would not hand to torch
-itself. On any number of ranks, and on graphs without a sequence. Bytes moved: none. Leaves alone: small tensors, and
-dtypes that have no scans here.
+The lowering table (`lowering/scan/scan_table.py`) defines slow scans: any scan that it does not lower to torch. Applies
+to any number of ranks, and to graphs without a sequence. Bytes moved: none. Unchanged: small tensors, and dtypes
+without scans in the package.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sp_compile.passes.canonical.scan_calls import CUMULATIVE_OPS, TORCH_SCANS, 
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 
-LARGE_CARRY = 1 << 14  # elements; below them the call is what takes time
+LARGE_CARRY = 1 << 14  # elements; smaller scans are dominated by the call
 
 
 class UseFastScans(Pass):
-    """Takes torch's scans that nothing has to be exchanged for."""
+    """Replacement of torch's scans that need no exchange."""
 
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Replace the slow ones."""
+        """Replace the slow scans and return their number."""
         waiting = {d.node for d in job.plan(gm).demands}
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in TORCH_SCANS]
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
@@ -43,7 +43,7 @@ class UseFastScans(Pass):
 
 
 def is_slow(node: Node) -> bool:
-    """Would the lowering table run the scan by anything but torch?"""
+    """Return True if the lowering table runs the scan by anything but torch."""
     call, result = OpCall(node), OpCall(node).results()[0]
     op, dim, extents = TORCH_SCANS[node.target], call.dim(), [size_hint(s) for s in result.shape]
     if math.prod(extents) < LARGE_CARRY or not extents or not is_scannable_call(call):

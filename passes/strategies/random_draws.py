@@ -1,8 +1,8 @@
-"""Random draws on replicated values: every rank takes rank 0's.
+"""Broadcast rank 0's random draws on replicated values.
 
-    y = dropout(x)   with x alike on every rank   ->   y = sp.broadcast(dropout(sp.broadcast_grad(x)))
+    y = dropout(x)   with x replicated   ->   y = sp.broadcast(dropout(sp.broadcast_grad(x)))
 
-The value and the gradient are then those of one device, rank 0. Draws on shards need nothing: they are independent.
+The value and the gradient are then those of rank 0. Draws on shards are independent and need no exchange.
 Bytes sent: the result once, from rank 0, forward; the operands' gradients backward.
 """
 
@@ -21,14 +21,15 @@ sp = torch.ops.sp
 
 
 class BroadcastDraws(DemandPass):
-    """Claims draws that would differ from rank to rank on a value that must not."""
+    """Broadcast of draws on replicated values, which would differ between ranks."""
 
     name = "draw"
-    requires = DemandPass.requires | {"gathered"}  # what runs on shards draws its own
+    requires = DemandPass.requires | {"gathered"}  # ops on shards draw independently
     provides = frozenset({"drawn"})
     kinds = frozenset({"draw"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         group = self.job.ranks.group
         with self.graph.inserting_before(node):
             for operand in [a for a in node.all_input_nodes if is_tensor(a)]:

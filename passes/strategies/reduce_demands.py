@@ -1,11 +1,11 @@
-"""Sums over the sharded sequence: one all_reduce where a Partial is first used, and means as sum / count.
+"""Reduce sums over the sharded sequence once, at the first use of a Partial; means become sum / count.
 
     mean(x, S)                     ->  all_reduce(sum(x, S)) / S
     cross_entropy(x, t, "mean")    ->  all_reduce(cross_entropy(x, t, "sum")) / count(t)
     mse_loss(x, y, "mean")         ->  all_reduce(sum(mse_loss(x, y, "none"))) / numel
 
-The count is that of the whole sequence (targets that are not ignored, or their class weights), so a rank without a
-single valid target divides by the same number as the others. Bytes: one all_reduce of the result. Refuses nothing.
+The count is that of the global sequence (targets that are not ignored, or their class weights), so a rank without a
+valid target divides by the same number as the others. Bytes: one all_reduce of the result. Refuses nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ MEAN_OPS = (aten.mean.default, aten.mean.dim)
 
 
 class DecomposeMeans(DemandPass):
-    """Splits means, and losses that sum more than one operand, into a sum that ranks can share and a count."""
+    """Decomposition of means, and of losses that sum several operands, into a sum and a count."""
 
     name = "mean"
     provides = frozenset({"claimed", "means are sums"})
     kinds = frozenset({"mean", "total"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        settle_dtypes(gm.graph)  # of half types it takes wider sums
+        """Apply the pass to a graph and return the number of changes."""
+        settle_dtypes(gm.graph)  # half types get wider sums
         return super().apply(gm, job)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         with self.graph.inserting_before(node):
             if node.target in MEAN_OPS:
                 new = self._mean(node)
@@ -70,7 +72,7 @@ class DecomposeMeans(DemandPass):
     def _class_loss(self, node: Node) -> Node:
         call = OpCall(node)
         dtype = node.meta["val"].dtype
-        half = dtype in HALF  # then the loss of each position is rounded, and their sum is not
+        half = dtype in HALF  # the loss of each position is rounded, their sum is not
         args, kwargs = call.with_operands(call.operands, reduction=NONE if half else SUM)
         total = self.compute(node.target, args, node, kwargs)
         total = self._sum(total, node) if half else total
@@ -87,7 +89,7 @@ class DecomposeMeans(DemandPass):
         return self.cast(loss, dtype, node)
 
     def _sum(self, x: Node, node: Node, dims: list[int] | None = None, keepdim: bool = False) -> Node:
-        """Sum in at least float32: the partial sums of the ranks are rounded once, after they are added."""
+        """Sum in at least float32: the partial sums of the ranks are rounded once, after their addition."""
         dtype = x.meta["val"].dtype
         wide = {"dtype": torch.float32} if dtype in HALF else {}
         if dims is None:
@@ -99,12 +101,13 @@ class DecomposeMeans(DemandPass):
 
 
 class ReducePartials(DemandPass):
-    """Turns Partial values into whole ones, once each, right after they are produced."""
+    """Reduction of Partial values to replicated ones, once each, right after they are produced."""
 
     requires = DemandPass.requires | {"means are sums"}
     kinds = frozenset({"reduce"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         for source in dict.fromkeys(a for a in node.all_input_nodes if is_tensor(a)):
             reduced = any(u.target is sp.all_reduce.default for u in source.users)
             if isinstance(self.plan.of(source), Partial) and not reduced:

@@ -1,25 +1,25 @@
-"""Scans along a sharded sequence: each rank scans its rows, and only what they add up to is exchanged.
+"""Run scans along a sharded sequence on shards: only carries are exchanged.
 
     cumsum(x, S)       ->   sp.scan(x, None, S, "sum", ..., frame, exchange, n, group)
     cummax(x, S)       ->   sp.extremes(x, S, "max", ..., frame, exchange, n, group)
     sp.linear_scan(a, b, initial, S)   ->   the same with its frame
 
-Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which idioms and the user's own calls
-are. One collective forward and one backward; bytes sent: (n - 1) * C, where C is one row of the result in the dtype
-that is summed in, whatever S is. Large carries go in ceil(log2 n) steps (cost/scan_cost.py). Leaves alone:
-dims that hold
-more than the sequence (see below), and dtypes without scans, such as complex numbers (to be gathered).
+Also cumprod, cummin, logcumsumexp, and sp.scan and sp.extremes without a frame, which come from idioms and user calls.
+One collective forward and one backward. Bytes sent: (n - 1) * C, independent of S, where C is one row of the result in
+the accumulation dtype. Large carries take ceil(log2 n) steps (cost/scan_cost.py). Unchanged (to be gathered): dims with
+more than the sequence (see below), and dtypes without scans, such as complex numbers.
 
-A scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or choices of each token.
+`SplitNestedScans` splits a scan along a dim of which the sequence is only a factor: a batch of sequences in one dim, or
+choices of each token.
 
-    cumsum(x: (B * S, ...), 0)      rows of one sequence, then what the sequences before it add up to:
+    cumsum(x: (B * S, ...), 0)      rows of one sequence, then the total of the sequences before it:
         y = sp.scan(x: (B, S, ...), 1);  y + sp.scan(y[:, -1], 0, exclusive)[:, None]
     cumsum(x: (S * K, ...), 0)      within each position, then over the positions:
         y = cumsum(x: (S, K, ...), 1);   y + sp.scan(y[:, -1], 0, exclusive)[:, None]
 
-The rest along S is for the above and for `select_row.py`. Bytes sent: those of one scan; of a batch also
-one row of each sequence, which the rank that holds it sends to the others. Refuses: indices of extremes, segments and
-recurrences, and float maxima and log-sum-exps, whose gradients would not be those of the scan.
+The remaining scans along S are for `ShardScans` and `select_row.py`. Bytes sent: those of one scan; for a batch also
+one row of each sequence, from the rank that has it. Refuses: indices of extremes, segments and recurrences, and float
+maxima and log-sum-exps, whose gradients would differ from those of the scan.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ COMBINE_OPS = {
 
 
 class SplitNestedScans(DemandPass):
-    """Claims the demands of scans along a dim of several factors."""
+    """Split of scans along a dim of several factors."""
 
     provides = frozenset({"claimed", "scans are flat"})
     kinds = frozenset({"scan"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Claim and rewrite until nothing is nested any more: a dim may hold a batch and choices, too."""
+        """Split scans until none is nested; a dim may combine a batch, the sequence and choices."""
         changes = 0
         while found := super().apply(gm, job):
             changes += found
@@ -75,9 +75,11 @@ class SplitNestedScans(DemandPass):
         return changes
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_error(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
@@ -87,12 +89,12 @@ class SplitNestedScans(DemandPass):
 
 
 def scan_shard(plan: PlacementPlan, node: Node) -> Shard:
-    """Where the rows of a scan that states a demand lie."""
+    """Return the shard of the operand of a scan that states a demand."""
     return next(w for w in plan.wants[node] if isinstance(w, Shard))
 
 
 def is_only_sequence(shard: Shard) -> bool:
-    """Does the dim hold the sequence and nothing else?"""
+    """Return True if the dim consists of the sequence only."""
     return is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)
 
 
@@ -108,12 +110,14 @@ def _unsupported_error(node: Node) -> str | None:
 
 
 class _TwoLevelScan:
+    """Scan along a dim of two factors, as scans along each factor."""
+
     def __init__(self, editor: GraphEditor, node: Node) -> None:
         call = OpCall(node)
         self.editor, self.node, self.value = editor, node, node.meta["val"]
         self.x, self.dim, self.op = call.operands[0], call.dim(), call["op"]
         self.exclusive, self.reverse = call["exclusive"], call["reverse"]
-        # What one scan adds in, so that the sum of the parts is rounded once, as its result is.
+        # The dtype of accumulation, so that the sum of the parts is rounded once, as the result of one scan.
         given = call["accumulate"] if self.op in ("sum", "prod") else None
         self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
@@ -128,7 +132,7 @@ class _TwoLevelScan:
         return self.editor.cast(self.editor.reshape(both, whole, self.node), self.value.dtype, self.node)
 
     def two_levels(self, y: Node, dim: int) -> tuple[Node, Node]:
-        """The scan of dim + 1, and what all rows of dim before this one combine to."""
+        """Return the scan of dim + 1, and the total of all rows of `dim` before each row."""
         each = self.scan(y, dim + 1, self.exclusive)
         whole = self.call(COMBINE_OPS[self.op], each, y) if self.exclusive else each
         last = self.call(aten.select.int, whole, dim + 1, 0 if self.reverse else -1)
@@ -143,16 +147,21 @@ class _TwoLevelScan:
 
 
 class ShardScans(DemandPass):
-    """Claims the demands of scans. By hand, `ShardScans(1)(graph_module)` makes the slow scans of any graph fast."""
+    """Exchange of the carries of scans.
+
+    Direct use: `ShardScans(1)(graph_module)` replaces the slow scans of any graph.
+    """
 
     requires = DemandPass.requires | {"scans are flat"}
     kinds = frozenset({"scan"})
 
     def call(self, graph_module: GraphModule) -> PassResult:
+        """Run the pass on a graph module, then replace the remaining slow scans."""
         claimed = super().call(graph_module).modified
         return PassResult(graph_module, UseFastScans(self.given)(graph_module).modified or claimed)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         if not is_scannable_call(OpCall(node)):
             return f"there is no scan of {OpCall(node).results()[0].dtype} on shards"
         shard = scan_shard(self.plan, node)
@@ -161,6 +170,7 @@ class ShardScans(DemandPass):
         return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         call, ranks, folds = OpCall(fresh), self.job.ranks, shard.frame.folds

@@ -1,10 +1,10 @@
-"""One position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without gathering the others.
+"""Select one position of a sharded sequence (`x[:, -1]`, BERT's `x[:, 0]`) without a gather.
 
     select(x, S, i)           ->   all_reduce(sum(where(arange(S) == i, x, 0), S))
-    slice(x, S, i, i + 1)     ->   the same, and the dim of one row stays
+    slice(x, S, i, i + 1)     ->   the same, and the dim of one row remains
 
-Exactly one rank holds position i, so the sum is the value. Bytes sent: 2 (n-1)/n of one row instead of n-1 times the
-shard. Leaves alone (to be gathered): booleans.
+Exactly one rank has position i, so the sum is the value. Bytes sent: 2 (n-1)/n of one row instead of n-1 times the
+shard. Unchanged (to be gathered): bools.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ aten = torch.ops.aten
 
 
 class SelectRow(DemandPass):
-    """Claims the demand of a select, or a slice of one row, along the sharded dim."""
+    """Selection of one row along the sharded dim, by select or slice."""
 
     provides = frozenset({"claimed", "picked"})
     kinds = frozenset({"whole"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         single = node.target is aten.select.int or _row_position(node) is not None
         return None if single and node.meta["val"].dtype != torch.bool else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         call, value = OpCall(node), node.meta["val"]
         x, dim = call.operands[0], call.dim()
         with self.graph.inserting_before(node):
@@ -44,14 +46,14 @@ class SelectRow(DemandPass):
         self.note(row, "one position: the rank that holds it sends it to the others")
 
     def _position(self, call: OpCall, dim: int) -> int | Node:
-        """Counted from the front, as an argument of the graph."""
+        """Return the nonnegative position as a Python scalar or a node."""
         row = _row_position(call.node)
         index = call["index"] if row is None else self.sizes(row)
         return self.sizes(call.shape()[dim] + index) if isinstance(index, int) and index < 0 else index
 
 
 def _row_position(node: Node) -> Size | None:
-    """The position of a slice of one row."""
+    """Return the position of a slice of one row."""
     found = lookup_rule(node) if node.target is aten.slice.Tensor else None
     if found is None or found[1] is None or not found[1].spans:
         return None

@@ -1,4 +1,7 @@
-"""What is said of a graph before and after the demands of its sequence are met; no value changes."""
+"""Check and report the sequences and placements of a graph before and after demands are met.
+
+The passes of this module change no value.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,16 @@ NO_SEQUENCE_FIX = {
     "map_impl": "which treats all rows alike, and so may run along any dim",
     "cond": "whose branches are not looked into",
 }
-"""Ops that take functions, by name, and why they do not say which dim is the sequence."""
+"""Names of ops with function arguments, and the reason why these do not define a sequence dim."""
 
 
 class MarkUserCollectives(Pass):
-    """Marks the exchanges of the program's own that no rank may make of its rows alone: these run on whole values."""
+    """Marking of the program's own collectives that need replicated values."""
 
     provides = frozenset({"exchanges are marked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         if job.aligned is not None:
             mark_group_exchanges(gm, job.aligned)
             job.invalidate()
@@ -47,15 +51,16 @@ class MarkUserCollectives(Pass):
 
 
 class FindSequences(Pass):
-    """Finds the sequences of the inputs.
+    """Search for the sequences of the inputs.
 
-    A complete model without one is the job's refusal. Raises SpError if fallback='error' needs a sequence on shards.
+    A complete model without a sequence sets the job's refusal. Raises SpError if fallback='error' requires a sequence.
     """
 
     requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         fixed = _fix_short_lengths(gm, job.axes(gm), job.ranks.n)
         if fixed:
             job.invalidate()
@@ -98,7 +103,7 @@ class FindSequences(Pass):
 
 
 def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
-    """Shards that were taken for whole inputs, since the graph as it was captured shows no sequence in them."""
+    """Refuse shards that are passed as full inputs because no captured op marks their sequence."""
     for node, dims in found.items():
         if dims and node.name not in job.inputs:
             raise SpError(
@@ -116,7 +121,7 @@ def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
 
 
 def _describe_candidates(gm: GraphModule) -> str:
-    """What looks along some dim and is no evidence for a sequence, in words; "" if nothing does."""
+    """Describe the ops that read along some dim but are no evidence for a sequence; "" without any."""
     found = dict[str, str]()
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -128,13 +133,17 @@ def _describe_candidates(gm: GraphModule) -> str:
 
 
 class PlaceOutputs(Pass):
-    """Says how the plan cuts sequences and heads. Refuses outputs='local' where a rank's shard would hold padding."""
+    """Report of the placements of sequences and heads.
+
+    Refuses outputs='local' if a rank's shard would contain padding.
+    """
 
     name = "outputs"
     requires = frozenset({"planned"})
     provides = frozenset({"checked"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
         for node, words in output_options(gm.graph.output_node(), job.outputs).items():
@@ -146,19 +155,19 @@ class PlaceOutputs(Pass):
 
 
 def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
-    """Make symbolic sequences of at most n positions constants: shapes of 1 are special to fake tensors."""
+    """Fix symbolic sequences of at most n positions: shapes of 1 are special to fake tensors."""
     fixed = False
     for node in gm.graph.find_nodes(op="placeholder"):
         for dim in axes.sequence_dims(node):
             extent = node.meta["val"].shape[dim]
             if n > 1 and isinstance(extent, torch.SymInt) and size_hint(extent) <= n:
-                int(extent)  # a guard: another length is compiled anew
+                int(extent)  # a guard: another length is recompiled
                 fixed = True
     return fixed
 
 
 def _gathered_reason(node: Node, plan: PlacementPlan, words: list[str]) -> str:
-    """Why a result is whole that came from shards; "" of others."""
+    """Return the reason why a sharded result is gathered, "" for other results."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
@@ -179,7 +188,7 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 
 
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
-    """For a symbolic length: does n divide it now? Asking makes it a guard, so another length is compiled anew."""
+    """Return True if n divides the length now. A symbolic length gets a guard."""
     length = node.meta["val"].shape[have.dim]
     whole = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
@@ -187,7 +196,7 @@ def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:
-    """What the plan relies on: how sequences are cut, and what the ranks must divide."""
+    """Return the constraints of the plan: how sequences are split, and which sizes the ranks must divide."""
     out: dict[str, None] = {}
     for node in gm.graph.nodes:
         have = plan.of(node)
@@ -201,7 +210,7 @@ def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) 
 
 
 def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
-    """Say of every exchange over another group than these, whose members hold the same rows, that it has no rule."""
+    """Mark exchanges over groups other than `aligned` as ops without a rule."""
     for node in gm.graph.nodes:
         named = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):

@@ -1,10 +1,10 @@
-"""Attention whose queries, keys and values are whole on every rank begins on shards of them.
+"""Shard the inputs of attention whose queries, keys and values are replicated.
 
     scaled_dot_product_attention(q, k, v, is_causal=True)
     ->  scaled_dot_product_attention(clone(q), clone(k), clone(v), is_causal=True)
 
-What is computed token by token begins on shards by itself, and so do the queries of attention that no mask counts; what
-counts from the first query does not: a program that is an attention and little else would run whole on every rank.
+Token-wise ops shard replicated inputs by default, and so do queries of attention without a mask. A mask that depends on
+the query's position prevents it: a program of little else than one attention would run replicated on every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from sp_compile.passes.sharding.placement import REPLICATE
 
 
 class ShardAttentionInputs(Pass):
-    """Clones what attention reads, where it could be cut along the sequence and nobody has begun to."""
+    """Cloning of replicated inputs of attention that could be sharded along the sequence."""
 
     requires = frozenset({"canonical", "exchanges are marked"})
     provides = frozenset({"attention begins"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [n for n in attention_nodes(gm) if depends_on_query(OpCall(n)) and not node_info(n).replicated]
         if job.ranks.n == 1 or not found:
             return 0

@@ -1,1 +1,1 @@
-"""Attention in any spelling becomes one node, and its mask a predicate over positions."""
+"""Rewrite every form of attention as one node, with its mask as a predicate over positions."""

@@ -2,11 +2,11 @@
 
     slopes[:, None, None] * (i - i[:, None])                    s + head0*(k - q), and slopes
     where(i[:, None] >= i, slopes * (i - i[:, None]), -inf)     the same, k <= q
-    slopes * i + additive mask of fills                         s + head0*k, and what the mask says
+    slopes * i + additive mask of fills                         s + head0*k, and the predicate of the mask
 
-A number of each head may be computed of anything. Leaves alone: what is learned, for which nothing here has a
-gradient; what is looked up by a query, a key or a batch entry; biases that were rounded to another dtype than that of
-q, or that a text would round otherwise ((k - q) / 7 is k / 7 - q / 7 there); and those that are no larger than a row.
+A per-head number may be computed from anything. Unchanged: learned biases, whose gradient is not implemented; lookups
+by query, key or batch entry; biases rounded to another dtype than that of q, or that text rounds differently
+((k - q) / 7 becomes k / 7 - q / 7); and biases no larger than a row.
 """
 
 from __future__ import annotations
@@ -46,22 +46,36 @@ _BIAS_OPS: dict[Any, Callable[..., Any]] = {
 
 @dataclass
 class BiasElement:
-    """What is added to a score, where it is allowed; finite: elsewhere stands a large negative number, not -inf."""
+    """Term added to a score by a bias."""
 
-    value: sympy.Expr
-    allowed: Boolean = sympy.true
-    finite: bool = False
+    value: sympy.Expr  # term, where attention is allowed
+    allowed: Boolean = sympy.true  # condition for attention
+    finite: bool = False  # masked scores get a large negative number, not -inf
 
 
 class BiasReader:
-    """Reads the elements of one bias of scores (B, H, Q, K). heads: the values that texts call head0, head1, ..."""
+    """Reader of the elements of one bias of scores (B, H, Q, K).
+
+    `heads` lists the values that texts name head0, head1, ...
+    """
 
     def __init__(self, positions: ElementReader, dtype: torch.dtype, least: float) -> None:
         self.positions, self.dtype, self.least = positions, dtype, least
         self.heads: list[Node] = []
 
     def at(self, x: Any, coords: Sequence[Any]) -> BiasElement:
-        """The element at the coordinates. Raises NotSymbolic."""
+        """Return the element of a value at the coordinates.
+
+        Args:
+            x: A node or a Python scalar.
+            coords: One expression per dim of `x`.
+
+        Returns:
+            The term and its condition.
+
+        Raises:
+            NotSymbolic: No text describes the element.
+        """
         if not is_tensor(x):
             return BiasElement(_parse_number(x))
         node, at = value_origin(x), tuple(sympy.sympify(c) for c in coords)
@@ -79,7 +93,7 @@ class BiasReader:
         return self._computed_element(node, at)
 
     def _position_element(self, node: Node, at: Coords) -> BiasElement:
-        """An integer that the place gives, or zeros and fills."""
+        """Return an integer that the positions determine, or zeros and fills."""
         found = as_cases(self.positions.at(node, at))
         if len(found) == 1 and found[0][1].is_integer:
             value = found[0][1]
@@ -145,7 +159,7 @@ class BiasReader:
         return BiasElement(a.value + times * b.value, And(a.allowed, b.allowed), a.finite or b.finite)
 
     def _chosen_element(self, condition: Boolean, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
-        """One of the two, where the other is a fill."""
+        """Return the operand that is not a fill."""
         for fill, other, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
             if fill.value.is_number and fill.value <= self.least:
                 return BiasElement(other.value, And(other.allowed, allowed), other.finite or bool(fill.value.is_finite))
@@ -153,13 +167,13 @@ class BiasReader:
 
 
 def _may_round(term: sympy.Expr) -> bool:
-    """Is it a position times what is no whole number of some power of two?"""
+    """Return True if a position is scaled by a fraction whose denominator is not a power of two."""
     factor, rest = term.as_coeff_Mul()
     return rest in _BIAS_SYMBOLS.values() and bool(int(factor.q) & (int(factor.q) - 1))
 
 
 def _parse_number(x: Any) -> sympy.Expr:
-    """Raises NotSymbolic for what is no number, or none that can be written."""
+    """Convert a Python scalar to an expression. Raises NotSymbolic for NaN and other types."""
     if isinstance(x, bool) or not isinstance(x, int | float) or x != x:
         raise NotSymbolic(f"a bias takes {x!r}")
     if isinstance(x, float):

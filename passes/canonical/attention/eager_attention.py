@@ -1,21 +1,21 @@
-"""Attention that is spelled out becomes scaled_dot_product_attention, where that says exactly the same.
+"""Replace eager attention by scaled_dot_product_attention where the two are equivalent.
 
     s = matmul(q, k.mT) * scale + bias            also einsum, bmm, baddbmm (and its bias); scale as mul or div
     s = tanh(s / cap) * cap                       before the mask; -> sp.masked_attention(..., score="cap*tanh(s)")
     s = s.masked_fill(~allowed, -inf)             also where, and s * allowed - 1e9 * (1 - allowed)
-    p = dropout(softmax(s.float(), -1).to(bf16))  also of exponentials (`softmaxes.py`), and nan_to_num of it
+    p = dropout(softmax(s.float(), -1).to(bf16))  also softmax from exponentials (`softmaxes.py`), and nan_to_num
     o = matmul(p, v)                              ->  scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
     p = softmax(cat([s, sinks], -1), -1)[.., :-1] ->  sp.masked_attention(q, k, v, ..., attn_mask=mask, sinks=sinks)
 
-Scores may be transposed, matmul(k, q.mT) with a softmax along -2, or have their dims in any order. A query that may
-attend to no key gets zeros, as torch's op gives, and nan_to_num makes of a softmax. A scale on q or k stays there,
-with scale=1; a tensor that scales the scores scales q instead. Dropout draws other numbers than the eager spelling.
-Sinks, and what else the softmax may read: `sinks.py`. Bytes moved: none.
-Leaves alone: scores or probabilities that something else reads, softmax in less precision than the values (float64
-models with a float32 softmax), fills with a finite number unless every query provably attends to some key (a row of
-nothing but fills attends to all keys alike) or learned sinks take such a row, parts in different autocast regions, and
-operands that broadcast.
+Scores may be transposed, matmul(k, q.mT) with a softmax along -2, or have permuted dims. A query without any key gets
+zeros, as with torch's op and with nan_to_num of a softmax. A scale on q or k remains there, with scale=1. A tensor that
+scales the scores scales q instead. Dropout draws other random numbers than the eager form. `sinks.py` describes sinks
+and other operands of the softmax. Bytes moved: none.
+
+Unchanged: scores or probabilities with other readers; softmax in less precision than the values (float64 models with a
+float32 softmax); parts in different autocast regions; operands that broadcast. Finite fills are unchanged too, unless
+every query provably attends to some key or learned sinks absorb the row: a row of fills attends to all keys equally.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @dataclass
 class WeightChain:
-    """What becomes of the probabilities, up to the product with the values."""
+    """Ops between the softmax and the product with the values."""
 
     chain: list[Node] = field(default_factory=list)
     dropout: float = 0.0
@@ -63,12 +63,13 @@ class WeightChain:
 
 @register_pass
 class FuseEagerAttention(CanonicalPass):
-    """Rewrites every attention that is spelled out around a softmax."""
+    """Replacement of every eager attention around a softmax."""
 
     requires = frozenset({"explicit", "loops are rolled"})
     provides = frozenset({"canonical", "attention is fused"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self._filling = fill_nodes(gm)
         found = [node for node in self.graph.nodes if match_softmax(node) is not None]
         refusals = {node: self._rewrite(softmax) for node in found if (softmax := match_softmax(node)) is not None}
@@ -78,7 +79,7 @@ class FuseEagerAttention(CanonicalPass):
         return sum(why is None for why in refusals.values())
 
     def _rewrite(self, found: SoftmaxMatch) -> str | None:
-        """None for what is attention now; else why it is none, or none that one op says exactly."""
+        """Replace one attention and return None, or return the reason why it is not replaced."""
         softmax, x, keys = found.result, found.source, found.dim
         if found.refusal is not None:
             return found.refusal
@@ -174,16 +175,16 @@ class FuseEagerAttention(CanonicalPass):
     def _mask(
         self, scores: ScoreChain, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool, like: Node
     ) -> tuple[Node | None, bool]:
-        """(the mask of biases and fills, whether it says the same as they do)
+        """Return the mask of biases and fills, and whether it is equivalent to them.
 
-        settled: what a fill leaves of a weight is nothing even where all keys have one, as sinks are no fills.
+        `settled`: fills remove all weight even if all keys are filled, since sinks are not filled.
         """
         bias, allowed, fits = None, None, True
         if scores.gate is not None:
             return self._gated_mask(scores, scores.gate.materialize(self, like), shape, like)
         for each, times in scores.biases:
             node = each.materialize(self, like)
-            if each.dtype != dtype:  # a bias of zeros and fills needs no dtype
+            if each.dtype != dtype:  # a bias of zeros and fills needs no cast
                 fits = fits and times > 0 and try_parse_mask(node, shape, settled) is not None
                 allowed = self._intersect(allowed, self.compute(aten.eq.Scalar, (node, 0), like), like)
                 continue
@@ -203,7 +204,7 @@ class FuseEagerAttention(CanonicalPass):
         return mask, fits
 
     def _gated_mask(self, scores: ScoreChain, gate: Node, shape: tuple[Size, ...], like: Node) -> tuple[Node, bool]:
-        """As `_mask`, of scores that are nothing but a fill where they were multiplied with 0, and else with 1."""
+        """Return the mask of scores that are multiplied with 0 or 1 and filled where they are 0; see `_mask`."""
         allowed = self.compute(aten.ne.Scalar, (gate, 0), like)
         if len(scores.biases) != 1 or scores.fills:
             return allowed, False
@@ -232,7 +233,10 @@ class FuseEagerAttention(CanonicalPass):
 
 
 def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]) -> WeightChain:
-    """order: the dims of the probabilities as (leading dims, queries, keys)."""
+    """Match the ops from the softmax to the product with the values.
+
+    `order`: the dims of the probabilities as (leading dims, queries, keys).
+    """
     found, node, sinks = WeightChain(), softmax, reading.sinks
     while len(node.users) == 1:
         (user,) = node.users
@@ -257,14 +261,14 @@ def _match_weights(softmax: Node, reading: SoftmaxSource, order: tuple[int, ...]
 
 
 def _keeps_weights(user: Node, weights: Node) -> bool:
-    """The weights again. Of a row that has no key a softmax gives nan, and torch's op 0."""
+    """Return True for an identity of the weights. For a row without keys softmax gives NaN, torch's op 0."""
     if user.target is aten.nan_to_num.default:
         return OpCall(user)["nan"] in (None, 0)
     return is_neutral_op(user) and user.args[0] is weights
 
 
 def _is_values_product(product: ProductMatch, weights: Node, order: tuple[int, ...]) -> ProductMatch | None:
-    """The product with the weights on the left, if they are its operand in their own order and only once."""
+    """Return the product if the weights are its left operand, in order and only once."""
     for one in (product, transpose_product(product)):
         if one.left.node is weights and one.left.order == order and one.right.node is not weights:
             return one if one.scale == 1 else None
@@ -272,7 +276,7 @@ def _is_values_product(product: ProductMatch, weights: Node, order: tuple[int, .
 
 
 def _values_refusal(last: Node | None, keys: int) -> str:
-    """last: the product that reads the probabilities; None if it is none."""
+    """Return the reason why `last`, the reader of the probabilities, is not a product with values."""
     product = match_product(last) if last is not None else None
     along = {f.order[-1] for f in (product.left, product.right) if _is_softmax(f.node)} if product is not None else ()
     if along and keys not in along:
@@ -285,7 +289,7 @@ def _is_softmax(node: Node) -> bool:
 
 
 def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[Node]) -> list[ProductOperand] | None:
-    """q, k (..., n, d) and v (..., n, e) of one dtype, if nothing in between is less precise than SDPA would be."""
+    """Return q, k (..., n, d) and v (..., n, e) of one dtype, or None if SDPA would be more precise."""
     dtype = values.right.node.meta["val"].dtype
     between = {n.meta["val"].dtype for n in chain if is_tensor(n) and n.meta["val"].is_floating_point()}
     if not between <= ({dtype, torch.float32} if dtype in HALF else {dtype}):
@@ -294,12 +298,12 @@ def _attention_operands(scores: ProductMatch, values: ProductMatch, chain: list[
     value = values.right.transpose().simplify()
     if query is None or key is None or not is_same_size(key.shape[-2], value.shape[-2]):
         return None
-    batches = (size_product(f.shape[:-2]) for f in (key, value))  # grouped otherwise, perhaps, but in the same order
+    batches = (size_product(f.shape[:-2]) for f in (key, value))  # possibly grouped differently, but in the same order
     return [query, key, value] if is_same_size(*batches) else None
 
 
 def _has_sink_per_head(sinks: SinkValue | None, reading: SoftmaxSource, scores: ScoreChain) -> bool:
-    """Are the sinks, if there are any, those of the scores' heads?"""
+    """Return True if there are no sinks or they belong to the heads of the scores."""
     if sinks is None:
         return reading.sinks is None
     masks = [mask for mask, _ in scores.biases] + [condition for condition, *_ in scores.fills]
@@ -310,7 +314,7 @@ def _has_sink_per_head(sinks: SinkValue | None, reading: SoftmaxSource, scores: 
 
 
 def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) -> bool:
-    """Is it certain where a bias has fills, and that every query attends to some key?"""
+    """Return True if the fills of a bias are known and every query attends to some key."""
     return (
         keeps_a_key(bias, shape)
         or try_parse_mask(bias, shape) is not None
@@ -319,7 +323,7 @@ def _has_known_fills(bias: Node, shape: tuple[Size, ...], dtype: torch.dtype) ->
 
 
 def _match_lse(scores: Any, softmax: Node) -> Node | None:
-    """The log-sum-exp of what a softmax reads, if nothing but these two reads it."""
+    """Return the log-sum-exp of the softmax input if nothing else reads that input."""
     found = [n for n in scores.users if n is not softmax] if is_tensor(scores) else []
     if len(found) != 1 or found[0].target is not aten.logsumexp.default:
         return None
@@ -328,13 +332,13 @@ def _match_lse(scores: Any, softmax: Node) -> Node | None:
 
 
 def _can_scale_query(scores: ScoreChain, query: ProductOperand) -> bool:
-    """May the query be scaled by the factors and stay of its dtype?"""
+    """Return True if the factors can scale the query without a change of its dtype."""
     dtype = query.node.meta["val"].dtype
     return all(not node_shape(f.node) or f.dtype == dtype for f, _ in scores.factors)
 
 
 def _uncast_factor(factor: ProductOperand, dtype: torch.dtype) -> ProductOperand | None:
-    """The factor in the dtype, by leaving out a cast to a wider one."""
+    """Return the factor in the dtype, without its cast to a wider one."""
     node = factor.node
     if node.meta["val"].dtype == dtype:
         return factor

@@ -1,6 +1,6 @@
-"""How ATen ops get their elements (see elements.py): those that make or move data, arithmetic, comparisons, choices.
+"""Define the elements of ATen ops (see elements.py): creation, movement, arithmetic, selection.
 
-Leaves out, so that they become leaves or stay data: whatever rounds, draws, sorts or reduces.
+Omitted: ops that round, draw random numbers, sort or reduce. Their results become leaves or remain data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .elements import (
     select_element,
 )
 
-# Made from nothing.
+# Creation.
 
 
 @element_handler("arange")
@@ -48,7 +48,7 @@ def _eye_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     return p.box.equals_zero(at[0] - at[1])
 
 
-# Moved.
+# Movement.
 
 
 @element_handler("slice", "narrow")
@@ -94,7 +94,7 @@ def _stack_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
 
 
 def _piecewise_element(p: ElementReader, parts: list[Any], at: Coords, dim: int) -> Element:
-    """One after the other along `dim`; pieces where the coordinate cannot be are not looked at."""
+    """Concatenate elements along `dim`; skip pieces that the coordinate cannot reach."""
     start: Size = 0
     found: list[tuple[Any, Element]] = []
     for part in parts:
@@ -109,7 +109,7 @@ def _piecewise_element(p: ElementReader, parts: list[Any], at: Coords, dim: int)
 
 
 def _first_match(found: list[tuple[Any, Element]]) -> Element:
-    """The value of the first condition that holds; the last holds where no other does."""
+    """Return the value of the first condition that holds; the last value is the default."""
     if not found:
         raise NotSymbolic("is read behind its last piece")
     value = found[-1][1]
@@ -120,7 +120,7 @@ def _first_match(found: list[tuple[Any, Element]]) -> Element:
 
 @element_handler("index")
 def _index_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    """x[i, j, ...] with index tensors that broadcast together; None keeps a dim."""
+    """Return an element of x[i, j, ...] for index tensors that broadcast together; None keeps a dim."""
     indices = list(call["indices"]) + [None] * (call.ndim("self") - len(call["indices"]))
     given = [d for d, i in enumerate(indices) if i is not None]
     depth = len(at) - (len(indices) - len(given))
@@ -158,7 +158,7 @@ def _diff_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
 
 @element_handler("cumsum")
 def _cumsum_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
-    """Of a constant."""
+    """Return an element of the cumulative sum of a constant."""
     dim = call.dim()
     each = as_cases(p.at(call.operands[0], at))
     if len(each) != 1 or not each[0][1].is_number:

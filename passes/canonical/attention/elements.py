@@ -1,11 +1,11 @@
-"""The value of a tensor's element as an expression of its coordinates, read off the graph that computes the tensor.
+"""Express an element of a tensor as a function of its coordinates, from its graph.
 
     arange(S)[:, None] >= arange(S)     at (q, k):     k <= q
     padding[:, None, None]              at (b, h, q, k): leaf0(b, k) != 0
 
-Nothing is run: `at` asks an op for its element, the op asks its operands for theirs. A value that no rule explains is
-a *leaf*, a function of its coordinates, if it is of integers or bools and belongs to a query or to a key. Floats are
-exact or not understood: integers, infinities, and nothing whose rounding could matter.
+Nothing is executed: `at` derives the element of an op from the elements of its operands. A value without a rule is a
+*leaf*, a function of its coordinates, if it has an integer or bool dtype and is indexed by a query or a key. Floats are
+supported only if they are exact: integers and infinities, never values whose rounding could matter.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Handler: TypeAlias = Callable[["ElementReader", OpCall, Coords], Element]
 HANDLERS: Table[Handler] = Table("elements of ops")
 MAX_CASES = 8
 LEAF_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # hold every position; half types do not
+POSITION_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)  # can represent any position; half cannot
 
 
 class NotSymbolic(Exception):
-    """No expression describes an element: why, and of which node, which is the innermost that nothing stands for."""
+    """Error for an element without an expression, with the reason and the innermost such node."""
 
     def __init__(self, why: str, node: Node | None = None) -> None:
         self.cause = why if node is None else f"{node.name} ({node.target}) {why}"
@@ -48,17 +48,17 @@ class NotSymbolic(Exception):
         self.node = node
 
     def of(self, node: Node) -> NotSymbolic:
-        """The same, said of the node unless it is of another already."""
+        """Return the same error for `node`, unless it has a node already."""
         return self if self.node is not None else NotSymbolic(str(self), node)
 
 
 def element_handler(*names: str) -> Callable[[Handler], Handler]:
-    """Decorator: how the aten ops of these names (every overload) get their elements."""
+    """Return a decorator that registers a handler for the aten ops with these names (every overload)."""
     return HANDLERS.of(*names)
 
 
 class ElementReader:
-    """Elements of the values of one graph; `leaves` are the values that were not explained, by function name."""
+    """Reader of the elements of one graph; `leaves` maps function names to unexplained values."""
 
     def __init__(self, box: IndexBox, sizes: dict[sympy.Symbol, Any]) -> None:
         self.box, self.sizes = box, sizes
@@ -66,7 +66,18 @@ class ElementReader:
         self.known: dict[tuple[Node, Coords], Element] = {}
 
     def at(self, node: Node, coords: Sequence[Any]) -> Element:
-        """The element of a tensor at the coordinates. Raises NotSymbolic."""
+        """Return the element of a tensor at the coordinates.
+
+        Args:
+            node: A tensor of the graph.
+            coords: One expression per dim of the tensor.
+
+        Returns:
+            The element.
+
+        Raises:
+            NotSymbolic: No expression describes the element.
+        """
         key = (value_origin(node), tuple(sympy.sympify(c) for c in coords))
         if key not in self.known:
             self.known[key] = self._element(*key)
@@ -78,7 +89,7 @@ class ElementReader:
             computed = self._computed_element(node, coords)
             if computed is not None:
                 return cast_element(computed, node.meta["val"].dtype)
-        except NotSymbolic as error:  # one value to look up may still stand for all that was not understood
+        except NotSymbolic as error:  # one lookup may still replace everything that has no expression
             why = error
         try:
             held = constant_value(node)
@@ -86,10 +97,10 @@ class ElementReader:
         except NotSymbolic as error:
             raise (why or error).of(node) from None
         finally:
-            del why  # or the error and this frame would keep each other
+            del why  # avoids a reference cycle between the error and this frame
 
     def _computed_element(self, node: Node, coords: Coords) -> Element | None:
-        """What the op makes of its operands; None where nothing is known of it."""
+        """Return the element that an op computes from its operands, or None for an unknown op."""
         if node.target is operator.getitem:
             return self._piece_element(piece, coords) if (piece := match_piece(node)) is not None else None
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -97,11 +108,11 @@ class ElementReader:
         handler = HANDLERS.get(str(schema_of(node.target).name).removeprefix("aten::"))
         if handler is not None:
             return handler(self, OpCall(node), coords)
-        moved = map_coordinates(node, coords)  # by the op's rule, for all that only moves or casts
+        moved = map_coordinates(node, coords)  # by the op's rule, for ops that only move or cast
         return None if moved is None else self.at(*moved)
 
     def _piece_element(self, piece: SlicePiece, coords: Coords) -> Element:
-        """One result of a split, a chunk or an unbind."""
+        """Return an element of one result of a split, a chunk or an unbind."""
         dim, start = piece.dim, piece.start
         if not isinstance(start, int):
             raise NotSymbolic(f"begins at {start}")
@@ -124,7 +135,7 @@ class ElementReader:
         return Ne(element, 0) if value.dtype == torch.bool else ((sympy.true, element),)
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
-        """The index whose window the coordinate runs over; None for a fixed one. Raises NotSymbolic for others."""
+        """Return the index that the coordinate runs over, or None if it is constant. Raises NotSymbolic."""
         outside = NotSymbolic(f"is read at {coord} of {extent}, which is no row that a query, a key or a batch has")
         for index in (QUERY_INDEX, KEY_INDEX):
             if coord.has(index):
@@ -138,7 +149,7 @@ class ElementReader:
         return None
 
     def operand(self, x: Any, coords: Coords) -> Element:
-        """The element of a pointwise op's operand, which may broadcast or be a number."""
+        """Return the element of an operand of a pointwise op; it may broadcast or be a Python scalar."""
         if not is_tensor(x):
             return as_number(x)
         shape = node_shape(x)
@@ -146,7 +157,7 @@ class ElementReader:
         return self.at(x, tuple(0 if s == 1 else c for s, c in zip(shape, own)))
 
     def integer(self, value: Element) -> sympy.Expr:
-        """The value where it is one integer expression. Raises NotSymbolic."""
+        """Return the value as one integer expression. Raises NotSymbolic."""
         found = as_cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
             raise NotSymbolic("takes what is no integer, or an integer by cases")
@@ -154,7 +165,7 @@ class ElementReader:
 
 
 def as_number(x: Any) -> Element:
-    """A Python number, or the node or symbol of a size, as a value. Raises NotSymbolic for NaN."""
+    """Convert a Python scalar, or the node or symbol of a size, to an element. Raises NotSymbolic for NaN."""
     if isinstance(x, bool):
         return sympy.true if x else sympy.false
     if isinstance(x, float):
@@ -169,7 +180,7 @@ def as_number(x: Any) -> Element:
 
 
 def as_cases(value: Element) -> Cases:
-    """A number by cases; bools count as 1 and 0."""
+    """Return a number as cases; bools become 1 and 0."""
     if isinstance(value, tuple):
         return value
     both = ((value, sympy.Integer(1)), (Not(value), sympy.Integer(0)))
@@ -177,14 +188,14 @@ def as_cases(value: Element) -> Cases:
 
 
 def as_truth(value: Element) -> Boolean:
-    """A bool; numbers count as true unless they are 0."""
+    """Return a bool; numbers are true unless they are 0."""
     if not isinstance(value, tuple):
         return value
     return Or(*(And(c, Ne(v, 0)) for c, v in value))
 
 
 def cast_element(value: Element, dtype: torch.dtype) -> Element:
-    """The value in another dtype. Raises NotSymbolic where that might round or wrap."""
+    """Return the value in another dtype. Raises NotSymbolic if the cast could round or wrap."""
     if dtype == torch.bool:
         return as_truth(value)
     found = as_cases(value)
@@ -197,7 +208,11 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
 
 
 def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
-    """function of every combination of cases, equal results together. Raises NotSymbolic for too many, and for NaN."""
+    """Apply a function to every combination of cases and merge equal results.
+
+    Raises:
+        NotSymbolic: There are more than MAX_CASES results, or a result is NaN.
+    """
     out: dict[sympy.Expr, Boolean] = {}
     for chosen in itertools.product(*map(as_cases, values)):
         condition = And(*(c for c, _ in chosen))
@@ -213,12 +228,12 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
 
 
 def _pinned_indices(condition: Boolean) -> dict[sympy.Symbol, int]:
-    """Indices that the condition leaves one value: q < 1."""
+    """Return the indices that the condition fixes to one value, as q < 1 does."""
     return {i: 0 for i in INDICES if any(term == (i < 1) for term in And.make_args(condition))}
 
 
 def select_element(condition: Boolean, yes: Element, no: Element) -> Element:
-    """yes where the condition holds, else no."""
+    """Return `yes` where the condition holds, else `no`."""
     if condition in (sympy.true, sympy.false):
         return yes if condition == sympy.true else no
     if not isinstance(yes, tuple) and not isinstance(no, tuple):

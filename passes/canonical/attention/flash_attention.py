@@ -1,15 +1,16 @@
-"""Functions of the flash_attn package become attention: an autograd.Function around one of its kernels.
+"""Replace functions of the flash_attn package, an autograd.Function around one kernel, by attention.
 
     flash_attn_func(q, k, v, causal=True, window_size=(31, 0), softcap=30.0)             q: (B, S, H, D)
         ->  sp.masked_attention(q, k, v, predicate="(k <= q) & (q - k <= 31)", score="30.0*tanh(s/30.0)")
 
-around transposes to (B, H, S, D); its varlen functions as torch's `varlen_attn`. Kernels are known by their names,
-`_flash_attn_forward` and `_flash_attn_varlen_forward` of any namespace, as the package and its builds on hubs register
-them, and their arguments by theirs: FlashAttention-3 gives the first one the ends of documents, too. The Function's
-forward is written into the graph, with attention in the place of its kernel: what else it does is move, pad and cut,
-and its backward is one kernel, the derivative. Causal masks and windows count from the last query and the last key.
-Bytes moved: none. Leaves alone, and says so: other Functions around these kernels (rings by hand, log-sum-exps that are
-read), and arguments that have no place here, as keys in pages.
+The replacement transposes to (B, H, S, D). Varlen functions are rewritten as torch's `varlen_attn`. Kernels are matched
+by name, `_flash_attn_forward` and `_flash_attn_varlen_forward` in any namespace, as the package and its builds on hubs
+register them. Arguments are matched by name, too: FlashAttention-3 passes the ends of documents to the first kernel.
+
+The forward of the Function is inlined, with attention in place of its kernel. Its other ops only move, pad and slice,
+and its backward is one kernel, the derivative. Causal masks and windows are aligned to the last query and the last key.
+Bytes moved: none. Unchanged, with a note: other Functions around these kernels (hand-written rings, readers of the
+log-sum-exp) and arguments without an equivalent, such as paged keys.
 """
 
 from __future__ import annotations
@@ -35,35 +36,36 @@ FLASH_KERNELS = {
     "_flash_attn_forward": "_flash_attn_backward",
     "_flash_attn_varlen_forward": "_flash_attn_varlen_backward",
 }
-"""Names of kernels, and of those of their gradients."""
+"""Names of the forward kernels and of their backward kernels."""
 FLASH_OPTIONS = frozenset("dropout_p softmax_scale causal window_size_left window_size_right softcap".split())
 READ_ARGUMENTS = FLASH_OPTIONS | frozenset("q k v alibi_slopes cu_seqlens_q cu_seqlens_k".split())
-"""Arguments that say what is computed."""
+"""Arguments that define the result."""
 IGNORED_ARGUMENTS = frozenset(
     "return_softmax deterministic max_seqlen_q max_seqlen_k num_splits pack_gqa sm_margin scheduler_metadata "
     "rotary_interleaved is_rotary_interleaved zero_tensors".split()
 )
-"""Arguments by which a kernel is scheduled, or which say nothing without others."""
+"""Arguments that only affect scheduling, or that have no effect without others."""
 NEUTRAL_VALUES = (None, False, 0, -1)
-"""Values of other arguments by which they are not in use."""
+"""Values by which other arguments are disabled."""
 MOVE_TARGETS = frozenset(
     getattr(aten, name)
     for name in "alias detach clone contiguous slice select narrow transpose permute view reshape flatten unflatten "
     "unsqueeze squeeze constant_pad_nd pad stack cat empty empty_like zeros_like new_empty unbind copy select_scatter "
     "slice_scatter".split()
 )
-"""Ops of which a Function may have as many as it likes: their derivative is what autograd knows."""
+"""Ops that a Function may contain in any number, since autograd knows their derivatives."""
 NON_DIFFERENTIABLE = (aten.alias.default, aten.detach.default)
-"""What a Function's forward may cut off from autograd, which does not look into it: in the graph it must go on."""
+"""Ops that detach inside a forward, where autograd does not apply; the inlined graph skips them."""
 
 
 @register_pass
 class ReplaceFlashFunctions(RewriteVarlenAttention):
-    """Rewrites the calls of one graph: in Functions and, where nothing has a gradient, kernels by themselves."""
+    """Replacement of the Functions of one graph and, where no gradient is needed, of bare kernels."""
 
     provides = frozenset({"canonical", "masks are predicates"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
         return sum([self._rewrite_call(node) for node in found])
 
@@ -89,7 +91,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         return True
 
     def _inline_forward(self, body: GraphModule, operands: Sequence[Any], kernel: Node, index: int, like: Node) -> Node:
-        """The forward of a Function, in the outer graph: its result of this number."""
+        """Inline the forward of a Function and return its result with this index."""
         placed: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
         wanted = _ancestors(_body_result_index(body, index))
         for node in body.graph.nodes:
@@ -105,7 +107,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         return placed[_body_result_index(body, index)]
 
     def _attention(self, kernel: Node, placed: Callable[[Node], Any], like: Node) -> Node:
-        """Attention with the kernel's arguments, whose result is laid out as the kernel's."""
+        """Return attention with the kernel's arguments and the kernel's layout of the result."""
         given = _kernel_arguments(kernel)
         q, k, v = (placed(given[name]) for name in "qkv")
         left, right = (given.get(f"window_size_{side}", -1) for side in ("left", "right"))
@@ -139,14 +141,14 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
 
 
 def _function_bodies(node: Node) -> list[GraphModule]:
-    """The forward and the backward of a Function; none of an operator."""
+    """Return the forward and the backward of a Function; no bodies for an operator."""
     refs = node.args[:2] if node.target is autograd_function_apply else ()
     named = [node.graph.owning_module.get_submodule(str(ref.target)) for ref in refs if isinstance(ref, Node)]
     return [body for body in named if isinstance(body, GraphModule)]
 
 
 def _kernel_name(node: Node) -> str:
-    """The name of the operator that a node calls, without its namespace."""
+    """Return the name of the operator that a node calls, without its namespace."""
     return str(getattr(node_packet(node), "__name__", "")) if node.op == "call_function" else ""
 
 
@@ -156,12 +158,12 @@ def _kernel_arguments(kernel: Node) -> Mapping[str, Any]:
 
 
 def _document_ends(given: Mapping[str, Any]) -> list[Any]:
-    """Where documents of queries and of keys end, or None. FlashAttention-3 has one kernel with and without them."""
+    """Return the ends of query and key documents, or None; FlashAttention-3 has one kernel for both."""
     return [given.get(f"cu_seqlens_{x}") for x in "qk"]
 
 
 def _kernel_refusal(kernel: Node) -> str | None:
-    """Why the kernel is no attention that is known here."""
+    """Return the reason why the kernel is not supported, or None."""
     given = _kernel_arguments(kernel)
     if _document_ends(given).count(None) == 1:
         return "documents end on one side only"
@@ -180,12 +182,12 @@ def _kernel_refusal(kernel: Node) -> str | None:
 
 
 def _result_refusal(kernel: Node) -> str | None:
-    """Why something else than a kernel's result is read of it."""
+    """Return a reason if anything but the first result of the kernel is read."""
     return None if set(read_results(kernel)) == {0} else "its log-sum-exp is read"
 
 
 def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], read: Collection[int]) -> str | None:
-    """Why a Function is more than one kernel and its derivative."""
+    """Return a reason if a Function is more than one kernel and its derivative."""
     forward, backward = bodies
     back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
@@ -214,10 +216,10 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
 
 
 def _body_result_index(body: GraphModule, index: int) -> Any:
-    made = body.graph.output_node().args[0][0]  # torch 2.11 returns all values of the body, the results behind them
+    made = body.graph.output_node().args[0][0]  # torch 2.11 returns all values of the body, the results last
     return made[index] if isinstance(made, tuple | list) else made
 
 
 def _ancestors(node: Node) -> set[Node]:
-    """The node, and all that it is made of."""
+    """Return the node and everything that it is computed from."""
     return reachable_set([node], lambda one: one.all_input_nodes)

@@ -1,16 +1,17 @@
-"""torch's flex_attention becomes attention with a predicate, which its mask_mod says.
+"""Replace flex_attention by attention with a predicate that is parsed from its mask_mod.
 
     def mask(b, h, q, k): return (q >= k) & (document[b, q] == document[b, k])
     flex_attention(q, k, v, block_mask=create_block_mask(mask, ..))
         ->  sp.masked_attention(q, k, v, rows=[document], cols=[document], predicate="(k <= q) & Eq(row0, col0)")
 
-The mask_mod is written over all indices at once, as vmap would run it, and read as any other mask that is computed.
-What a BlockMask tabulates follows from its mask_mod, so tables that nothing else asks for are never made.
-kernel_options choose kernels of torch's, and say nothing here. A score_mod is a text about scores (`score_mods.py`);
-of other ones, and of what no predicate says of a mask (masks by head, tables of pairs), their operations are a program
-of scores (`programs.py`). Bytes moved: none. Leaves alone, as torch's op, which runs on whole q, k and v: functions
-that look at more than one pair, greatest scores that are read, and block tables without a mask_mod. What a
-log-sum-exp is read for may be sinks (`lse_sinks.py`); else it comes behind each row of the result.
+The mask_mod is inlined over all indices at once, as vmap would run it, and parsed as any other computed mask. The
+tables of a BlockMask follow from its mask_mod, so unused tables are never built. kernel_options only select torch
+kernels and are ignored. A score_mod becomes text about scores (`score_mods.py`). Other functions, and masks without a
+predicate (per-head masks, tables of pairs), become a program of scores (`programs.py`). Bytes moved: none.
+
+Unchanged, with torch's op on gathered q, k and v: functions that read more than one pair, readers of the maximum score,
+and block tables without a mask_mod. Readers of the log-sum-exp may be sinks (`lse_sinks.py`); else it is appended to
+each row of the result.
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ from .score_mods import score_text
 
 aten = torch.ops.aten
 WHOLE_BLOCK = 1 << 30
-"""The block size of the tables that torch makes where the user gives no BlockMask: one block."""
+"""Block size of the tables that torch builds without a BlockMask: one block."""
 
 
 @register_pass
 class RewriteFlexAttention(RewriteMasks):
-    """Rewrites the calls of flex_attention in one graph."""
+    """Replacement of the calls of flex_attention in one graph."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "attention is fused"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.written: list[Node] = []
         self._filling: set[Node] | None = None
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
@@ -82,7 +84,7 @@ class RewriteFlexAttention(RewriteMasks):
         return why is None
 
     def _refusal(self, node: Node) -> str | None:
-        """What is certain without a look at the mask."""
+        """Return a reason against the rewrite that needs no analysis of the mask."""
         q, k, v, _, block_mask, *_ = node.args
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [as_sizes(x.shape) for x in values]
@@ -95,7 +97,7 @@ class RewriteFlexAttention(RewriteMasks):
         return None
 
     def _conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
-        """What predicates say of the mask_mod, and the conditions that none says."""
+        """Return the predicates of the mask_mod, and the conditions without a predicate."""
         body, found, others = _graph_body(node.args[4][-1]), list[AttentionMask](), list[GraphModule]()
         try:
             return self._mask(node, body), []
@@ -109,7 +111,7 @@ class RewriteFlexAttention(RewriteMasks):
         return intersect_masks(found, _scores_shape(node)), others
 
     def _score(self, node: Node, conditions: list[GraphModule]) -> ScoreText:
-        """What becomes of a score, which is -inf where a condition does not hold. Raises NotSymbolic or SpError."""
+        """Return the score modification, -inf where a condition fails. Raises NotSymbolic or SpError."""
         body, reads = _graph_body(node.args[3]), node.args[7]
         if not conditions:
             try:
@@ -118,17 +120,17 @@ class RewriteFlexAttention(RewriteMasks):
                 pass
         found = program_text(body, reads, conditions, node.args[8], self, node)
         fills = program.adds_fills(found.text) or any(map(self._may_hold_fills, found.tables))
-        # Sinks have their share of a row's weights: fills have none.
+        # Sinks take their share of a row's weights; fills take none.
         return replace(found, text=program.mark_fills(found.text)) if fills and _match_sinks(node) is None else found
 
     def _may_hold_fills(self, table: Node) -> bool:
-        """May the table, which a program has made or has read, hold fills?"""
+        """Return True if a table of the program may contain fills."""
         if self._filling is None:
             self._filling = fill_nodes(self.graph.owning_module)
         return table.meta["val"].is_floating_point() and table in self._filling
 
     def _attention(self, node: Node, mask: AttentionMask, conditions: list[GraphModule]) -> None:
-        """Raises NotSymbolic or SpError, and leaves the graph as it was."""
+        """Replace the call. Raises NotSymbolic or SpError and leaves the graph unchanged."""
         q, k, v, *_ = node.args
         sunk, results = _match_sinks(node), read_results(node)
         queries, keys = (node_shape(x)[1] for x in (q, k))
@@ -165,7 +167,7 @@ class RewriteFlexAttention(RewriteMasks):
         self.erase([node, *results.values(), *([] if sunk is None else sunk.chain[1:])])
 
     def _with_lse(self, both: Node, results: dict[int, Node], node: Node) -> dict[Node, Node]:
-        """For each result that is read what stands for it, of rows with their log-sum-exps; torch's are in base 2."""
+        """Map each result that is read to its replacement. torch's log-sum-exps are in base 2."""
         found: dict[Node, Node] = {}
         width, dim = node_shape(node.args[2])[3], both.meta["val"].ndim - 1
         if 0 in results:
@@ -176,7 +178,7 @@ class RewriteFlexAttention(RewriteMasks):
         return found
 
     def _mask(self, node: Node, body: GraphModule) -> AttentionMask:
-        """What a mask_mod, or a part of one, says of all indices. Raises NotSymbolic or SpError."""
+        """Return the mask of a mask_mod, or of a part of one, for all indices. Raises NotSymbolic or SpError."""
         shape, reads = _scores_shape(node), node.args[8]
 
         def read() -> AttentionMask:
@@ -193,7 +195,7 @@ class RewriteFlexAttention(RewriteMasks):
         return self.compute(aten.arange.default, (self.sizes(length),), like, kind)
 
     def _inline_body(self, body: GraphModule, operands: list[Any], like: Node) -> Node:
-        """The body of b, h, q and k, and of what else it reads, for all of these at once: a tensor of four dims."""
+        """Inline the body of b, h, q, k and captured values for all indices: a tensor of four dims."""
         function: Any = body
         for dim in reversed(range(4)):
             dims = [0 if i == dim else None for i in range(len(operands))]
@@ -206,7 +208,7 @@ class RewriteFlexAttention(RewriteMasks):
 
 
 def _match_sinks(node: Node) -> SinkAttention | None:
-    """The attention with sinks, if that is what its log-sum-exp, which torch's op has in base 2, is read for."""
+    """Return the attention with sinks if only sinks read the log-sum-exp (base 2 in torch's op)."""
     results = read_results(node)
     (natural,) = results[1].users if set(results) == {0, 1} and len(results[1].users) == 1 else (None,)
     if natural is None or natural.target is not aten.mul.Tensor or natural.args != (results[1], math.log(2)):
@@ -216,7 +218,7 @@ def _match_sinks(node: Node) -> SinkAttention | None:
 
 
 def _scores_shape(node: Node) -> tuple[Size, ...]:
-    """(B, H, Q, K)."""
+    """Return (B, H, Q, K)."""
     q, k = node.args[:2]
     return (*node_shape(q)[:3], node_shape(k)[2])
 
@@ -228,7 +230,7 @@ def _graph_body(ref: Node) -> GraphModule:
 
 
 def _inline_numbers(body: GraphModule) -> None:
-    """Numbers that a trace has written down as tensors become numbers: documents[0] looks up row tensor(0)."""
+    """Replace tensors that a trace created for numbers by numbers: documents[0] looks up row tensor(0)."""
     for node in body.graph.find_nodes(op="get_attr"):
         held = operator.attrgetter(node.target)(body)
         if isinstance(held, torch.Tensor) and not held.ndim and not isinstance(held, FakeTensor):

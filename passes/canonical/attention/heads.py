@@ -1,12 +1,12 @@
-"""Repeated key and value heads become grouped heads: the repetition moves into the attention op.
+"""Rewrite repeated key and value heads as grouped heads, so that the attention op repeats them.
 
     k = reshape(expand(unsqueeze(k, 2)))            transformers' repeat_kv
     k = repeat_interleave(k, r, 1)                  torchtune, lit-gpt
-    k = reshape(permute(expand(unsqueeze(k, 2))))   OpenAI's GPT-OSS, (S, H, r, D) at first
+    k = reshape(permute(expand(unsqueeze(k, 2))))   OpenAI's GPT-OSS, (S, H, r, D) originally
     sdpa(q, k, v)                           ->      sdpa(q, k0, v0, enable_gqa=True) on the Hkv heads themselves
 
-so that an exchange before the attention sends Hkv heads and not H. Bytes moved: none. Leaves alone: keys and values
-repeated differently, tilings (`repeat`), which pair other heads.
+An exchange before the attention then sends Hkv heads instead of H. Bytes moved: none. Unchanged: keys and values
+repeated differently, and tilings (`repeat`), which pair other heads.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ HEADS_DIM = -3
 
 @register_pass
 class GroupKeyHeads(CanonicalPass):
-    """Gives every attention the key and value heads before their repetition."""
+    """Replacement of repeated key and value heads by the heads before the repetition."""
 
-    requires = frozenset({"masks are predicates"})  # a mask is recognised by the scores of all heads
+    requires = frozenset({"masks are predicates"})  # a mask is recognized by the scores of all heads
     provides = frozenset({"canonical", "heads are grouped"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         changes = 0
         for node in attention_nodes(gm):
             before = node.all_input_nodes
@@ -65,11 +66,11 @@ class GroupKeyHeads(CanonicalPass):
         if exact_quotient(call.shape()[HEADS_DIM], node_shape(key)[HEADS_DIM]) is None:
             return False
         node.args, node.kwargs = call.with_operands([call.operands[0], key, value, *call.operands[3:]], enable_gqa=True)
-        set_node_info(node, grouped=True)  # by us, so that passes/strategies/attention/expand_heads.py may undo it
+        set_node_info(node, grouped=True)  # set here, so that passes/strategies/attention/expand_heads.py may undo it
         return True
 
     def _undo_repeat(self, node: Node) -> Node | None:
-        """x, if the node is x with its heads repeated in place before its dims were brought into this order."""
+        """Return x if the node is x with its heads repeated in place, in any order of dims."""
         moved = skip_reshapes(node)
         expanded = value_origin(moved.args[0]) if moved.target is aten.permute.default else None
         if expanded is None or expanded.target is not aten.expand.default:
@@ -93,7 +94,7 @@ class GroupKeyHeads(CanonicalPass):
 
 
 def _unrepeated_heads(node: Node) -> Node | None:
-    """x, if the node is x with every head repeated r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
+    """Return x if the node repeats every head of x r times in place: (B, h, S, D) -> (B, h*r, S, D)."""
     node = value_origin(node)
     if node.target is aten.repeat_interleave.self_int:
         call = OpCall(node)
@@ -114,7 +115,7 @@ def _unrepeated_heads(node: Node) -> Node | None:
 
 
 def _is_tiled(node: Node) -> bool:
-    """Several heads, repeated as a whole?"""
+    """Return True if a sequence of several heads is repeated (tiled)."""
     node = value_origin(node)
     if node.target is not aten.repeat.default or node.meta["val"].ndim != 4:
         return False

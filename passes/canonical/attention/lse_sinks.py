@@ -5,8 +5,8 @@
     out * exp(lse - logsumexp(cat([lse, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1), -1, keepdim=True))
                                                                                     transformers, with flex_attention
 
-Leaves alone: log-sum-exps that anything else reads, or that are normalised with more than one sink, or over queries.
-Whoever asks says so of the attention.
+Unchanged: log-sum-exps with other readers, and log-sum-exps that are normalized with more than one sink or over
+queries. The caller reports these.
 """
 
 from __future__ import annotations
@@ -30,15 +30,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SinkAttention:
-    """result: the attention with sinks; chain: from the lse to the result."""
+    """Attention with sinks that is computed from a result and a log-sum-exp."""
 
-    result: Node
+    result: Node  # the attention with sinks
     sinks: SinkValue
-    chain: tuple[Node, ...]
+    chain: tuple[Node, ...]  # nodes from the log-sum-exp to the result
 
 
 def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
-    """What sinks make of an attention's out (B, H, Q, E), where its lse (B, H, Q) has no other use."""
+    """Match sinks on the output of an attention.
+
+    Args:
+        out: (B, H, Q, E), the result of the attention.
+        lse: (B, H, Q), its log-sum-exp, without other readers.
+
+    Returns:
+        The attention with sinks, or None.
+    """
     (result,) = out.users if len(out.users) == 1 else (None,)
     if result is None or result.target is not aten.mul.Tensor or not is_only_read_by(lse, result):
         return None
@@ -53,12 +61,12 @@ def match_lse_sinks(out: Node, lse: Node) -> SinkAttention | None:
 
 
 def _strip_moves(x: Node) -> Node:
-    """Without casts, copies and changes of the shape."""
+    """Return the value before casts, copies and changes of shape."""
     return skip_ops(x, lambda n: is_cast_op(n) or is_copy(n) or keeps_order(n))
 
 
 def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[Node, tuple[Any, ...]] | None:
-    """The sinks, and which of their elements the row (b, h, q) reads."""
+    """Return the sinks and the element that row (b, h, q) reads."""
     difference = _strip_moves(share.args[0]) if share.target in (aten.sigmoid.default, aten.exp.default) else None
     if difference is None or difference.target is not aten.sub.Tensor or OpCall(difference)["alpha"] != 1:
         return None
@@ -82,6 +90,6 @@ def _match_share_sinks(share: Node, lse: Node, rows: tuple[Size, ...]) -> tuple[
 
 
 def _reads_each_row(ours: Node, rows: tuple[Size, ...]) -> bool:
-    """Does the lse stand at (b, h, q), or (b, h, q, 0)? Regrouped, a number of each head may be one of each query."""
+    """Return True if the lse is read at (b, h, q) or (b, h, q, 0); regrouping may mix dims."""
     shape = node_shape(ours)
     return is_same_shape(shape, rows) or is_same_shape(shape, (*rows, 1))

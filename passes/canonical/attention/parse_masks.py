@@ -1,4 +1,4 @@
-"""Masks that are computed from positions, lengths, padding or documents become predicates; no S x S is left.
+"""Replace masks of positions, lengths, padding or documents by predicates, without an S x S tensor.
 
     mask = arange(S) <= arange(S)[:, None]                  sdpa(q, k, v, mask)  ->  sdpa(q, k, v, is_causal=True)
     mask = padding[:, None, None] & (i - j < 4) & (j <= i)  sdpa(q, k, v, mask)  ->  sp.masked_attention(q, k, v,
@@ -6,10 +6,10 @@
     bias = slopes * (j - i)                  sdpa(q, k, v, bias)  ->  sp.masked_attention(q, k, v, ...,
         score="s + head0*(k - q)", heads=[slopes])
 
-Part of canonicalize. Vectors come as (B or 1, Q) and (B or 1, K). Bytes moved: none. Leaves alone (masks stay data):
-biases but for those of `biases.py`, masks that differ between heads, masks whose data belongs to a query and a key at
-once, and finite fills like finfo.min unless every query provably attends to some key, because a row of nothing but
-fills attends to all alike, or unless sinks take such a row.
+Part of canonicalize. Vectors have shape (B or 1, Q) and (B or 1, K). Bytes moved: none. Unchanged (masks remain data):
+biases other than those of `biases.py`, masks that differ between heads, and masks with data for pairs of query and key.
+Finite fills like finfo.min are unchanged too, unless sinks absorb filled rows or every query provably attends to some
+key: a row of fills attends to all keys equally.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from sp_compile.passes.graph.call import OpCall, node_shape
 from sp_compile.passes.graph.sizes import Size, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.attention_axes import attention_nodes, masks_all_weight
 
-from . import element_ops  # noqa: F401  (registers how ops get their elements)
+from . import element_ops  # noqa: F401  (registers the handlers of element ops)
 from .biases import BiasReader
 from .elements import Element, ElementReader, NotSymbolic
 from .proofs import BATCH_INDEX, HEAD_INDEX, INDICES, KEY_INDEX, QUERY_INDEX, Boolean, IndexBox
 
 aten, sp = torch.ops.aten, torch.ops.sp
-MAX_FILL = -1e9  # fills from here down leave nothing of a key's probability, unless all keys are filled
+MAX_FILL = -1e9  # fills up to this value remove all of a key's weight, unless all keys are filled
 CAUSAL_TEXT = sympy.Le(KEY_INDEX, QUERY_INDEX)
 
 
 @dataclass
 class AttentionMask:
-    """Who may attend to whom, over the indices; functions of coordinates stand for the leaves."""
+    """Mask as a condition over the indices; functions of coordinates represent the leaves."""
 
-    allowed: Boolean
-    box: IndexBox
-    leaves: dict[str, Node]
-    extent: dict[sympy.Symbol, Size]
+    allowed: Boolean  # condition under which a query attends to a key
+    box: IndexBox  # extents of the indices, for proofs
+    leaves: dict[str, Node]  # values without an expression, by function name
+    extent: dict[sympy.Symbol, Size]  # size of the scores along each index
 
 
 def try_parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> AttentionMask | None:
-    """The mask that broadcasts to scores of `shape`, (B, H, Q, K) or (B, Q, K); None where it is not understood."""
+    """Parse a mask, or return None if it has no predicate. See `parse_mask`."""
     try:
         return parse_mask(node, shape, settled)
     except NotSymbolic:
@@ -61,22 +61,44 @@ def try_parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -
 
 
 def parse_mask(node: Node, shape: tuple[Size, ...], settled: bool = False) -> AttentionMask:
-    """As `try_parse_mask`. Raises NotSymbolic, which says why the mask stays data. settled: see `masks_all_weight`."""
+    """Parse a mask into a condition over its indices.
+
+    Args:
+        node: The mask, broadcastable to `shape`; bool, or floats that are added to the scores.
+        shape: The shape of the scores, (B, H, Q, K) or (B, Q, K).
+        settled: True if finite fills remove all weight even from rows of fills; see `masks_all_weight`.
+
+    Returns:
+        The mask.
+
+    Raises:
+        NotSymbolic: The mask has no predicate, with the reason.
+    """
     positions, coords = _mask_coordinates(node, shape)
     return _checked_mask(positions, *_allowed_condition(positions.at(node, coords)), settled)
 
 
 @dataclass(frozen=True)
 class BiasText:
-    """A bias as text about scores (`lowering/masks/score.py`), the numbers of each head that it reads, and a mask."""
+    """Bias as text about scores, see `lowering/masks/score.py`."""
 
-    text: str
-    heads: list[Node]
-    mask: AttentionMask
+    text: str  # what becomes of a score
+    heads: list[Node]  # per-head vectors that the text reads
+    mask: AttentionMask  # where the bias allows attention
 
 
 def parse_bias(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled: bool = False) -> BiasText | None:
-    """A bias of queries and keys, of the dtype of q; None where no text says it. shape, settled: as in `parse_mask`."""
+    """Parse a bias of queries and keys, or return None if no text describes it.
+
+    Args:
+        node: The bias, broadcastable to `shape`.
+        shape: The shape of the scores, (B, H, Q, K).
+        dtype: The dtype of q.
+        settled: As in `parse_mask`.
+
+    Returns:
+        The text, the per-head vectors and the mask, or None.
+    """
     if len(shape) != 4 or len(node_shape(node)) < 2 or any(s == 1 for s in node_shape(node)[-2:]):
         return None
     try:
@@ -91,7 +113,7 @@ def parse_bias(node: Node, shape: tuple[Size, ...], dtype: torch.dtype, settled:
 
 
 def _mask_coordinates(node: Node, shape: tuple[Size, ...]) -> tuple[ElementReader, list[Any]]:
-    """Where the mask is read for a query and a key."""
+    """Return a reader, and the coordinates of the mask for a query and a key."""
     own = node_shape(node)
     if len(shape) not in (3, 4) or len(own) > len(shape):
         raise NotSymbolic(f"scores of {len(shape)} dims, a mask of {len(own)}")
@@ -115,21 +137,21 @@ def _checked_mask(positions: ElementReader, allowed: Boolean, finite: bool, sett
 
 
 def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> AttentionMask:
-    """Where all masks of scores of `shape`, (B, H, Q, K), allow it; everywhere if there is none."""
+    """Return the intersection of masks of scores (B, H, Q, K); without masks, all pairs are allowed."""
     positions = ElementReader(IndexBox(extent := dict(zip(INDICES, shape))), extent)
     positions.leaves = {name: leaf for mask in masks for name, leaf in mask.leaves.items()}
     return _checked_mask(positions, And(*(mask.allowed for mask in masks)), False, False)
 
 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
-    """The mask. Raises NotSymbolic if a predicate would need the number of a head or a batch entry."""
+    """Return the mask. Raises NotSymbolic if its predicate needs the index of a head or a batch entry."""
     if MaskPrinter().to_text(mask.allowed).free_symbols & {BATCH_INDEX, HEAD_INDEX}:
         raise NotSymbolic("what it asks of its data differs between heads or batches")
     return mask
 
 
 def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
-    """Does a bias provably add 0 to some key of every query, and nothing above that to the others?"""
+    """Return True if a bias provably adds 0 to some key of every query and at most 0 to the others."""
     try:
         positions, coords = _mask_coordinates(node, shape)
         _checked_mask(positions, _allowed_condition(positions.at(node, coords), 0)[0], True, False)
@@ -139,7 +161,7 @@ def keeps_a_key(node: Node, shape: tuple[Size, ...]) -> bool:
 
 
 def _allowed_condition(value: Element, least: float = MAX_FILL) -> tuple[Boolean, bool]:
-    """(where a query may attend, whether the others are filled with a finite number)"""
+    """Return where a query may attend, and whether the other scores get a finite fill."""
     if not isinstance(value, tuple):
         return value, False
     if not all(v == 0 or (v.is_number and v <= least) for _, v in value):
@@ -149,7 +171,7 @@ def _allowed_condition(value: Element, least: float = MAX_FILL) -> tuple[Boolean
 
 
 def has_key_per_query(mask: AttentionMask) -> bool:
-    """Does every query provably attend to some key: its own, the first, or the last?"""
+    """Return True if every query provably attends to its own, the first or the last key."""
     candidates = [sympy.Integer(0), mask.extent[KEY_INDEX] - 1]
     if mask.box.is_nonnegative(mask.extent[KEY_INDEX] - sympy.sympify(mask.extent[QUERY_INDEX])):
         candidates.insert(0, QUERY_INDEX)
@@ -158,14 +180,14 @@ def has_key_per_query(mask: AttentionMask) -> bool:
 
 @dataclass
 class MaskPrinter:
-    """A predicate's text, with the vectors and sizes that its symbols stand for."""
+    """Printer of a predicate that collects the vectors and sizes of its symbols."""
 
-    rows: list[AppliedUndef] = field(default_factory=list)
-    cols: list[AppliedUndef] = field(default_factory=list)
-    sizes: list[sympy.Expr] = field(default_factory=list)
+    rows: list[AppliedUndef] = field(default_factory=list)  # leaves of queries, named row0, row1, ...
+    cols: list[AppliedUndef] = field(default_factory=list)  # leaves of keys, named col0, col1, ...
+    sizes: list[sympy.Expr] = field(default_factory=list)  # sizes, named n0, n1, ...
 
     def to_text(self, e: Any) -> Any:
-        """The expression with row, col and n symbols for leaves and sizes."""
+        """Return the expression with row, col and n symbols for leaves and sizes."""
         if isinstance(e, AppliedUndef):
             vectors, name = (self.rows, "row") if e.has(QUERY_INDEX) else (self.cols, "col")
             return self._symbol(vectors, e, name)
@@ -186,35 +208,37 @@ class MaskPrinter:
 
 @base.register_pass
 class RewriteMasks(base.CanonicalPass):
-    """Rewrites the attentions of one graph."""
+    """Replacement of the masks of all attention in one graph."""
 
     requires = frozenset({"attention is fused"})
     provides = frozenset({"canonical", "masks are predicates"})
 
     def edit(self, graph: Graph) -> Self:
+        """Start to edit a graph with empty caches."""
         self.vectors: dict[tuple[Any, ...], Node] = {}
-        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # layers share theirs, or why there is none
+        self.masks: dict[tuple[Any, ...], AttentionMask | str] = {}  # per form: the mask, or why there is none
         self.texts: dict[tuple[Any, ...], BiasText | None] = {}
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [n for n in attention_nodes(gm) if OpCall(n)["attn_mask"] is not None]
         return sum([self._rewrite(n) for n in found if not OpCall(n).get("predicate")])
 
     def _rewrite(self, node: Node) -> bool:
-        """Do without the mask's data, where that can be; of a mask that is computed here the report says why not."""
+        """Replace the mask if possible; report the reason against it for computed masks."""
         call = OpCall(node)
         data = call["attn_mask"]
         try:
             self._drop_mask(data, node, call)
-        except (NotSymbolic, SpError) as why:  # SpError: of a size that the graph cannot compute from its inputs
+        except (NotSymbolic, SpError) as why:  # SpError: a size that the graph cannot compute from its inputs
             if data.op == "call_function":
                 self.note_refusal(data, f"the mask stays data: {why.cause}")
             return False
         return True
 
     def _drop_mask(self, data: Node, node: Node, call: OpCall) -> None:
-        """Raises NotSymbolic or SpError if the mask stays."""
+        """Replace the mask by a predicate. Raises NotSymbolic or SpError if the mask remains."""
         shapes = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
             raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
@@ -226,7 +250,7 @@ class RewriteMasks(base.CanonicalPass):
                 raise why from None
 
     def _bias_as_text(self, data: Node, shape: tuple[Size, ...], settled: bool, node: Node, call: OpCall) -> bool:
-        """Let the attention add a bias that positions and heads give, if its data is one."""
+        """Replace a bias of positions and heads by text, and return True if that is possible."""
         dtype, key = node.meta["val"].dtype, (data, shape, settled)
         if key not in self.texts:
             self.texts[key] = parse_bias(data, shape, dtype, settled)
@@ -239,7 +263,7 @@ class RewriteMasks(base.CanonicalPass):
         return True
 
     def _per_head_vector(self, x: Node, count: Size, like: Node) -> Node:
-        """(count,)."""
+        """Return the number of each head, (count,)."""
         flat = self.reshape(x, (size_product(node_shape(x)),), like)
         if is_same_shape(node_shape(flat), (count,)):
             return flat
@@ -248,10 +272,18 @@ class RewriteMasks(base.CanonicalPass):
     def set_mask(
         self, node: Node, mask: AttentionMask, score: str = "", heads: Sequence[Node] = (), tables: Sequence[Node] = ()
     ) -> None:
-        """Let an attention do with this in place of its mask. Raises NotSymbolic or SpError if no predicate says it.
+        """Replace the mask of an attention by a predicate.
 
-        score, heads, tables: what becomes of its scores, and what that reads (`lowering/masks/score.py`), if it does
-        not say.
+        Args:
+            node: The attention.
+            mask: The mask.
+            score: The new text or program of scores; by default that of the call.
+            heads: Per-head vectors that `score` reads; by default those of the call.
+            tables: Tables that `score` reads; by default those of the call.
+
+        Raises:
+            NotSymbolic: No predicate describes the mask.
+            SpError: The graph cannot compute a size from its inputs.
         """
         call = OpCall(node)
         score, heads = score or call.get("score") or "", heads or call.get("heads") or []
@@ -262,7 +294,7 @@ class RewriteMasks(base.CanonicalPass):
             scores["sinks"] = call["sinks"]
         if call.get("lse"):
             scores["lse"] = True
-        # torch's own causal kernel returns NaN for a scale that is not positive.
+        # torch's causal kernel returns NaN unless the scale is positive.
         kernel = mask.allowed == CAUSAL_TEXT and (call["scale"] is None or call["scale"] > 0)
         if (mask.allowed == sympy.true or kernel) and not scores:
             causal = {"is_causal": True} if kernel else {}
@@ -272,12 +304,12 @@ class RewriteMasks(base.CanonicalPass):
             self._predicate(node, call, mask, scores)
 
     def share_form(self, key: tuple[Any, ...], read: Callable[[], AttentionMask]) -> AttentionMask:
-        """What is read of a mask, once for all layers. Raises NotSymbolic wherever there is none."""
+        """Return the mask with this key, parsed once for all layers. Raises NotSymbolic if parsing failed."""
         if key not in self.masks:
             try:
                 self.masks[key] = read()
             except (NotSymbolic, SpError) as why:
-                self.masks[key] = why.cause  # the exception itself would keep every frame
+                self.masks[key] = why.cause  # the exception itself would keep every frame alive
         mask = self.masks[key]
         if isinstance(mask, str):
             raise NotSymbolic(mask)
@@ -299,7 +331,7 @@ class RewriteMasks(base.CanonicalPass):
         self.replace(node, fresh)
 
     def _vector(self, mask: AttentionMask, leaf: AppliedUndef, index: sympy.Symbol, like: Node) -> Node:
-        """The leaf's values at every index (and batch), as (B or 1, Q) or (B or 1, K)."""
+        """Return the values of a leaf at every index (and batch entry), as (B or 1, Q) or (B or 1, K)."""
         length = mask.extent[index]
         key = (leaf, index, length)
         if key not in self.vectors:
@@ -328,7 +360,7 @@ class RewriteMasks(base.CanonicalPass):
 
 
 def has_same_leading_dims(shapes: Sequence[tuple[Size, ...]], grouped: bool) -> bool:
-    """Do q, k and v have the same dims in front, but for grouped heads?"""
+    """Return True if q, k and v have equal leading dims, except for grouped heads."""
     fronts = [s[:-2] for s in shapes]
     ranks = {len(s) for s in shapes}
     heads = fronts[1][-1:] == fronts[2][-1:] and (grouped or fronts[0][-1:] == fronts[1][-1:])

@@ -1,11 +1,11 @@
-"""Functions of flex_attention that no text says, as a program of scores (`lowering/masks/score_program.py`).
+"""Translate functions of flex_attention to programs of `lowering/masks/score_program.py`.
 
     score + table[h, k - q + 12]            t0 = aten.sub.Tensor(k, q); .. aten.add.Tensor(s, t2), and the table
     (h % 2 == 0) | (q - k < 4), a mask      .. aten.where.ScalarOther(t3, s, -inf)
 
-What depends on neither a pair nor its score is computed outside, once. A head's number is what a vector of heads holds,
-so that whoever has some of the heads has theirs. Leaves alone, and says so: what is not pointwise in one pair, but for
-lookups by all dims of what is looked up; random numbers; floats of Python's that another call may change.
+Values that depend on neither a pair nor its score are computed once, outside the program. The index of a head is read
+from a vector of heads, so that ranks with a share of the heads get the right ones. Unchanged, with a note: functions of
+more than one pair, except lookups by all dims of a tensor; random numbers; Python floats that may change between calls.
 """
 
 from __future__ import annotations
@@ -33,20 +33,32 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScoreText:
-    """What becomes of a score, and what that reads of the outer graph (`lowering/masks/score.py`)."""
+    """Score modification and the values of the outer graph that it reads (`lowering/masks/score.py`)."""
 
-    text: str
-    heads: Sequence[Node] = ()
-    tables: Sequence[Node] = ()
+    text: str  # text or program of a score
+    heads: Sequence[Node] = ()  # per-head vectors
+    tables: Sequence[Node] = ()  # lookup tables
 
 
 def program_text(
     body: GraphModule, reads: Sequence[Any], masks: Sequence[GraphModule], mask_reads: Sequence[Any],
     editor: GraphEditor, like: Node,
 ) -> ScoreText:  # fmt: skip
-    """The program of a score_mod and of conditions, at the editor's insertion point. Raises NotSymbolic.
+    """Return the program of a score_mod and of conditions, at the editor's insertion point.
 
-    body: of the score, b, h, q, k and what it reads. masks: of b, h, q, k and what they read. like: the attention.
+    Args:
+        body: The score_mod, a function of the score, b, h, q, k and captured values.
+        reads: The captured values of `body`.
+        masks: Conditions, functions of b, h, q, k and captured values; the score is -inf where one fails.
+        mask_reads: The captured values of the conditions.
+        editor: The editor of the outer graph.
+        like: The attention, for metadata of new nodes.
+
+    Returns:
+        The program, and the vectors and tables that it reads.
+
+    Raises:
+        NotSymbolic: A function has no program.
     """
     writer = _ProgramWriter(editor, like)
     try:
@@ -64,14 +76,14 @@ def program_text(
 
 @dataclass(frozen=True)
 class _TableElement:
-    """Elements of a tensor of the outer graph: an index for each of its dims, None for those that are still open."""
+    """Element of a tensor of the outer graph."""
 
-    table: Node
-    indices: tuple[Any, ...]
+    table: Node  # the tensor
+    indices: tuple[Any, ...]  # one index per dim, None for open dims
 
 
 class _ProgramWriter:
-    """Writes bodies of one pair as lines. Values are Names, numbers, nodes of the outer graph and parts of these."""
+    """Writer of function bodies as lines; values are Names, numbers, outer nodes and their elements."""
 
     def __init__(self, editor: GraphEditor, like: Node) -> None:
         self.editor, self.like = editor, like
@@ -82,7 +94,7 @@ class _ProgramWriter:
         self.indices = [Name("b"), Name("head0"), Name("q"), Name("k")]
 
     def inline(self, body: GraphModule, operands: Sequence[Any]) -> Any:
-        """The value of a body. Raises NotSymbolic."""
+        """Inline a body and return its value. Raises NotSymbolic."""
         env: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
         for node in body.graph.nodes:
             if node.op in ("call_function", "get_attr"):
@@ -90,14 +102,14 @@ class _ProgramWriter:
         return self._read(body.graph.output_node().args[0], env)
 
     def line(self, op: Any, args: list[Any], kwargs: dict[str, Any]) -> Name:
-        """The value of a call of elements."""
+        """Append a call on elements and return its value."""
         return self._write(program.call_text(op, args, kwargs))
 
     def _write(self, text: str) -> Name:
         return self.lines.setdefault(text, Name(f"t{len(self.lines)}"))
 
     def result(self, value: Any) -> str:
-        """The program that ends with the value."""
+        """Return the program that ends with the value."""
         lines = [f"{name} = {text}" for text, name in self.lines.items() if name != value]
         last = next((text for text, name in self.lines.items() if name == value), None)
         return "; ".join([*lines, last or program.call_text(aten.clone.default, [value], {})])
@@ -127,7 +139,7 @@ class _ProgramWriter:
         return self._read(x, env)
 
     def _read(self, x: Any, env: dict[Node, Any]) -> Any:
-        """An argument of a line. Raises NotSymbolic."""
+        """Return an argument of a line. Raises NotSymbolic."""
         found = env[x] if isinstance(x, Node) else x
         if isinstance(found, _TableElement):
             if None in found.indices:
@@ -175,13 +187,13 @@ class _ProgramWriter:
         return self._outer_op(aten.arange.default, (self.editor.sizes(node_shape(q)[1]),), kind)
 
     def _outer_op(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """An op of the outer graph."""
+        """Emit an op in the outer graph."""
         self.made.append(self.editor.compute(target, args, self.like, kwargs))
         return self.made[-1]
 
 
 def split_conditions(body: GraphModule) -> list[GraphModule]:
-    """Bodies of the conditions that must all hold for the body's, which is of booleans."""
+    """Split a boolean body into the bodies of conditions whose conjunction it is."""
     found: list[GraphModule] = []
     waiting = [body.graph.output_node().args[0]]
     while waiting:

@@ -1,7 +1,7 @@
-"""What is certain about integer expressions of indices: over 0 <= q < Q, 0 <= k < K, ... for every size.
+"""Prove integer relations between indices, over 0 <= q < Q, 0 <= k < K, ... for every size.
 
-Sizes may be symbols (at least 1). Everything here is a proof or a shrug: an undecided relation stays as it is, in one
-spelling, `k <= q`, `-k + q < 4`, so that equal predicates have equal text.
+Sizes may be symbols (at least 1). A relation without a proof is kept in one normal form, `k <= q` or `-k + q < 4`, so
+that equal predicates have equal text.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Boolean: TypeAlias = sympy.logic.boolalg.Boolean
 
 
 class IndexBox:
-    """The extents of the indices: each runs from 0 to its size - 1."""
+    """Extents of the indices: each index is at least 0 and less than its size."""
 
     def __init__(self, sizes: Mapping[sympy.Symbol, Size]) -> None:
         self.last = {index: sympy.sympify(size) - 1 for index, size in sizes.items()}
 
     def is_nonnegative(self, e: sympy.Expr) -> bool:
-        """Is e >= 0 for all indices and sizes, provably?"""
+        """Return True if e >= 0 provably for all indices and sizes."""
         least = sympy.Integer(0)
         for term, factor in sympy.expand(e).as_coefficients_dict().items():
             if term in self.last:
@@ -39,18 +39,18 @@ class IndexBox:
         return _is_nonnegative_size(least)
 
     def is_within(self, e: sympy.Expr, extent: Size) -> bool:
-        """Is 0 <= e < extent for all indices and sizes, provably?"""
+        """Return True if 0 <= e < extent provably for all indices and sizes."""
         return self.is_nonnegative(e) and self.is_nonnegative(extent - 1 - e)
 
     def at_least_zero(self, e: sympy.Expr) -> Boolean:
-        """e >= 0: true, false, or the relation."""
+        """Return e >= 0 as true, false, or a relation."""
         e = sympy.expand(e)
         if self.is_nonnegative(e):
             return sympy.true
         return sympy.false if self.is_nonnegative(-e - 1) else _normalize_inequality(e)
 
     def equals_zero(self, e: sympy.Expr) -> Boolean:
-        """e == 0: true, false, or the equation."""
+        """Return e == 0 as true, false, or an equation."""
         e = sympy.expand(e)
         if e == 0 or self.is_nonnegative(e - 1) or self.is_nonnegative(-e - 1):
             return sympy.true if e == 0 else sympy.false
@@ -58,7 +58,7 @@ class IndexBox:
         return Eq(less - rest, more) if less != 0 else Eq(more, -rest)
 
     def simplify(self, p: Boolean) -> Boolean:
-        """The predicate with every relation decided or rewritten, and without what the others imply."""
+        """Return the predicate with its relations decided or normalized and implied terms removed."""
         if isinstance(p, Relational):
             return self._relation(p)
         if isinstance(p, Not):
@@ -76,7 +76,7 @@ class IndexBox:
         return self.at_least_zero(_margin(p))
 
     def _drop_implied(self, terms: list[Boolean], conjunction: bool) -> list[Boolean]:
-        """Drop what follows from another term (of an and), or what another term follows from (of an or)."""
+        """Drop terms of a conjunction that others imply, or terms of a disjunction that imply others."""
         kept = list(dict.fromkeys(terms))
         for term in list(kept):
             others = [o for o in kept if o is not term]
@@ -91,19 +91,19 @@ class IndexBox:
 
 
 def _is_nonnegative_size(e: sympy.Expr) -> bool:
-    """Is an expression of sizes, which are at least 1, never negative?"""
+    """Return True if an expression of sizes, which are at least 1, is never negative."""
     shifted = sympy.expand(e.subs({s: s + 1 for s in e.free_symbols}))
     return all(c >= 0 and t.is_nonnegative for t, c in shifted.as_coefficients_dict().items() if c != 0)
 
 
 def _margin(p: Relational) -> sympy.Expr:
-    """e of the e >= 0 that an inequality of integers says."""
+    """Return e such that an inequality of integers is equivalent to e >= 0."""
     more, less = (p.lhs, p.rhs) if p.rel_op in (">", ">=") else (p.rhs, p.lhs)
     return sympy.expand(more - less - (0 if p.rel_op in (">=", "<=") else 1))
 
 
 def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
-    """(added, subtracted, rest): e = added - subtracted + rest, where rest holds sizes and numbers only."""
+    """Return (added, subtracted, rest) with e = added - subtracted + rest; `rest` has no indices."""
     added, subtracted, rest = [sympy.Integer(0)] * 3
     for term, factor in e.as_coefficients_dict().items():
         if not term.has(*INDICES, AppliedUndef):
@@ -116,7 +116,7 @@ def _split_terms(e: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
 
 
 def _normalize_inequality(e: sympy.Expr) -> Boolean:
-    """e >= 0 with indices to the left and numbers to the right, or an index on each side."""
+    """Return e >= 0 with indices on the left and numbers on the right, or an index on each side."""
     added, subtracted, rest = _split_terms(e)
     if added != 0 and subtracted != 0 and rest in (0, -1):
         return (Le if rest == 0 else Lt)(subtracted, added)

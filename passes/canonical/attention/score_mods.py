@@ -1,10 +1,10 @@
-"""What a score_mod of flex_attention does to a score, as the text of `lowering/masks/score.py`, read off its graph.
+"""Translate a score_mod of flex_attention to text of `lowering/masks/score.py`.
 
     30 * tanh(score / 30)                          30*tanh(s/30)
     score + slopes[h] * (k - q)                    s + head0*(k - q), and slopes
 
-Leaves alone, and says so: what looks up anything by a query, a key or a batch entry (tables of biases), what chooses
-(where), and vectors that are learned, for which nothing here has a gradient.
+Unchanged, with a note: lookups by query, key or batch entry (bias tables), selections (where), and learned vectors,
+whose gradient is not implemented.
 """
 
 from __future__ import annotations
@@ -43,9 +43,17 @@ _SCORE_OPS: dict[Any, Callable[..., Any]] = {
 
 
 def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]]:
-    """The text, "" where the score stays what it is, and what it reads in the outer graph: a number, or one by head.
+    """Return the text of a score_mod and the values of the outer graph that it reads.
 
-    body: of the score, b, h, q and k, all of no dims, and of what else it reads. Raises NotSymbolic for all else.
+    Args:
+        body: A function of the score, b, h, q and k, all scalars, and of captured values.
+        reads: The captured values.
+
+    Returns:
+        The text, "" for the identity, and the nodes it reads: numbers, or vectors with a number per head.
+
+    Raises:
+        NotSymbolic: No text describes the function.
     """
     inputs = body.graph.find_nodes(op="placeholder")
     places = [score.SCORE_NAME, BATCH_NUMBER, HEAD_NUMBER, score.score_symbol("q"), score.score_symbol("k")]
@@ -64,14 +72,14 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
 
 
 class _ScoreReader:
-    """Expressions of the values of one body. env: of its inputs, an expression or what the outer graph gives."""
+    """Reader of expressions in one body; `env` maps its inputs to expressions or outer values."""
 
     def __init__(self, env: dict[Node, Any]) -> None:
         self.env = env
         self.heads: list[Node] = []
 
     def value(self, x: Any) -> Any:
-        """Raises NotSymbolic."""
+        """Return the expression of a value. Raises NotSymbolic."""
         if isinstance(x, (int, float)) and not isinstance(x, bool):
             return sympy.Rational(repr(x)) if isinstance(x, float) else sympy.Integer(x)
         if not isinstance(x, Node):
@@ -93,7 +101,7 @@ class _ScoreReader:
             return self.value(held)
         if node.target is aten.index.Tensor:
             return self._read_lookup(OpCall(node))
-        if node.target is aten.item.default:  # of a float of Python's that may be another one next time
+        if node.target is aten.item.default:  # of a Python float that may change between calls
             return self.value(node.args[0])
         source = move_source(node)
         if source is not None and source.meta["val"].ndim == node.meta["val"].ndim == 0:
@@ -107,14 +115,14 @@ class _ScoreReader:
         return _SCORE_OPS[name](*map(self.value, node.args))
 
     def _read_lookup(self, call: OpCall) -> sympy.Expr:
-        """vector[h], a number of each head."""
+        """Return vector[h], a number per head."""
         vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
         if not isinstance(vector, Node) or indices != [HEAD_NUMBER] or call.ndim("self") != 1:
             raise NotSymbolic("its score_mod looks up more than a number of each head")
         return self._read_captured(vector)
 
     def _read_captured(self, x: Node) -> sympy.Expr:
-        """A number, or one of each head, from the outer graph."""
+        """Return a number, or a number per head, from the outer graph."""
         if carries_gradient(x):
             raise NotSymbolic(f"its score_mod reads {x.name}, which may need a gradient")
         if x not in self.heads:

@@ -1,8 +1,8 @@
-"""Attention scores as eager code spells them, read backwards from the softmax: product, scale, soft-cap, biases, fills.
+"""Match eager attention scores, backward from the softmax: product, scale, soft cap, biases, fills.
 
-Queries and keys may be any dims of them: an `order` has the dims of a value as (leading dims, queries, keys).
+Queries and keys may be any dims: an `order` lists the dims of a value as (leading dims, queries, keys).
 
-And for the report what stands between a product and a softmax that is neither scale nor bias nor fill:
+The report names an op between a product and a softmax that is neither a scale nor a bias nor a fill:
 
     softmax(sin(q @ k.mT)) @ v          "sin (aten.sin.default) stands between the product and the softmax"
 """
@@ -41,7 +41,7 @@ from .parse_masks import MAX_FILL
 
 aten = torch.ops.aten
 MASK_OPS = parse_overloads("masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.self")
-MAX_STEPS = 12  # between a product and the softmax; attention has half as many
+MAX_STEPS = 12  # between a product and the softmax; attention has half of these
 NEUTRAL_NUMBERS = {
     op: n for n, text in enumerate(("add.Tensor sub.Tensor", "mul.Tensor div.Tensor")) for op in parse_overloads(text)
 }
@@ -50,26 +50,27 @@ SCORE_OPS = [*parse_overloads("mul.Tensor mul.Scalar div.Tensor div.Scalar add.T
 
 @dataclass(frozen=True)
 class ScoreOperand:
-    """A tensor that broadcasts to scores whose dims, taken in `order`, are (leading dims, queries, keys)."""
+    """Tensor that broadcasts to scores."""
 
-    node: Node
-    order: tuple[int, ...]
+    node: Node  # the tensor
+    order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
     leading: tuple[Size, ...] = ()
-    """The leading dims that it is reshaped to, if it is."""
+    """Leading dims that it is reshaped to, if any."""
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the tensor."""
         return self.node.meta["val"].dtype
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Its own shape where nothing is to be turned."""
+        """Return the shape of the tensor itself; valid only for the identity order."""
         own = (*(self.leading or node_shape(self.node)[:-2]), *node_shape(self.node)[-2:])
         every = (*[1] * (len(self.order) - len(own)), *own)
         return own if is_identity(self.order) else tuple(every[d] for d in self.order)
 
     def materialize(self, editor: GraphEditor, like: Node) -> Node:
-        """As a node that broadcasts to (leading dims, queries, keys)."""
+        """Emit a node that broadcasts to (leading dims, queries, keys)."""
         x = editor.reshape(self.node, self.shape, like) if self.leading else self.node
         if is_identity(self.order):
             return x
@@ -78,7 +79,7 @@ class ScoreOperand:
         return editor.compute(aten.permute.default, (x, list(self.order)), like)
 
     def regroup(self, before: tuple[Size, ...], after: tuple[Size, ...]) -> ScoreOperand | None:
-        """The same for scores whose leading dims are grouped otherwise; None where it has some of them only."""
+        """Return the operand for scores with regrouped leading dims, or None if it lacks some of them."""
         own, order = self.shape, tuple(range(len(after) + 2))
         lead = (*[1] * (len(before) + 2 - len(own)), *own)[:-2]
         if not is_identity(self.order):
@@ -92,7 +93,7 @@ class ScoreOperand:
 
 
 def _undo_batch_repeat(x: Node, lead: tuple[Size, ...]) -> Node | None:
-    """What was repeated for each batch entry, or brought from these leading dims into others, to make x."""
+    """Return x before its repetition per batch entry or regrouping from the leading dims `lead`, or None."""
     node = value_origin(x)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -110,32 +111,35 @@ def _undo_batch_repeat(x: Node, lead: tuple[Size, ...]) -> Node | None:
 
 @dataclass(frozen=True)
 class ScoreChain:
-    """What the softmax reads, from the inside out: the product, its scale, what bends it, then biases and fills.
+    """Ops between the product and the softmax, in graph order: scale, score function, biases, fills."""
 
-    order: the dims of the value as (leading dims, queries, keys). score: what becomes of a scaled product before
-    biases and fills, as `lowering/masks/score.py` has it. masked: the shape, in order, where they were masked.
-    """
-
-    product: ProductMatch
-    scale: float
-    chain: tuple[Node, ...]
-    order: tuple[int, ...]
-    factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (tensor that scales, whether it divides)
-    biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, how many times it is added)
-    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, what it is where it is filled, the number)
-    gate: ScoreOperand | None = None  # what scores are multiplied with that is no number of a head: a mask, it may be
-    masked: tuple[Size, ...] | None = None
+    product: ProductMatch  # product of queries and keys
+    scale: float  # number that scales the product
+    chain: tuple[Node, ...]  # nodes from the product to the softmax
+    order: tuple[int, ...]  # dims of the scores as (leading dims, queries, keys)
+    factors: tuple[tuple[ScoreOperand, bool], ...] = ()  # (tensor, True to divide)
+    biases: tuple[tuple[ScoreOperand, float], ...] = ()  # (bias, its factor)
+    fills: tuple[tuple[ScoreOperand, bool, float], ...] = ()  # (condition, filled value, fill)
+    gate: ScoreOperand | None = None  # factor that is not per head
+    masked: tuple[Size, ...] | None = None  # shape, in order, at which scores were masked
+    # function of the scaled product before biases and fills, see `lowering/masks/score.py`
     score: sympy.Expr = SCORE_NAME
 
 
 def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
-    """The scores that end in x, if nothing but `users` reads x or what it is made of; None for anything else.
+    """Match the scores that end in `x`.
 
-    keys: the dim of x along which the softmax goes.
+    Args:
+        x: The input of the softmax, or the scores in it.
+        keys: The dim of `x` along which the softmax reduces.
+        users: The only allowed readers of `x` and of the chain.
+
+    Returns:
+        The chain, or None.
     """
     if not is_tensor(x) or set(x.users) != set(users) or x.op != "call_function":
         return None
-    if keys >= len(node_shape(x)):  # it broadcasts to what reads it
+    if keys >= len(node_shape(x)):  # it broadcasts to its reader
         return None
     call = OpCall(x) if isinstance(x.target, OpOverload) else None
     product = match_product(x, beside=True)
@@ -161,7 +165,7 @@ def match_scores(x: Any, keys: int, *users: Node) -> ScoreChain | None:
 
 
 def _single_rank_models(product: ProductMatch, x: Node) -> ScoreChain | None:
-    """A product, with what it adds to itself."""
+    """Match a product, with the term that it adds itself (baddbmm)."""
     found, added = ScoreChain(product, product.scale, (x,), product.order), product_addend(x)
     if added is None:
         return found
@@ -172,7 +176,7 @@ def _single_rank_models(product: ProductMatch, x: Node) -> ScoreChain | None:
 
 
 def _match_permutation(x: Node, keys: int) -> ScoreChain | None:
-    """Behind a permutation, or a regrouping of the leading dims."""
+    """Match scores before a permutation, or before a regrouping of the leading dims."""
     source, permuted = OpCall(x).operands[0], permutation_of(x)
     inside = permuted[keys] if permuted is not None else keys - len(node_shape(x)) + len(node_shape(source))
     inner = match_scores(source, inside, x) if inside >= 0 else None
@@ -181,7 +185,7 @@ def _match_permutation(x: Node, keys: int) -> ScoreChain | None:
 
 
 def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The order of x, of whose operand it is this one; None where x mixes dims that the order tells apart."""
+    """Return the order of the operand of `x`, or None if `x` mixes leading dims, queries and keys."""
     permuted = permutation_of(x)
     if permuted is not None:
         return tuple(permuted.index(d) for d in order)
@@ -192,7 +196,7 @@ def order_before(x: Node, order: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def is_neutral_op(x: Node) -> bool:
-    """x * 1, x / 1, x + 0, x - 0: what its first operand is, but for the sign of a zero."""
+    """Return True for x * 1, x / 1, x + 0 and x - 0, which are x except for the sign of zero."""
     number = NEUTRAL_NUMBERS.get(x.target)
     if number is None or not is_tensor(x.args[0]):
         return False
@@ -201,7 +205,7 @@ def is_neutral_op(x: Node) -> bool:
 
 
 def is_leading_reshape(x: Node) -> bool:
-    """A regrouping of the leading dims."""
+    """Return True if the node regroups the leading dims only."""
     source = move_source(x) if keeps_order(x) else None
     if source is None:
         return False
@@ -210,7 +214,7 @@ def is_leading_reshape(x: Node) -> bool:
 
 
 def _match_scale(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
-    """By a positive number, or by a tensor that is the same for all keys (and queries) of a head."""
+    """Match a scale by a positive number, or by a tensor constant over the keys (and queries) of a head."""
     dividing, dtype = x.target in (aten.div.Tensor, aten.div.Scalar), x.meta["val"].dtype
     for scores, factor in [(call["self"], call["other"]), (call["other"], call["self"])][: 1 if dividing else 2]:
         inner = match_scores(scores, keys, x) if is_tensor(scores) else None
@@ -233,7 +237,7 @@ def _match_scale(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
 
 
 def _match_soft_cap(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
-    """Soft caps, before anything masks: c * tanh(score / c)."""
+    """Match a soft cap before any mask: c * tanh(score / c)."""
     inner = match_scores(call["self"], keys, x)
     if inner is None or inner.biases or inner.fills:
         return None
@@ -254,7 +258,7 @@ def _match_bias(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
 
 
 def _match_fill(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
-    """masked_fill(scores, condition, number) and where with the number on either side."""
+    """Match masked_fill(scores, condition, number), and where with the number on either side."""
     if "mask" in call.args:
         scores, condition, number, filled = call["self"], call["mask"], call["value"], True
     else:
@@ -274,9 +278,9 @@ def _match_fill(call: OpCall, x: Node, keys: int) -> ScoreChain | None:
 def _add_mask(
     inner: ScoreChain, x: Node, mask: Node, gate: ScoreOperand | None = None, **more: Any
 ) -> ScoreChain | None:
-    """With a tensor more that must broadcast to the scores; `more`: in which role.
+    """Append a tensor that broadcasts to the scores; `more` names its field.
 
-    All are brought into the one grouping of leading dims in which the last of them is added.
+    All operands are regrouped to the leading dims at which the last one is applied.
     """
     shape, own = node_shape(x), node_shape(mask)
     before = as_sizes(inner.chain[-1].meta["val"].shape)
@@ -302,7 +306,7 @@ def _regroup_chain(inner: ScoreChain, masked: tuple[Size, ...]) -> ScoreChain | 
 
 
 def is_between_products(softmax: Node) -> bool:
-    """Does the softmax read what a product makes, and a product what it makes?"""
+    """Return True if the softmax is computed from a product and a product is computed from it."""
     return _can_reach(softmax, lambda n: n.all_input_nodes) and _can_reach(softmax, lambda n: list(n.users))
 
 
@@ -315,7 +319,7 @@ def _can_reach(start: Node, following: Callable[[Node], Sequence[Node]]) -> bool
 
 
 def scores_refusal(x: Node) -> str:
-    """Of what a softmax reads behind a product, and `match_scores` did not take."""
+    """Return the reason why `match_scores` rejected the input of a softmax that follows a product."""
     node = x
     while match_product(node, beside=True) is None:
         if len(node.users) > 1:

@@ -1,12 +1,12 @@
 """Match the other operands of a softmax over scores: sinks, and their difference to the maximum.
 
-    every = cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1)    a logit of each head that no key has
+    every = cat([scores, sinks.view(1, H, 1, 1).expand(B, H, Q, 1)], -1)    a logit per head without a key
     every = every - every.max(-1, keepdim=True).values                      changes no probability, and no gradient
     weights = softmax(every, -1)[..., :-1]
 
-Of a vector (H,) the scores may be (groups, H / groups, Q, K), as in GPT-OSS of its authors: all heads of one sequence.
-Leaves alone: sinks that differ from query to query or between batch entries, and those beside scores whose greatest has
-been subtracted already: that moves them, too.
+For a vector (H,), scores may be (groups, H / groups, Q, K), as in the original GPT-OSS: all heads of one sequence.
+Unchanged: sinks that differ between queries or batch entries, and sinks appended after the maximum of the scores was
+subtracted, which shifts the sinks too.
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SoftmaxSource:
-    """scores: what a softmax without all this would read; readers: who reads them; chain: the nodes in between.
+    """Scores of a softmax, and the ops between them and the softmax."""
 
-    sinks: (..., 1) beside the scores. first: they stand in front of them.
-    """
-
-    scores: Any
-    readers: tuple[Node, ...]
-    chain: tuple[Node, ...] = ()
-    sinks: Node | None = None
-    first: bool = False
+    scores: Any  # input of an equivalent softmax without sinks
+    readers: tuple[Node, ...]  # readers of the scores
+    chain: tuple[Node, ...] = ()  # nodes between the scores and the softmax
+    sinks: Node | None = None  # (..., 1), concatenated to the scores
+    first: bool = False  # True if the sinks precede the scores
 
     def head_sinks(self) -> SinkValue | None:
-        """The sinks of scores (B, H, Q, K)."""
+        """Return the sinks of scores (B, H, Q, K), or None."""
         lead = node_shape(self.sinks)[:-2] if self.sinks is not None else ()
         return sink_index(self.sinks, INDICES, lead) if len(lead) == 2 else None
 
     def with_readers(self, *chain: Node) -> SoftmaxSource:
+        """Return the match with other readers and more nodes in its chain."""
         return replace(self, chain=(*self.chain, *chain))
 
     def drops_sinks(self, node: Node) -> bool:
-        """Does it take the weights of the keys, and leave that of the sinks?"""
+        """Return True if the node keeps the weights of the keys and drops that of the sinks."""
         piece = match_slice(node) if self.sinks is not None else None
         if piece is None or piece.dim != piece.source.meta["val"].ndim - 1:
             return False
@@ -70,9 +68,15 @@ class SoftmaxSource:
 
 
 def match_readers(x: Any, keys: int, *readers: Node) -> SoftmaxSource:
-    """What stands between the scores and these readers of x, which are all that it has; often nothing.
+    """Match the ops between the scores and the readers of a value; often there are none.
 
-    keys: the dim of x along which the softmax goes.
+    Args:
+        x: The input of the softmax.
+        keys: The dim of `x` along which the softmax reduces.
+        readers: All readers of `x`.
+
+    Returns:
+        The scores, the ops in between, and the sinks if there are any.
     """
     plain = SoftmaxSource(x, readers)
     if not is_tensor(x) or set(x.users) != set(readers) or not isinstance(x.target, OpOverload):
@@ -97,7 +101,7 @@ def _is_along_last_dim(x: Node, keys: int) -> bool:
 
 
 def _match_maximum(difference: Node, keys: int) -> list[Node]:
-    """What computes the greatest of the row that it is subtracted from, and nothing else; [] if it is not."""
+    """Return the nodes that compute the maximum of the row it is subtracted from, or []."""
     call = OpCall(difference)
     if len(call.operands) != 2 or call["alpha"] != 1:
         return []
@@ -110,7 +114,7 @@ def _match_maximum(difference: Node, keys: int) -> list[Node]:
         node = node.args[0]
     if node.target not in MAXIMA or node.args[0] is not row or not _reduced_dim(OpCall(node), keys):
         return []
-    unread = [user for user in node.users if user not in found and not user.users]  # where the greatest stands
+    unread = [user for user in node.users if user not in found and not user.users]  # the indices of the maximum
     return [node, *unread, *found] if len(node.users) == 1 + len(unread) else []
 
 
@@ -121,22 +125,19 @@ def _reduced_dim(call: OpCall, keys: int) -> bool:
 
 @dataclass(frozen=True)
 class SinkValue:
-    """held: a value that has nothing but a number for each head, or one for all; lead: (B, H) of the scores.
+    """Sinks with a number per head, or one for all heads."""
 
-    groups: both dims of `lead` are heads, of one sequence.
-    """
-
-    held: Node
-    leading: tuple[Size, ...]
-    groups: bool = False
+    held: Node  # value with one element per head, or one element
+    leading: tuple[Size, ...]  # (B, H) of the scores
+    groups: bool = False  # True if both leading dims are heads of one sequence
 
     @property
     def batch_and_heads(self) -> tuple[Size, Size]:
-        """The leading dims of an attention of which these are the sinks."""
+        """Return the batch size and the number of heads of the attention with these sinks."""
         return (1, size_product(self.leading)) if self.groups else (self.leading[0], self.leading[1])
 
     def vector(self, editor: GraphEditor, like: Node) -> Node:
-        """(H,)."""
+        """Return the sinks as a vector (H,)."""
         count, (_, heads) = size_product(node_shape(self.held)), self.batch_and_heads
         found = editor.reshape(self.held, (count,), like)
         if is_same_size(count, heads):
@@ -145,7 +146,7 @@ class SinkValue:
 
 
 def sink_index(sinks: Node, coords: Sequence[Any], lead: tuple[Size, ...]) -> SinkValue | None:
-    """What row (b, h, q) of the scores reads at these coords."""
+    """Return the sinks that row (b, h, q) of the scores reads at these coordinates, or None."""
     at: tuple[Node, Sequence[Any]] | None = (sinks, coords)
     while at is not None:
         node, coords = at

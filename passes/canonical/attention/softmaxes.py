@@ -1,12 +1,12 @@
 """Match the forms of a softmax: the op, and its computation from exponentials.
 
-    e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)        max(-1), too, with or without a gradient
+    e = exp(s - s.amax(-1, keepdim=True));  e / e.sum(-1, keepdim=True)        also max(-1), with or without a gradient
     exp(s - logsumexp(s, -1, keepdim=True))
     exp(log_softmax(s, -1))
 
-Leaves alone, and says so, exponentials that nothing keeps from overflow: exp(s) / exp(s).sum(-1) is nan where a score
-is large and a softmax is not. No softmax are sums that something is added to (an epsilon), what anything else reads,
-and s - logsumexp(s).detach(), which has another gradient.
+Unchanged, with a note: exponentials without protection from overflow, since exp(s) / exp(s).sum(-1) is NaN for a large
+score and a softmax is not. Not a softmax: sums plus a term (an epsilon), values with other readers, and
+s - logsumexp(s).detach(), which has a different gradient.
 """
 
 from __future__ import annotations
@@ -32,29 +32,26 @@ OVERFLOWS = "exp of scores from which the greatest of the row is not taken overf
 
 @dataclass(frozen=True)
 class SoftmaxMatch:
-    """source: what it is of; dim: along which; chain: the ops of it, in the graph's order; result: the last of these.
+    """Softmax in any form."""
 
-    why_not: why it is not taken for one although it looks like one.
-    """
-
-    source: Node
-    dim: int
-    chain: tuple[Node, ...]
-    refusal: str | None = None
+    source: Node  # input of the softmax
+    dim: int  # dim along which it reduces
+    chain: tuple[Node, ...]  # ops of the softmax in graph order; the last one is the result
+    refusal: str | None = None  # reason why a similar form is not a softmax
 
     @property
     def result(self) -> Node:
-        """The probabilities."""
+        """Return the probabilities."""
         return self.chain[-1]
 
     @property
     def readers(self) -> tuple[Node, ...]:
-        """What of it reads the source."""
+        """Return the ops of the chain that read the source."""
         return tuple(n for n in self.chain if self.source in n.all_input_nodes)
 
 
 def match_softmax(node: Node) -> SoftmaxMatch | None:
-    """The softmax whose result the node is."""
+    """Return the softmax with this result, or None."""
     if node.op != "call_function":
         return None
     if node.target in SOFTMAX:
@@ -66,7 +63,7 @@ def match_softmax(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
-    """exp(log_softmax(s)), exp(s - logsumexp(s))."""
+    """Match exp(log_softmax(s)) and exp(s - logsumexp(s))."""
     logs = value_origin(node.args[0])
     if logs.target in LOG_SOFTMAX and not _has_other_dtype(logs, node):
         call = OpCall(logs)
@@ -76,7 +73,7 @@ def _match_exp_log_softmax(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
-    """e / e.sum(dim, keepdim=True), where e is exp(s - the greatest s)."""
+    """Match e / e.sum(dim, keepdim=True) with e = exp(s - max(s))."""
     each, total = value_origin(node.args[0]), node.args[1]
     if not is_tensor(total) or each.target is not aten.exp.default or _has_other_dtype(each, node):
         return None
@@ -93,7 +90,7 @@ def _match_exp_over_sum(node: Node) -> SoftmaxMatch | None:
 
 
 def _match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, int] | None:
-    """(s, dim) of s - f(s), where f is one of these reductions along that dim."""
+    """Return (s, dim) for s - f(s), where f is one of the reductions along `dim`."""
     if node.target is not aten.sub.Tensor or OpCall(node)["alpha"] != 1 or not all(map(is_tensor, node.args)):
         return None
     row = value_origin(node.args[0])
@@ -102,8 +99,8 @@ def _match_difference(node: Node, reductions: tuple[Any, ...]) -> tuple[Node, in
 
 
 def _match_reduction(x: Node, row: Node, reductions: tuple[Any, ...]) -> int | None:
-    """The one dim of a row that x is such a reduction of it along, standing beside each element of it; else None."""
-    detached = reductions is MAXIMA  # no gradient of the greatest counts, whichever it is
+    """Return the dim along which x reduces the row and broadcasts to its elements, else None."""
+    detached = reductions is MAXIMA  # the gradient of the maximum has no effect
     sums = value_origin(x)
     while keeps_order(sums) or (detached and sums.target is aten.detach.default):
         sums = value_origin(sums.args[0])
@@ -125,8 +122,8 @@ def _has_other_dtype(a: Node, b: Node) -> bool:
 
 
 def _region_between(source: Node, dim: int, result: Node) -> SoftmaxMatch | None:
-    """All between what a softmax is of and its result; None if something else reads any of it."""
+    """Return the ops between the input of a softmax and its result; None if one of them has other readers."""
     between = reachable_set([source], lambda n: () if n is result else n.users) - {source}
-    unread = [n for n in between if not n.users and n.target is operator.getitem]  # where the greatest stands
+    unread = [n for n in between if not n.users and n.target is operator.getitem]  # the indices of the maximum
     alone = all(n is result or n in unread or (n < result and n.users) for n in between)
     return SoftmaxMatch(source, dim, tuple(sorted(between))) if alone else None

@@ -1,14 +1,15 @@
-"""torch's varlen_attn, documents one behind the other, becomes attention with a predicate over documents.
+"""Replace torch's varlen_attn of packed documents by attention with a predicate over documents.
 
     varlen_attn(q, k, v, ends, ends, most, most, window_size=(-1, 0))           q: (T, H, D), ends: (documents + 1,)
         ->  document = bucketize(arange(T), ends[1:], right=True)
             sp.masked_attention(q, k, v, rows=[document], cols=[document], predicate="Eq(row0, col0) & (k <= q)")
 
-around transposes: (T, H, D) is (1, H, T, D) there. Where the keys' documents have other ends, a window counts from the
-last query and the last key of each: row1 is the key of a query's own place. Tokens behind the last document are one
-document more, of which torch's kernels say nothing. Bytes moved: none. Leaves alone, as torch's op, which runs on whole
-q, k and v: log-sum-exps that are read (torch's backward ignores their gradient, so that sinks behind it train otherwise
-than sinks do), and keys in pages (block_table, seqused_k), which have no gradient either.
+The replacement transposes: (T, H, D) becomes (1, H, T, D). If keys have other document ends than queries, a window is
+aligned to the last query and the last key of each document: row1 is the key at a query's own position. Tokens after the
+last document form one more document, for which torch's kernels define no result. Bytes moved: none.
+
+Unchanged, with torch's op on gathered q, k and v: readers of the log-sum-exp (torch's backward ignores its gradient, so
+sinks on it train differently), and paged keys (block_table, seqused_k), which have no gradient either.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ aten, sp = torch.ops.aten, torch.ops.sp
 
 @register_pass
 class RewriteVarlenAttention(CanonicalPass):
-    """Rewrites the calls of varlen_attn in one graph."""
+    """Replacement of the calls of varlen_attn in one graph."""
 
     provides = frozenset({"canonical", "masks are predicates"})
 
     def edit(self, graph: Graph) -> Self:
-        self.documents: dict[Any, Node] = {}  # layers share them
+        """Start to edit a graph with empty caches."""
+        self.documents: dict[Any, Node] = {}  # shared between layers
         return super().edit(graph)
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         nodes = list(self.graph.find_nodes(op="call_function", target=varlen_attention)) if varlen_attention else []
         refusals = {node: _varlen_refusal(node) for node in nodes}
         for node, why in refusals.items():
@@ -66,9 +69,19 @@ class RewriteVarlenAttention(CanonicalPass):
         self, qkv: Sequence[Node], ends: tuple[Node, Node], window: tuple[int, int], scale: Any, like: Node,
         dropout_p: float = 0.0, **more: Any,
     ) -> Node:  # fmt: skip
-        """Attention (T, H, E) of q (T, H, D), k and v. window: as many keys before and behind a place, -1 for all.
+        """Emit attention over packed documents.
 
-        more: what `sp.masked_attention` is given by name.
+        Args:
+            qkv: q (T, H, D), k and v, any floating dtype.
+            ends: The cumulative ends of the documents of queries and of keys, (documents + 1,).
+            window: The number of keys before and after a position, -1 for all.
+            scale: The factor of the scores, None for 1 / sqrt(D).
+            like: The node whose metadata new nodes copy.
+            dropout_p: The dropout probability.
+            more: Keyword arguments of `sp.masked_attention`.
+
+        Returns:
+            The attention (T, H, E).
         """
         (q, k, _), (q_ends, k_ends) = qkv, ends
         rows, cols = [self._documents(q, q_ends, like)], [self._documents(k, k_ends, like)]
@@ -84,11 +97,11 @@ class RewriteVarlenAttention(CanonicalPass):
         return self.compute(aten.transpose.int, (self.compute(aten.squeeze.dims, (fresh, [0]), like), 0, 1), like)
 
     def _to_sdpa_layout(self, x: Node, like: Node) -> Node:
-        """(T, H, D) -> (1, H, T, D)."""
+        """Transpose (T, H, D) to (1, H, T, D)."""
         return self.compute(aten.unsqueeze.default, (self.compute(aten.transpose.int, (x, 0, 1), like), 0), like)
 
     def _documents(self, x: Node, ends: Node, like: Node) -> Node:
-        """The number of each token's document: int64 (1, T)."""
+        """Return the index of each token's document: int64 (1, T)."""
         length = node_shape(x)[0]
         if (ends, length) not in self.documents:
             kind = {"dtype": ends.meta["val"].dtype, "device": x.meta["val"].device}
@@ -99,7 +112,7 @@ class RewriteVarlenAttention(CanonicalPass):
         return self.documents[ends, length]
 
     def _last_aligned_keys(self, documents: Node, q_ends: Node, k_ends: Node, like: Node) -> Node:
-        """The key that is as far from its document's last as the query from its own: int64 (1, T)."""
+        """Return the key as far from the end of its document as the query from its own: int64 (1, T)."""
         key = (documents, q_ends, k_ends)
         if key not in self.documents:
             length = node_shape(documents)[1]
@@ -123,7 +136,7 @@ def _varlen_refusal(node: Node) -> str | None:
 
 
 def window_predicate(place: str, left: int, right: int) -> Iterator[str]:
-    """Which keys the query at a place attends to: so many before it and behind it, -1 for all."""
+    """Yield conditions for a window of `left` keys before and `right` keys after the position, -1 for all."""
     if right >= 0:
         yield f"(k <= {place})" if right == 0 else f"(k - {place} <= {right})"
     if left >= 0:

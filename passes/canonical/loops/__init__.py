@@ -1,1 +1,1 @@
-"""An unrolled loop over time becomes one scan."""
+"""Rewrite unrolled loops over time as scans."""

@@ -1,12 +1,13 @@
-"""A tensor that a loop writes row by row becomes the list of its rows; what reads a row just written reads the row.
+"""Replace a tensor that a loop writes row by row by the list of its rows.
 
     y = zeros(B, S, D)                                    ys = []
     for t in range(S):                                    for t in range(S):
         y[:, t] = a[:, t] * y[:, t - 1] + b[:, t]   ->        ys.append(a[:, t] * ys[t - 1] + b[:, t])
                                                           y = stack(ys, 1)
 
-In a functional graph the left is a chain of select_scatter or slice_scatter. One row at either end may keep what it
-held. Bytes moved: none. Leaves alone: rows written twice, chains that something else reads as a whole.
+In a functional graph the left side is a chain of select_scatter or slice_scatter. Readers of a row just written read
+the row itself. One row at either end may keep its initial value. Bytes moved: none. Unchanged: rows written twice, and
+chains with other readers.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from sp_compile.passes.sharding.matchers import value_origin, value_readers
 from .steps import indexed_read
 
 aten = torch.ops.aten
-MIN_ROWS = 5  # that a loop has written; fewer are columns of boxes and the like
+MIN_ROWS = 5  # written by a loop; fewer are columns of boxes and the like
 SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
 class RowWrite:
-    """One row of a dim of `base` replaced by `row`; `keep`: the row has that dim, too."""
+    """Write of one row to a tensor."""
 
-    base: Node
-    row: Node
-    dim: int
-    index: int
-    keep: bool
+    base: Node  # tensor before the write
+    row: Node  # the row
+    dim: int  # dim that counts rows
+    index: int  # index of the row
+    keep: bool  # True if the row has that dim, too
 
 
 @register_pass
 class StackWrittenRows(CanonicalPass):
-    """Rewrites the chains of writes of one graph."""
+    """Replacement of the chains of writes of one graph."""
 
     requires = frozenset({"explicit"})
     provides = frozenset({"canonical", "lists"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.writes = {n: w for n in gm.graph.nodes for w in [_match_write(n)] if w is not None}
         self.budget = 4 * len(gm.graph.nodes)
         forwarded = [self._forward(n, w) for n, w in reversed(self.writes.items())]
@@ -54,7 +56,7 @@ class StackWrittenRows(CanonicalPass):
         return sum(forwarded) + sum(listed)
 
     def _forward(self, node: Node, write: RowWrite) -> bool:
-        """Reads of one row read what was written there, or what it was written into."""
+        """Redirect a read of one row to the written row, or to the tensor before the write."""
         changed = False
         for user in value_readers(node):
             read = indexed_read(user)
@@ -70,7 +72,7 @@ class StackWrittenRows(CanonicalPass):
         return changed
 
     def _is_written_on(self, node: Node) -> bool:
-        """Is there a longer chain?"""
+        """Return True if the chain of writes continues."""
         users = [self.writes.get(u) for u in value_readers(node)]
         return len(users) == 1 and users[0] is not None and users[0].base is node
 
@@ -110,7 +112,7 @@ class StackWrittenRows(CanonicalPass):
         return True
 
     def _is_loop(self, last: Node) -> bool:
-        """Is it what most rows of a dim have been written into, and no more are?"""
+        """Return True if exactly a loop's rows of a dim are written: most of them, with no further write."""
         if any(self.writes[u].base is last for u in value_readers(last) if u in self.writes):
             return False
         dim, count, node = self.writes[last].dim, 0, last

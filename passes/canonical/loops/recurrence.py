@@ -1,12 +1,12 @@
-"""A step's value as a * state + b, where the state is that of the step before; then all steps are one scan.
+"""Express a step as a * state + b in the previous state, and compute all steps by one scan.
 
     h = a * h + b     addcmul(b, a, h)     lerp(h, x, w)     h + w * (x - h)     where(reset, b, a * h + b)
                   ->  sp.linear_scan(a, b, initial, time)
     h = h + b     ->  cumsum(b, time) + initial
     h = h * a     ->  cumprod(a, time) * initial
 
-Bytes moved: none. Leaves alone: states that are not affine in the one before, element by element (tanh, matmul), and
-casts of the state, which round it at every step.
+Bytes moved: none. Unchanged: states that are not element-wise affine in the previous state (tanh, matmul), and casts of
+the state, which round it at every step.
 """
 
 from __future__ import annotations
@@ -32,18 +32,26 @@ LINEAR_SCAN = torch.ops.sp.linear_scan.default
 
 @dataclass(frozen=True)
 class AffineValue:
-    """a * state + b, element by element; a coefficient may be a number."""
+    """Value a * state + b, element by element."""
 
-    state: StepColumn
-    a: Value
-    b: Value
+    state: StepColumn  # column of the state
+    a: Value  # factor, possibly a number
+    b: Value  # term, possibly a number
 
 
 class ScanBuilder(BatchedOps):
-    """Affine arithmetic on the values of steps, and the scans of states."""
+    """Affine arithmetic on the values of steps, and scans of states."""
 
     def affine(self, node: Node, leaves: list[Value]) -> AffineValue | None:
-        """`node` at every step, where some leaves of its arguments are Affine; None if it is not affine in a state."""
+        """Return the value of `node` at every step, affine in a state.
+
+        Args:
+            node: The op of one step.
+            leaves: Values in place of the leaves of its arguments, some of them affine in a state.
+
+        Returns:
+            The value, or None if it is not affine in a state.
+        """
         states = list({id(x.state): x.state for x in leaves if isinstance(x, AffineValue)}.values())
         if len(states) != 1 or not _matches(node, states[0].node):
             return None
@@ -60,7 +68,19 @@ class ScanBuilder(BatchedOps):
         return None if pair is None else AffineValue(states[0], *pair)
 
     def scan_states(self, affine: AffineValue, seed: Value, reverse: bool) -> BatchedValue:
-        """The state of every step, which is `affine` in the one before; `seed`: the one before the first."""
+        """Scan a recurrence.
+
+        Args:
+            affine: The state as a function of the previous state.
+            seed: The state before the first step.
+            reverse: True if the last step is computed first.
+
+        Returns:
+            The state of every step.
+
+        Raises:
+            NotALoop: The recurrence has an integer dtype.
+        """
         like, a, b = affine.state.node, affine.a, affine.b
         value = like.meta["val"]
         guides = [x for x in (b, a) if isinstance(x, BatchedValue) and x.ndim == value.ndim]
@@ -99,16 +119,17 @@ Coefficients = tuple[Value, Value]
 
 
 class _FoldingArithmetic:
-    """Arithmetic that folds numbers."""
+    """Arithmetic with constant folding."""
 
     def __init__(self, scans: ScanBuilder, like: Node) -> None:
         self.scans, self.like = scans, like
 
     def coefficients(self, x: Value) -> Coefficients:
-        """a and b of any operand."""
+        """Return (a, b) of any operand."""
         return (x.a, x.b) if isinstance(x, AffineValue) else x if isinstance(x, tuple) else (0, x)
 
     def multiply(self, x: Value, y: Value) -> Value:
+        """Return x * y."""
         if _is_number(x):
             x, y = y, x
         if _is_number(y):
@@ -119,6 +140,7 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.mul.Tensor, x, y, like=self.like)
 
     def add(self, x: Value, y: Value) -> Value:
+        """Return x + y."""
         if _is_number(x):
             x, y = y, x
         if _is_number(y) and (y == 0 or _is_number(x)):
@@ -126,6 +148,7 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.add.Tensor, x, y, like=self.like)
 
     def divide(self, x: Value, y: Value) -> Value:
+        """Return x / y."""
         if _is_constant(x, 0) or (_is_number(x) and _is_number(y)):
             return x / y if _is_number(y) else 0
         if _is_number(x):
@@ -133,6 +156,7 @@ class _FoldingArithmetic:
         return self.scans.pointwise(aten.div.Tensor, x, y, like=self.like)
 
     def select(self, condition: Value, x: Value, y: Value) -> Value:
+        """Return x where the condition is true, else y."""
         if _is_number(x) and _is_number(y) and x == y:
             return x
         overload = {(0, 0): "self", (1, 0): "ScalarSelf", (0, 1): "ScalarOther", (1, 1): "Scalar"}
@@ -207,5 +231,5 @@ def _is_number(x: Value) -> bool:
 
 
 def _is_constant(x: Value, number: int) -> bool:
-    """Is it the number, or a tensor full of it?"""
+    """Return True for the number, or a tensor filled with it."""
     return x == number if _is_number(x) else is_tensor(x) and constant_value(x) == number

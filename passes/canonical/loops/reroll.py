@@ -1,16 +1,17 @@
-"""Loops over time that tracing unrolled become scans, and one body for all steps.
+"""Rewrite unrolled loops over time as scans and batched ops.
 
     for t in range(S):                                   h = sp.linear_scan(a, b, h0, 1)     (B, S, D)
         h = a[:, t] * h + b[:, t]                  ->    y = h * c                           (B, S, D)
         ys.append(h * c[:, t])
     y = stack(ys, 1)
 
-A list of S nodes that do the same becomes one node that does it to all steps (steps.py, vectorize.py); a state that
-is affine in the one before becomes a scan (recurrence.py). Steps are read by select, slices, unbind or split, in order
-or in reverse; the first may be another (a state to begin with); rows written into a tensor are a list (lists.py). What
-else reads the value of one step selects it. Takes time linear in the nodes. Bytes moved: none.
-Leaves alone: steps that differ, states that are not affine in the one before, random draws, changes of the grad mode
-between steps, lists without a recurrence, loops of which only the last state is used.
+S equal nodes of a list become one node on all steps (steps.py, vectorize.py). A state that is affine in the previous
+state becomes a scan (recurrence.py). Steps are read by select, slices, unbind or split, in order or in reverse. The
+first step may be different (an initial state). Rows written into a tensor form a list, too (lists.py). Other readers of
+the value of one step select it. Takes time linear in the number of nodes. Bytes moved: none.
+
+Unchanged: steps that differ, states that are not affine in the previous state, random draws, changes of the grad mode
+between steps, lists without a recurrence, and loops of which only the last state is used.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ PENDING = object()
 
 
 class LoopBuilder:
-    """One loop, rolled up at the editor's insertion point: states by scans, everything else by one op for all steps.
+    """Builder of one loop at the insertion point: scans for states, batched ops for all else.
 
-    A column that reads a state of the step before waits for the scan of that state, unless the state is made of it:
-    then it is kept as an affine function of the state.
+    A column that reads the previous state waits for the scan of that state. If the state depends on the column, the
+    column is represented as an affine function of the state.
 
-    The dim that counts steps has the order of what they read: `reverse` if that is the last step first.
+    The dim of the steps is in the order of the tensors they read; `reverse` is True if the last step comes first.
     """
 
     def __init__(self, editor: ScanBuilder, loop: LoopMatcher) -> None:
@@ -62,18 +63,22 @@ class LoopBuilder:
                 self.columns.append(column)
 
     def _is_shared(self, x: Operand) -> bool:
-        """Is it the same at every step?"""
+        """Return True if the operand is constant over the steps."""
         if isinstance(x, ColumnRef):
             return isinstance(self.values.get(x.column), Node)
         return not isinstance(x, IndexRead | SeededList)
 
     def compute_shared(self) -> set[Node]:
-        """What has to be computed before any step."""
+        """Return the nodes that must be computed before any step."""
         found = [x.source if isinstance(x, IndexRead) else x for x in self.loop.operands()]
         return {x for x in (*found, *self.values.values()) if isinstance(x, Node)}
 
     def run(self) -> BatchedValue:
-        """Compute every column; the list of the loop. Raises NotALoop where that cannot be done."""
+        """Compute every column and return the list of the loop.
+
+        Raises:
+            NotALoop: A column cannot be computed.
+        """
         waiting = self.columns
         while waiting:
             left = [c for c in waiting if not self._compute_column(c)]
@@ -86,7 +91,7 @@ class LoopBuilder:
         return found
 
     def step(self, node: Node) -> Node:
-        """The node of one step, taken from its column."""
+        """Select the node of one step from its column."""
         column, step = self.loop.owner[node]
         whole = self.values[column]
         if not isinstance(whole, BatchedValue):
@@ -115,7 +120,7 @@ class LoopBuilder:
         return True
 
     def _leaf(self, x: Operand, column: StepColumn) -> Any:
-        """A value, an Affine, or NOT_YET."""
+        """Return a value, an AffineValue, or NOT_YET."""
         rest = x.rest if isinstance(x, SeededList) else x
         if not isinstance(rest, ColumnRef) or rest.column in self.values:
             return self.value(x, column.first, column.end)
@@ -128,7 +133,7 @@ class LoopBuilder:
         return self.forms.get(source, PENDING) if together else PENDING
 
     def value(self, x: Operand, first: int, end: int) -> Value:
-        """An operand of steps first, ..., end - 1."""
+        """Return an operand at the steps first, ..., end - 1."""
         key = (x, first, end)
         if isinstance(x, IndexRead | ColumnRef | SeededList) and key not in self.known:
             self.known[key] = self._materialize(x, first, end)
@@ -170,21 +175,22 @@ STATE_OPS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALL
 
 @register_pass
 class RerollLoops(CanonicalPass, ScanBuilder):
-    """Rolls up the unrolled loops of one graph."""
+    """Replacement of the unrolled loops of one graph."""
 
     requires = frozenset({"explicit", "lists"})
     provides = frozenset({"canonical", "loops are rolled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         self.budget = 4 * len(gm.graph.nodes)
         self.made: list[Node] = []
-        self.rolled: set[Node] = set()  # what loops became
+        self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
-        lists.sort(key=lambda n: -len(n.args[0]))  # a loop before the lists of its body
+        lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
         return sum([bool(n.users) and self._roll(n) for n in lists])
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
-        """Append a node, and remember it."""
+        """Append a node and record it."""
         self.made.append(super().emit(*args, **kwargs))
         return self.made[-1]
 
@@ -198,7 +204,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
                 return True
             except NotALoop as reason:
                 self._erase_unused()
-                reasons.append(str(reason))  # the exception itself would keep every frame of the compilation
+                reasons.append(str(reason))  # the exception itself would keep every frame of the compilation alive
             finally:
                 self.budget = loop.budget
         if _is_chain(values):
@@ -206,7 +212,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return False
 
     def _erase_unused(self) -> None:
-        """Erase what was made and nothing uses."""
+        """Erase the emitted nodes that have no users."""
         for node in reversed(self.made):
             if not node.users:
                 self.graph.erase_node(node)
@@ -233,7 +239,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self._erase_steps(listed, loop)
 
     def _arrange(self, found: BatchedValue, listed: Node) -> Node:
-        """The values of all steps, arranged as the list is."""
+        """Return the values of all steps in the layout of the list."""
         dim = OpCall(listed)["dim"] % listed.meta["val"].ndim
         whole = self.move_steps(found, dim).node
         if listed.target is aten.stack.default:
@@ -243,7 +249,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         return self.compute(aten.flatten.using_ints, (whole, dim, dim + 1), listed)
 
     def _erase_steps(self, listed: Node, loop: LoopMatcher) -> None:
-        """Erase the steps and what only they read."""
+        """Erase the steps and the nodes that only they read."""
         self.graph.erase_node(listed)
         inputs = [i for n in loop.owner for i in n.all_input_nodes if i not in loop.owner]
         for node in sorted(loop.owner, reverse=True):
@@ -257,7 +263,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.rolled.update(n for n in self.made if n.users)
 
     def _split_pieces(self, pieces: Node) -> None:
-        """What is left of an unbind or a split reads its piece alone, so that no rank needs all of them."""
+        """Let remaining readers of an unbind or a split select their piece, so that no rank needs all pieces."""
         for user in list(pieces.users):
             found = indexed_read(user)
             if found is not None:
@@ -269,7 +275,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
 
 def _listed_values(listed: Node) -> list[Node]:
-    """The values of a stack, or of a cat of pieces of one size."""
+    """Return the values of a stack, or of a cat of pieces of one size."""
     values = list(listed.args[0])
     if listed.target is aten.cat.default:
         dim = OpCall(listed)["dim"]
@@ -279,7 +285,7 @@ def _listed_values(listed: Node) -> list[Node]:
 
 
 def _is_chain(values: list[Node]) -> bool:
-    """Does the last of several values read, on its way from the one before, what was made on the way to that?"""
+    """Return True if the last value depends on the previous one through nodes made for the previous one."""
     if len(values) < 3 or any(v.op != "call_function" for v in values):
         return False
     first, before, last = sorted(values)[-3:]
@@ -293,7 +299,7 @@ def _is_chain(values: list[Node]) -> bool:
 
 
 def _find_anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> Node:
-    """The last of what is shared; behind it all steps can be computed at once, and before anything reads one."""
+    """Return the last shared node; after it, and before any reader, all steps can be computed at once."""
     if not shared:
         raise NotALoop("its steps read nothing")
     if any(is_written(node) for node in shared):

@@ -1,13 +1,13 @@
-"""The steps of an unrolled loop, told apart: which nodes do the same at every step, and what differs between them.
+"""Match the steps of an unrolled loop: equal nodes, and the operands in which they differ.
 
-A `StepColumn` holds one node of every step. What a step reads is one of
+A `StepColumn` has one node of every step. An operand of a step is one of
 
-    Read      piece t of a tensor            select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
-    Ref       a column's node of the same step, or of the step before (lag 1)
-    SeededList    as the rest, but for the first step: a state before anything happened
+    IndexRead     piece t of a tensor        select(x, dim, t), x[:, t * n : (t + 1) * n], unbind, split
+    ColumnRef     a column's node of the same step, or of the previous step (lag 1)
+    SeededList    an initial value at the first step, one of the above afterwards
     a node or a constant that all steps share
 
-Reading makes no nodes, and takes time linear in the nodes of the loop.
+Matching creates no nodes, and takes time linear in the number of nodes of the loop.
 """
 
 from __future__ import annotations
@@ -31,84 +31,92 @@ COMMUTATIVE_OPS = (aten.add.Tensor, aten.mul.Tensor)
 
 
 class NotALoop(Exception):
-    """The values are not those of a loop that can be rolled up."""
+    """Error for values that are not those of a loop."""
 
 
 @dataclass(eq=False)
 class StepColumn:
-    """The nodes of steps first, first + 1, ...; `operands`: the leaves of their arguments."""
+    """Equal nodes of consecutive steps."""
 
-    nodes: list[Node]
-    first: int
-    operands: list[Operand] = field(default_factory=list)
+    nodes: list[Node]  # one node per step
+    first: int  # first step
+    operands: list[Operand] = field(default_factory=list)  # leaves of the arguments
 
     @property
     def end(self) -> int:
+        """Return the step after the last one."""
         return self.first + len(self.nodes)
 
     @property
     def node(self) -> Node:
-        """One that stands for all."""
+        """Return a representative node."""
         return self.nodes[-1]
 
 
 @dataclass(frozen=True)
 class IndexRead:
-    """At step t, index start + stride * t of the source's dim; or, if `rows`, that piece of so many rows."""
+    """Read of one index, or of one piece of several rows, at each step."""
 
-    source: Node
-    dim: int
-    start: int
-    stride: int
-    rows: int
+    source: Node  # tensor
+    dim: int  # dim that is indexed
+    start: int  # index at step 0
+    stride: int  # difference of the indices of successive steps
+    rows: int  # rows of a piece, 0 for an index without the dim
 
 
 @dataclass(frozen=True)
 class ColumnRef:
-    """The column's node of step t - lag."""
+    """Reference to the node of a column at an earlier or the same step."""
 
-    column: StepColumn
-    lag: int
+    column: StepColumn  # the column
+    lag: int  # steps before the current one, 0 or 1
 
 
 @dataclass(frozen=True)
 class SeededList:
-    """The seed at the first step, the rest from the second on."""
+    """Operand whose first step is different."""
 
-    seed: Any
-    rest: IndexRead | ColumnRef
+    seed: Any  # value at the first step
+    rest: IndexRead | ColumnRef  # operand from the second step on
 
 
-Operand: TypeAlias = Any  # Read | Ref | SeededList | Node | a constant
+Operand: TypeAlias = Any  # IndexRead | ColumnRef | SeededList | Node | a constant
 
 
 class LoopMatcher:
-    """The columns behind a list of values, one a step; `root`: what the list itself is."""
+    """Matcher of the columns that compute a list of step values; `root` is the operand of the list."""
 
     def __init__(self, budget: int) -> None:
         self.columns: list[StepColumn] = []
         self.owner: dict[Node, tuple[StepColumn, int]] = {}
-        self.budget = budget  # nodes that may be looked at
+        self.budget = budget  # maximum number of nodes to examine
         self.root: Operand = None
         self.length = 0
 
     def read(self, values: Sequence[Node]) -> None:
-        """Find the columns. Raises NotALoop unless every node of every step has its place in one."""
+        """Find the columns of a list of values.
+
+        Args:
+            values: One node per step.
+
+        Raises:
+            NotALoop: A node of a step belongs to no column.
+        """
         if not values:
             raise NotALoop("no list")
         self.root, self.length = self._operand([_skip_views(v) for v in values], 0), len(values)
-        for column in self.columns:  # grows on the way
+        for column in self.columns:  # grows during the loop
             self._read_arguments(column)
 
     def sort_columns(self) -> list[StepColumn]:
-        """Every column behind those that it reads at the same step."""
+        """Return the columns in topological order within a step."""
         last = min((c.end for c in self.columns), default=1) - 1
         if any(c.first > last for c in self.columns):
             raise NotALoop("steps apart")
         return sorted(self.columns, key=lambda c: c.nodes[last - c.first])
 
     def operands(self) -> Iterator[Operand]:
-        """Of the root and of all columns, what is seeded as its parts."""
+        """Yield the operands of the root and of all columns; a SeededList yields its parts."""
         for operand in (self.root, *(x for c in self.columns for x in c.operands)):
             yield from (operand.seed, operand.rest) if isinstance(operand, SeededList) else (operand,)
 
@@ -137,7 +145,7 @@ class LoopMatcher:
         return found or ColumnRef(self._column(values, first), 0)
 
     def _find_column(self, values: Sequence[Any], first: int) -> ColumnRef | None:
-        """The nodes of a column, at the same step or at the one before."""
+        """Return a reference to the column of the nodes, at the same or the previous step, or None."""
         owner = self.owner.get(values[0]) if isinstance(values[0], Node) else None
         if owner is None:
             return None
@@ -156,7 +164,7 @@ class LoopMatcher:
         return column
 
     def _are_similar(self, values: Sequence[Any]) -> bool:
-        """Calls of one pure op, whose results are of one kind."""
+        """Return True for calls of one pure op with results of one kind."""
         if any(not isinstance(v, Node) or v.op != "call_function" for v in values):
             return False
         head = values[0]
@@ -167,7 +175,7 @@ class LoopMatcher:
 
 
 def _skip_views(x: Any) -> Any:
-    """The value before views that undo each other. A copy stays: it is a step of the loop as any other op."""
+    """Return the value before views that undo each other; copies are ordinary ops of the loop."""
     return x if is_copy(x) else value_origin(x)
 
 
@@ -183,7 +191,7 @@ def _value_kind(node: Node) -> Any:
 
 
 def _match_reading(values: Sequence[Any], first: int) -> IndexRead | Node | None:
-    """Indices of one dim of one tensor, in order or in reverse; the node itself where all read the same index."""
+    """Return reads of one dim of one tensor, in order or reverse; the node if all indices are equal."""
     reads = [indexed_read(v) for v in values]
     head = reads[0]
     if head is None or any(r is None or r[1:3] != head[1:3] or not is_same_call(r[0], head[0]) for r in reads):
@@ -197,7 +205,7 @@ def _match_reading(values: Sequence[Any], first: int) -> IndexRead | Node | None
 
 
 def indexed_read(node: Any) -> tuple[Node, int, int, int] | None:
-    """(source, dim, rows, index) of a node that reads one index of a dim (rows = 0), or a piece of so many rows."""
+    """Return (source, dim, rows, index) of a node that reads one index (rows = 0) or one piece of a dim."""
     piece = match_piece(node)
     if piece is None or not isinstance(piece.start, int) or not isinstance(piece.length, int) or not piece.length:
         return None

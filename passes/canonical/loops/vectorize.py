@@ -1,12 +1,12 @@
-"""The values of all steps of a loop as one tensor, with a dim that counts the steps, and one op on all of them at once.
+"""Batch the steps of a loop: one op on the values of all steps, as a tensor with a dim for the steps.
 
     pointwise ops, matmul            the op itself, operands aligned
     linear, layer_norm, rms_norm     the op itself
-    ops along dims, einsum           the op itself, along the dims where those now are
-    everything else                  what torch.func.vmap makes of the op
+    ops along dims, einsum           the op itself, with shifted dims
+    everything else                  the ops that torch.func.vmap creates
 
-Every op stays the op that it is wherever it can, and the steps stay the dim that they are: rules and later passes see
-what they would have seen in a model written without a loop. Leaves alone: what vmap does not know, random draws.
+Ops and the dim of the steps are preserved where possible, so that rules and later passes see the graph of a model
+without a loop. Unchanged: ops without a vmap rule, random draws.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ DIM_ARGUMENTS = {"dim", "dim0", "dim1", "dim2"}
 
 @dataclass(frozen=True)
 class BatchedValue:
-    """A value of every step as one node; its dim `time` counts the steps."""
+    """Value of every step as one node."""
 
-    node: Node
-    time: int
+    node: Node  # the batched tensor
+    time: int  # dim of the steps
 
     @property
     def ndim(self) -> int:
-        """Of the value of one step."""
+        """Return the number of dims of one step."""
         return int(self.node.meta["val"].ndim) - 1
 
     @property
     def trailing_dims(self) -> int:
-        """How many dims come after that of the steps."""
+        """Return the number of dims after that of the steps."""
         return self.ndim - self.time
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Of the value of one step."""
+        """Return the shape of one step."""
         shape = node_shape(self.node)
         return (*shape[: self.time], *shape[self.time + 1 :])
 
 
-Value: TypeAlias = Any  # Steps | a list of them | Node | a constant: the last two are the same at every step
+Value: TypeAlias = Any  # BatchedValue | a list of them | Node | a constant; the last two are constant over the steps
 
 
 class BatchedOps(GraphEditor):
-    """Appends ops on Steps at the graph's insertion point."""
+    """Editor that appends ops on batched values at the insertion point of the graph."""
 
     def move_steps(self, x: BatchedValue, time: int) -> BatchedValue:
-        """The same with its steps counted by another dim."""
+        """Move the dim of the steps to position `time`."""
         if x.time == time:
             return x
         order = [d for d in range(x.ndim + 1) if d != x.time]
@@ -81,7 +81,7 @@ class BatchedOps(GraphEditor):
         return self.compute(aten.permute.default, (node, order), node)
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
-        """Some of the steps."""
+        """Return `length` steps from `start` on."""
         whole = x.node.meta["val"].shape[x.time]
         if start < 0 or start + length > whole:
             raise NotALoop("steps out of range")
@@ -90,11 +90,11 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
 
     def flip(self, x: BatchedValue) -> BatchedValue:
-        """The steps in the other order."""
+        """Return the steps in reverse order."""
         return BatchedValue(self.compute(aten.flip.default, (x.node, [x.time]), x.node), x.time)
 
     def split_rows(self, x: BatchedValue, rows: int) -> BatchedValue:
-        """Rows as steps of `rows` rows: (N * rows) -> (N, rows)."""
+        """Split the steps into pieces of `rows` rows: (N * rows) -> (N, rows)."""
         if rows == 1:
             return BatchedValue(self.unsqueeze(x.node, x.time + 1), x.time)
         shape = list(node_shape(x.node))
@@ -102,13 +102,13 @@ class BatchedOps(GraphEditor):
         return BatchedValue(self.reshape(x.node, shape, x.node), x.time)
 
     def append_step(self, seed: Value, rest: BatchedValue, last: bool) -> BatchedValue:
-        """One step more, in front of the rest or behind it."""
+        """Add a step before the rest, or after it if `last` is True."""
         one = self.unsqueeze(self.expand_to(seed, rest.shape, rest.node), rest.time)
         parts = [rest.node, one] if last else [one, rest.node]
         return BatchedValue(self.compute(aten.cat.default, (parts, rest.time), rest.node), rest.time)
 
     def expand_to(self, x: Value, shape: Sequence[Size], like: Node) -> Node:
-        """A node or a number as a tensor of this shape and of the dtype of `like`; never rounds."""
+        """Expand a node or a number to `shape` and the dtype of `like`, without rounding."""
         value, wanted = like.meta["val"], self.sizes.list(shape)
         if not isinstance(x, Node):
             options = {"dtype": value.dtype, "device": value.device}
@@ -125,13 +125,13 @@ class BatchedOps(GraphEditor):
         return self.compute(aten.expand.default, (x, wanted), x)
 
     def unsqueeze(self, node: Node, dim: int, count: int = 1) -> Node:
-        """`count` dims of size 1 more."""
+        """Insert `count` dims of size 1."""
         for _ in range(count):
             node = self.compute(aten.unsqueeze.default, (node, dim), node)
         return node
 
     def align(self, x: Value, behind: int) -> Value:
-        """The operand with `behind` dims after that of the steps (or none in its place), for ops that broadcast."""
+        """Insert dims after the dim of the steps (or its position), so that the operand broadcasts."""
         if isinstance(x, BatchedValue):
             if x.ndim >= behind:
                 return self.move_steps(x, x.ndim - behind).node
@@ -141,7 +141,15 @@ class BatchedOps(GraphEditor):
         return x
 
     def batch(self, node: Node, leaves: Sequence[Value]) -> Value:
-        """What `node` does at one step, on all of them; leaves: in place of those of its arguments."""
+        """Apply the op of one step to all steps.
+
+        Args:
+            node: The op of one step.
+            leaves: Batched values in place of the leaves of its arguments.
+
+        Returns:
+            The batched result.
+        """
         if node.target is operator.getitem:
             return leaves[0][leaves[1]]
         for way in (
@@ -161,13 +169,13 @@ class BatchedOps(GraphEditor):
         return found
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
-        """A pointwise op of the operands: Steps, or a node where no operand is one."""
+        """Apply a pointwise op; the result is batched if an operand is."""
         if not any(isinstance(x, BatchedValue) for x in operands):
             return self.compute(target, operands, like)
         return self.broadcast(target, pytree.tree_flatten((operands, {}))[1], operands, like)
 
     def broadcast(self, target: Any, spec: Any, leaves: Sequence[Value], like: Node, rows: int = 0) -> BatchedValue:
-        """An op whose operands broadcast, but for the last `rows` dims."""
+        """Apply an op whose operands broadcast except for the last `rows` dims."""
         steps = [x for x in leaves if isinstance(x, BatchedValue)]
         ndim = max(step_ndim(x) for x in leaves)
         behind = max((x for x in steps if x.trailing_dims >= rows), key=lambda x: x.ndim, default=None)
@@ -208,7 +216,7 @@ class BatchedOps(GraphEditor):
 
 
 def step_ndim(x: Value) -> int:
-    """How many dims the value of one step has; a number has none."""
+    """Return the number of dims of one step, 0 for a number."""
     if isinstance(x, BatchedValue):
         return x.ndim
     return int(x.meta["val"].ndim) if is_tensor(x) else 0
@@ -219,7 +227,7 @@ def _value_spec(node: Node) -> Any:
 
 
 def _has_spec(found: Value, node: Node) -> bool:
-    """Is the value of a step what the node is?"""
+    """Return True if a step of the value has the shape and dtype of the node."""
     found, wanted = (x if isinstance(x, list | tuple) else [x] for x in (found, node.meta["val"]))
     if not all(isinstance(y, torch.Tensor) for y in wanted):
         return False
@@ -229,12 +237,12 @@ def _has_spec(found: Value, node: Node) -> bool:
 
 
 def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Ops that act on each element alone, by their rule."""
+    """Batch ops that act on each element independently, by their rule."""
     call, rule = lookup_rule(node) or (None, None)
     if call is None or rule is None or rule.reshapes or rule.kinds or rule.sizes or len(rule.results) != 1:
         return None
     if any(isinstance(given, list | tuple) and not any(map(is_tensor, given)) for given in call.args.values()):
-        return None  # a number for each dim, of which there is one more
+        return None  # a number per dim, and batching adds a dim
     (result,) = rule.results
     for dims in rule.operands:
         if len(dims) > len(result) or any(f not in ("", g) for f, g in zip(dims[::-1], result[::-1])):
@@ -243,7 +251,7 @@ def _batch_pointwise(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Ba
 
 
 def _batch_identity_view(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """A view to the shape that it has."""
+    """Batch a view to an equal shape."""
     return leaves[0] if is_copy(node) and isinstance(leaves[0], BatchedValue) else None
 
 
@@ -264,7 +272,7 @@ def _batch_matmul(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Batch
 
 
 def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """Ops on the last dims of the first operand that take any number of dims before."""
+    """Batch ops on the last dims of the first operand that accept any number of leading dims."""
     rows = {aten.linear.default: 1}.get(node.target, 0)
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
         rows = len(node.args[1])
@@ -281,7 +289,7 @@ def _batch_trailing(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Bat
 
 
 def _batch_dim_op(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> Value | None:
-    """Ops of one tensor along dims: where the steps are in the result, the rule says."""
+    """Batch ops of one tensor along dims; their rule gives the dim of the steps in the result."""
     x = leaves[0]
     if not isinstance(x, BatchedValue) or any(isinstance(y, BatchedValue) or is_tensor(y) for y in leaves[1:]):
         return None
@@ -312,7 +320,7 @@ def _shift_dim(dim: Any, time: int, ndim: int) -> int | None:
 
 
 def _untouched_dims(node: Node, time: int) -> list[int] | None:
-    """Which dim of each result is dim `time` of the operand, untouched."""
+    """Return the dim of each result that equals dim `time` of the operand."""
     _, rule = lookup_rule(node) or (None, None)
     if rule is None or rule.reshapes or rule.kind(rule.operands[0][time]) != "pass":
         return None
@@ -323,7 +331,7 @@ def _untouched_dims(node: Node, time: int) -> list[int] | None:
 
 
 def _batch_einsum(ops: BatchedOps, node: Node, leaves: Sequence[Value]) -> BatchedValue | None:
-    """One more letter, for the steps."""
+    """Batch einsum with another letter for the steps."""
     if node.target is not aten.einsum.default:
         return None
     text = str(leaves[0]).replace(" ", "")

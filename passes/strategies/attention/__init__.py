@@ -1,17 +1,17 @@
-"""Ways to split attention over ranks, one file each, and the choice among them.
+"""Strategies that shard attention over ranks, one file each, and the choice between them.
 
-A file holds all that is known of its strategy and registers it; no other file names it. So can one of yours:
+A file contains everything about its strategy and registers it; no other file names it. You can register your own:
 
     from sp_compile.passes.strategies.attention import Candidate, ShardedAttention, Strategy, register_strategy
 
-    class Mine(ShardedAttention):           # the pass: what it claims, and the op that it puts in an attention's place
-        op = torch.ops.sp.mine.default      # of this file, too
+    class Mine(ShardedAttention):           # the pass: the demands that it claims, and the op that replaces attention
+        op = torch.ops.sp.mine.default      # defined in the same file
 
     register_strategy(Strategy(name="mine", preference=4, rewrite=Mine, candidates=..., sends=...))
 
-The pass goes by the name of its class in lower case, which is the strategy's. What `candidates` and `sends` are given
-and return: `Strategy` in `cost/attention.py`; a whole one: the toy in `tests/support/attention`. A file of this folder
-imports from where these names come from, as the others here do: `.base`, and the modules of `sp_compile.passes.cost`.
+The name of the pass is that of its class in lower case, and equals that of the strategy. `Strategy` in
+`cost/attention.py` documents `candidates` and `sends`. `tests/support/attention` has a complete example. Files of this
+folder import from `.base` and from the modules of `sp_compile.passes.cost`.
 """
 
 from sp_compile.passes.base import import_submodules

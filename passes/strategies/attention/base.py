@@ -1,10 +1,10 @@
-"""What a strategy's pass begins with: `AttentionPass`, or `ShardedAttention`, which puts one op in its place.
+"""Define the bases of a strategy's pass: `AttentionPass`, and `ShardedAttention`, which emits one op.
 
     q: f32[B, H, S, D]  k, v: f32[B, Hkv, T, D]
     scaled_dot_product_attention(q, k, v, mask, ...)      or sp::masked_attention, whose mask is a predicate
     ->  sp::<its op>(q, k, v, mask, rows, cols, sizes, predicate, ..., q_frame, k_frame, n, group, ...)
 
-`is_causal` becomes the predicate "k <= q". Operands of other than four dims are reshaped around the op.
+`is_causal` becomes the predicate "k <= q". Operands that do not have four dims are reshaped around the op.
 """
 
 from __future__ import annotations
@@ -33,32 +33,40 @@ SEQUENCE_FROM_END = -2
 
 
 class AttentionPass(DemandPass):
-    """The pass of a strategy: claims attention that is to be split its way."""
+    """Pass of a strategy, which claims the attention to be sharded by it."""
 
     kinds = frozenset({"attend"})
-    op: Any = None  # what it puts in an attention's place, if it does
-    merges_blocks = True  # results over some keys and over others are merged by their log-sum-exps
-    is_explained = False  # it says itself why it cannot do what was asked for
-    is_default = False  # it also takes what all others leave, so its turn comes last
+    op: Any = None  # op that replaces an attention, if any
+    merges_blocks = True  # results over disjoint keys are merged by their log-sum-exps
+    is_explained = False  # reports by itself why a requested strategy is not possible
+    is_default = False  # also claims all remaining attention, so it runs last
 
     @classmethod
     def on_mesh(cls, ranks: Ranks) -> bool:
-        """Does a mesh of this shape ask for it?"""
+        """Return True if a mesh of this shape selects the strategy."""
         return False
 
     def is_chosen(self, node: Node) -> bool:
-        """Is this pass the one for the node: by the cost model, because the user named it, or run by hand?"""
+        """Return True if the cost model or the user chose this pass for the node, or the pass runs directly."""
         choice = node_info(node).choice
         asked = choice.kind if choice is not None else self.job.attention
         return self.is_default or asked in ("auto", self.name)
 
 
 def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention_rule) -> ExitStack:
-    """Make a strategy known to everything: for good, or `with register_strategy(...):` for a block. Its rule is that
-    of its op.
+    """Register a strategy, permanently or for a block: `with register_strategy(...):`.
 
-    attention=<its name> is then an option, "auto" considers it, `explain` shows what it would cost and what it sends.
-    Raises SpError: its name is taken, or its pass goes by another one.
+    attention=<its name> is then an option, "auto" considers it, and `explain` shows its cost and its traffic.
+
+    Args:
+        strategy: The strategy.
+        rule: The sharding rule of its op.
+
+    Returns:
+        A context manager that removes the strategy on exit.
+
+    Raises:
+        SpError: The name is taken, or the pass has another name.
     """
     if strategy.rewrite.name != strategy.name and not strategy.rewrite.is_default:
         name = strategy.rewrite.name
@@ -70,16 +78,17 @@ def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention
 
 
 def attention_passes() -> list[type[AttentionPass]]:
-    """Of all strategies, in the order in which they take their turns."""
+    """Return the passes of all strategies, in the order in which they run."""
     return sorted((s.rewrite for s in attention_strategies()), key=lambda p: p.is_default)
 
 
 class ShardedAttention(AttentionPass):
-    """Claims attention whose queries are sharded along their sequence. Subclasses name the op and its arguments."""
+    """Pass for attention with sharded queries; subclasses define the op and its arguments."""
 
-    moves_keys = True  # the keys are exchanged in blocks, so they must be shards themselves
+    moves_keys = True  # keys are exchanged in blocks, so they must be sharded
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         if not self.is_chosen(node):
             return ""
         why = self._refusal(OpCall(node))
@@ -103,10 +112,11 @@ class ShardedAttention(AttentionPass):
         return self.unsupported_reason(call)
 
     def unsupported_reason(self, call: OpCall) -> str | None:
-        """None, or why this way of sharding cannot take the call."""
+        """Return the reason why this strategy does not support the call, or None."""
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         call = OpCall(node)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None
@@ -128,7 +138,7 @@ class ShardedAttention(AttentionPass):
                 self._balance(node),
                 *self.extra_arguments(node),
             )
-            value = node.meta["val"]  # in whose layout gathered rows have to lie
+            value = node.meta["val"]  # gathered rows need its layout
             out = value if value.ndim == 4 else self._result(q, v, value.dtype)
             new = self.emit(self.op, args, out, node)
             self.note(new, self.describe(node))
@@ -136,11 +146,11 @@ class ShardedAttention(AttentionPass):
         self.replace(node, new)
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
-        """The arguments that only this op has."""
+        """Return the arguments that only the op of this strategy has."""
         return ()
 
     def describe(self, node: Node) -> str:
-        """The report's line."""
+        """Return the line of the report for a rewritten attention."""
         return ""
 
     def _balance(self, node: Node) -> bool:
@@ -153,7 +163,7 @@ class ShardedAttention(AttentionPass):
             return query.new_empty((*query.shape[:3], value.shape[3]), dtype=dtype)
 
     def _to_four_dims(self, x: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """(..., H, S, D) with the batch dims of the result, expanded and flattened to (B, H, S, D)."""
+        """Reshape (..., H, S, D) to (B, H, S, D), with the batch dims of the result expanded and flattened."""
         shape = as_sizes(x.meta["val"].shape)
         tail = ((1,) * 3 + shape)[-3:]
         full = (*batch, *tail)
@@ -163,7 +173,10 @@ class ShardedAttention(AttentionPass):
         return self.reshape(x, (size_product(batch), *tail), node)
 
     def _score_arguments(self, call: OpCall, batch: tuple[Size, ...], node: Node) -> tuple[Any, ...]:
-        """mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse."""
+        """Return the arguments that describe mask and scores.
+
+        These are mask, rows, cols, pieces, sizes, predicate, seed, dropout_p, scale, score, heads, tables, sinks, lse.
+        """
         predicate, mask = mask_predicate(call), call.get("attn_mask")
         lookups = [call.get(name) or [] for name in ("rows", "cols", "pieces", "sizes")]
         if mask is not None:
@@ -173,7 +186,7 @@ class ShardedAttention(AttentionPass):
         return mask, *lookups, predicate or "", *scores, call.get("sinks"), bool(call.get("lse"))
 
     def _mask(self, mask: Node, batch: tuple[Size, ...], node: Node) -> Node:
-        """The mask in four dims; dims of size 1 keep broadcasting unless several batch dims become one."""
+        """Return the mask in four dims; dims of size 1 broadcast unless batch dims are flattened."""
         shape = as_sizes(mask.meta["val"].shape)
         if len(batch) > 1 and len(shape) > 3:
             return self._to_four_dims(mask, batch, node)
@@ -182,13 +195,13 @@ class ShardedAttention(AttentionPass):
 
 
 def head_counts(call: OpCall) -> tuple[Any, Any]:
-    """How many key heads and query heads; one where there is no such dim."""
+    """Return the number of key heads and of query heads, 1 without such a dim."""
     keys, queries = (call.shape(i)[-3] if call.ndim(i) > 2 else 1 for i in (1, 0))
     return keys, queries
 
 
 def has_broadcast_heads(call: OpCall) -> bool:
-    """Do query or value heads broadcast? One key head for all query heads is grouped heads, and does not count."""
+    """Return True if query or value heads broadcast; a single key head counts as grouped heads."""
     if call.ndim(0) < 3:
         return False
     heads = [call.shape(i)[-3] if call.ndim(i) >= 3 else 1 for i in range(3)]
@@ -196,7 +209,7 @@ def has_broadcast_heads(call: OpCall) -> bool:
 
 
 def has_fills(call: OpCall) -> bool:
-    """Is there a mask of floats that may be large and finite, or does a program add such numbers to scores?"""
+    """Return True if a float mask or a program of scores may add large finite numbers."""
     mask, score = call.get("attn_mask"), call.get("score") or ""
     added = [x for x in (mask, *(call.get("tables") or ())) if x is not None and x.meta["val"].is_floating_point()]
     if may_have_fills(score):
@@ -207,7 +220,16 @@ def has_fills(call: OpCall) -> bool:
 
 
 def sequence_shard(plan: PlacementPlan, call: OpCall, operand: int) -> Shard | None:
-    """Where q, k or v (0, 1, 2) of an attention lies, if it is sharded along its sequence and on nothing else."""
+    """Return the shard of an operand of attention.
+
+    Args:
+        plan: The placements.
+        call: The attention.
+        operand: 0, 1 or 2 for q, k or v.
+
+    Returns:
+        The shard if the operand is sharded along its sequence only, else None.
+    """
     have = plan.of(call.operands[operand])
     if not isinstance(have, Shard) or have.dim != call.ndim(operand) + SEQUENCE_FROM_END:
         return None

@@ -1,9 +1,9 @@
-"""Whether attention inside checkpointed blocks is computed again in the backward, or its results stay.
+"""Save the results of attention in checkpointed blocks, in place of recomputation in the backward.
 
-At a million tokens attention is 95 % of the work, and running it again, with its ring, a fifth of a step. Its result
-and its log-sum-exp are all that its backward takes of it beside q, k and v: about as many bytes as the block's input,
-which stays in any case. They stay if there is room, or if what is kept may wait on the host. A selective policy decides
-for its own region.
+At a million tokens attention is 95 % of the work, and its recomputation, with its ring, a fifth of a step. In addition
+to q, k and v, the backward needs only the result and the log-sum-exp: about the size of the block's input, which
+is saved in any case. They are saved if memory suffices, or if saved values may be offloaded to the host. Regions with a
+selective policy are unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from sp_compile.passes.sharding.attention_axes import all_attention_nodes
 
 
 class SaveAttentionOutputs(Pass):
-    """Marks every attention of a checkpointed region, unless they are too large together."""
+    """Marking of every attention of a checkpointed region, unless the results are too large together."""
 
-    requires = frozenset({"local", "tables are made"})  # attention as it will be
+    requires = frozenset({"local", "tables are made"})  # attention in its final form
     provides = frozenset({"attention is kept"})
 
     def apply(self, gm: GraphModule, job: Any) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         found = [node for node in all_attention_nodes(gm) if "ac_graph_id" in node.meta and not has_policy(node)]
         if not found:
             return 0
@@ -48,6 +49,6 @@ class SaveAttentionOutputs(Pass):
 
 
 def _output_bytes(node: Node) -> int:
-    """Of its result (B, H, s, E), and of a log-sum-exp in float32 or wider for every row."""
+    """Return the bytes of the result (B, H, s, E) and of one log-sum-exp per row, in float32 or wider."""
     x = node.meta["val"]
     return int(current_bytes(x) + size_hint(x.numel()) // size_hint(x.shape[-1]) * 4)

@@ -1,11 +1,11 @@
-"""Which way every attention goes: the cost model's candidates, those that config and program allow, the fastest.
+"""Choose the fastest strategy of each attention, from the candidates of the cost model.
 
     record(node).choice = Candidate(kind=<a strategy>, layout="zigzag", ...)       read by that strategy's pass
 
-Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes
-themselves. One layout holds for the whole program: zigzag if any attention was chosen to run on it and nothing else of
-the program depends on the order of the sequence; dealt where masks know documents, for which neither suits
-(`row_layouts.py`).
+Changes nothing else. Attention whose queries or keys are not sharded along their sequence is left to the passes. One
+layout applies to the program: zigzag if any attention was chosen to run on it and nothing else of the program depends
+on the order of the sequence; load-balanced for masks with documents, for which contiguous and zigzag orders are
+imbalanced (`row_layouts.py`).
 """
 
 from __future__ import annotations
@@ -50,29 +50,40 @@ from .plan_memory import memory_needed
 from .row_layouts import balanced_layout_refusal, balancing_seconds, candidate_orders, unpermute_seconds
 
 MANY_NODES = 1 << 20
-"""Rows of a block, where all that asks for many is satisfied."""
+"""Number of rows that any condition on large blocks accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionDecision(Decision):
-    """The decision for one node."""
+    """Decision for one attention."""
 
-    node: Node
+    node: Node  # the attention
 
 
 class ChooseAttention(Pass):
-    """Notes the choice for every attention, and the layout for the whole program."""
+    """Choice of a strategy per attention, and of the layout of the program."""
 
     requires = frozenset({"canonical", "sequences"})
     provides = frozenset({"attention is chosen"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
-        """Annotate every attention that runs on shards. Raises SpError: what the user asked for fits none here."""
+        """Annotate every sharded attention with its strategy.
+
+        Args:
+            gm: The graph.
+            job: The context of the compilation.
+
+        Returns:
+            The number of annotated nodes.
+
+        Raises:
+            SpError: The requested strategy supports none of the attention.
+        """
         plan, trained = job.plan(gm), differentiable_nodes(gm)
         nodes = [n for n in attention_nodes(gm) if _is_shardable(n, plan)]
         shapes = {n: _attention_shape(n, job.ranks.n, trained) for n in nodes}
         machines = {n: job.machine_of(n) for n in nodes}
-        waits = job.offload == "auto" and job.state == "sharded"  # its room is what weights in shards leave
+        waits = job.offload == "auto" and job.state == "sharded"  # uses the memory that sharded weights leave
         if nodes or waits:
             machine = job.machine_of_nodes(nodes or gm.graph.nodes)
             taken = memory_needed(gm, plan, job, trained, machine.memory)
@@ -110,13 +121,13 @@ class ChooseAttention(Pass):
         plan: PlacementPlan,
         job: PassContext,
     ) -> RowOrder:
-        """Return that order, or the best of the others where the program does not allow it.
+        """Return the load-balanced order, or the best other order if the program does not allow it.
 
         Raises:
-            SpError: The option names the order. Where inputs come in it, it is the job's refusal instead.
+            SpError: The option names the order. If inputs arrive in it, sets the job's refusal instead.
         """
         given = bool(balanced_inputs(job))
-        apart = {d.node for d in found if d.chosen.ring == 1}  # has the program's order between its exchanges
+        apart = {d.node for d in found if d.chosen.ring == 1}  # in the program's order between its exchanges
         refusal = balanced_layout_refusal([n for n in attention_nodes(gm) if n not in apart], plan, job)
         if given or job.layout != "auto":
             if refusal is not None and not job.inputs:
@@ -148,7 +159,7 @@ def _decide_all(
     plan: PlacementPlan,
     job: PassSettings,
 ) -> list[AttentionDecision]:
-    """The best way for every attention if the program keeps its sequence in this order."""
+    """Return the best candidate of every attention if the program keeps its sequence in this order."""
     out = []
     for node, shape in shapes.items():
         found = candidates_in_order(replace(shape, order=order), machines[node])
@@ -170,7 +181,7 @@ def _is_shardable(node: Node, plan: PlacementPlan) -> bool:
 def _choose_candidate(
     found: Iterable[Candidate], node: Node, plan: PlacementPlan, job: PassSettings
 ) -> Candidate | None:
-    """The best of what config and sizes allow; None leaves the node to the passes, which say why they refuse it."""
+    """Return the best candidate that config and sizes allow; None leaves the refusal to the passes."""
     even = all(_has_even_chunks(plan.of(o), job.ranks.n) for o in OpCall(node).operands[:2])
     allowed = [c for c in found if _is_allowed(c, job) and (even or not c.relayout)]
     asked = STRATEGIES.get(_requested_strategy(job))
@@ -220,13 +231,13 @@ def _is_allowed(c: Candidate, job: PassSettings) -> bool:
 
 
 def _requested_strategy(job: PassSettings) -> str:
-    """The strategy that the user asked for, by name or by the mesh; or "auto"."""
+    """Return the strategy that the user requested by name or by the mesh, or "auto"."""
     on_mesh = [s.name for s in attention_strategies() if s.rewrite.on_mesh(job.ranks)]
     return on_mesh[0] if on_mesh and job.attention == "auto" else job.attention
 
 
 def _has_even_chunks(have: object, n: int) -> bool:
-    """Does every rank hold two equal chunks of whole positions?"""
+    """Return True if every rank has two equal chunks without padding."""
     return isinstance(have, Shard) and have.frame.is_exact(n) and divides(2 * n, have.frame.size)
 
 
@@ -255,19 +266,19 @@ def _attention_shape(node: Node, n: int, trained: Collection[Node]) -> Attention
 
 
 def _planned_device(q: Node) -> torch.device:
-    """A model on the meta device is planned for a GPU."""
+    """Return the device of a tensor, a GPU for the meta device."""
     return torch.device("cuda") if q.meta["val"].is_meta else q.meta["val"].device
 
 
 def _operand_dtype(x: Node, node: Node) -> torch.dtype:
-    """What the attention takes an operand in."""
+    """Return the dtype in which the attention reads an operand."""
     return autocast_dtype(node, x.meta["val"], _planned_device(OpCall(node).operands[0]).type)
 
 
 def _kernel_rate(
     call: OpCall, predicate: str | None, window: int | None, head_dim: int, trained: Collection[Node]
 ) -> str:
-    """The throughput of what computes it, by the name that `Machine` has for it."""
+    """Return the throughput of the kernel, by its name in `Machine`."""
     q, mask = call.operands[0], call.get("attn_mask")
     kind = Kind.PACKED if predicate and is_within_documents(predicate) else Kind.BAND if window else Kind.FULL
     kind = kind if mask is None else Kind.MASKED
@@ -280,7 +291,7 @@ def _kernel_rate(
 
 
 def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, int | None]:
-    """(does no query see later keys, how many of the keys up to its own a query may see if not all)"""
+    """Return (True if no query sees later keys, the number of visible keys up to its own or None for all)."""
     box = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
 
     def none(q: tuple[int, int], k: tuple[int, int]) -> bool:
@@ -295,10 +306,10 @@ def _predicate_bounds(predicate: str, queries: int, keys: int) -> tuple[bool, in
 
 
 def _max_visible_keys(none: Callable[..., bool], query: int) -> int | None:
-    """How many keys up to its own a query sees at most; None if it may see all."""
+    """Return the maximum number of keys up to its own that a query sees, or None for all."""
     if not none((query, query), (0, 0)):
         return None
-    near, far = 0, query  # the key `far` back is out of reach, and so are all before it
+    near, far = 0, query  # keys at distance `far` and beyond are not visible
     while far - near > 1:
         middle = (near + far) // 2
         near, far = (near, middle) if none((query, query), (0, query - middle)) else (middle, far)

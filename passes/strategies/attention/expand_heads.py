@@ -1,10 +1,10 @@
-"""Undoes what canonicalize did to grouped heads, behind the exchange, where a kernel cannot take both.
+"""Repeat grouped heads after the exchange, for kernels without support for a mask with them.
 
     sdpa(q, k, v, mask, enable_gqa=True)  ->  sdpa(q, repeat(k), repeat(v), mask)     on accelerators
 
-On CUDA the fused kernels that take a mask take no grouped heads: attention would fall back to the one that builds the
-S x S matrix. By now k and v have been exchanged, so that only Hkv heads were sent. Bytes moved: none. Leaves alone:
-grouped heads that the user asked for, attention without a mask, the CPU, whose kernel takes both.
+On CUDA the fused kernels with a mask do not support grouped heads: attention would fall back to the kernel with an
+S x S matrix. The exchange of k and v came before, so only Hkv heads were sent. Bytes moved: none. Unchanged: grouped
+heads of the user's program, attention without a mask, and the CPU, whose kernel supports both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class ExpandHeads(DemandPass):
-    """Repeats key and value heads in front of masked attention on devices other than the CPU (or on `devices`)."""
+    """Repetition of key and value heads before masked attention, except on the devices `except_on`."""
 
     requires = frozenset({"no demands"})
     provides = frozenset({"planned"})
@@ -35,6 +35,7 @@ class ExpandHeads(DemandPass):
         self.except_on = except_on
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
+        """Apply the pass to a graph and return the number of changes."""
         target = aten.scaled_dot_product_attention.default
         nodes = [n for n in gm.graph.find_nodes(op="call_function", target=target) if self._needs_expansion(n)]
         for node in nodes:

@@ -1,10 +1,10 @@
-"""Gathered keys and values: every rank attends with its own queries over all keys.
+"""Gather keys and values: every rank attends with its own queries to all keys.
 
     scaled_dot_product_attention(q, k, v)   ->   sp::gathered_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
 
-One all-gather of K and V forward, another and a reduce-scatter backward; nothing whole is kept in between, and causal
-attention is cut into full blocks and diagonals. For few key heads, and for what no other pass takes: keys that are
-whole already, odd head counts, cross attention. Refuses: queries that are not sharded along their sequence.
+One all-gather of K and V forward, another one and a reduce-scatter backward. Gathered tensors are not saved, and causal
+attention is split into full blocks and diagonals. For few key heads, and for attention that no other pass supports:
+replicated keys, odd head counts, cross attention. Refuses: queries that are not sharded along their sequence.
 Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h, again in the backward, and their gradients.
 """
 
@@ -29,7 +29,7 @@ from .base import ShardedAttention, register_strategy
 
 
 class GatherKeys(ShardedAttention):
-    """Claims attention that was chosen to gather its keys, and what is left of attention when its turn comes."""
+    """Pass for attention that was chosen to gather its keys, and for the remaining attention."""
 
     name = "gathered"
     op = torch.ops.sp.gathered_attention.default
@@ -37,6 +37,7 @@ class GatherKeys(ShardedAttention):
     is_default = True
 
     def describe(self, node: Node) -> str:
+        """Return the line of the report for a rewritten attention."""
         return "keys and values are gathered, and gathered again in the backward"
 
 
@@ -44,8 +45,8 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
     n, kv = shape.n, shape.kv_heads * shape.kv_bytes
     busiest = shape.imbalance(n, layout)
     compute = machine.attention(shape.flops * busiest, shape.kv_len)
-    # A causal mask cuts the keys of a run of queries into a full block and a diagonal one, merged. Zigzag keys come in
-    # two runs, too.
+    # A causal mask splits the keys of a run of queries into a full and a diagonal block, which are merged. Zigzag keys
+    # form two runs, too.
     runs = LAYOUTS[layout].chunks
     calls = (3 if shape.causal else 1) * runs * machine.call
     again = runs * machine.seconds("all_gather", kv / runs, n) + machine.copy(2 * n * kv)
@@ -56,7 +57,7 @@ def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
         forward += machine.copy(shape.merge_bytes)
         backward += machine.copy(shape.accumulate_bytes)
     memory: float = n * kv
-    if shape.training:  # with the gradients of all keys; then these alone, and packed
+    if shape.training:  # with the gradients of all keys; then these only, and packed
         inside = shape.workspace(1, shape.kv_len // runs)
         memory = max(memory * (1 + shape.widening) + inside, 2 * n * kv * shape.widening) + shape.gradient_bytes
     yield Candidate("gather", 1, n, layout, forward, backward, memory, (runs, 2 * runs), folds_keys=False)

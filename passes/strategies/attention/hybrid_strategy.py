@@ -1,11 +1,11 @@
-"""Hybrid attention (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485): heads over neighbours, a ring between them.
+"""Combine Ulysses and ring attention (USP, arXiv:2405.07719; LoongTrain, arXiv:2406.18485).
 
-    n = U * R ranks:  all-to-all among U neighbours: (B, H/U, U * S/n, D);  a ring of R;  all-to-all back
+    n = U * R ranks:  all-to-all among U neighbors: (B, H/U, U * S/n, D);  a ring of R;  all-to-all back
     scaled_dot_product_attention(q, k, v)   ->   sp::hybrid_attention(q, k, v, ..., n, group, balance, U, grads)
 
-For more ranks than heads, and for machines whose neighbours are close. U comes from the mesh's "ulysses" axis, from the
-cost model, or is the largest proper divisor of n that divides the query heads. Refuses: n without such a divisor.
-Bytes: those of Ulysses over U neighbours, and those of a ring of R.
+For more ranks than heads, and for machines with fast links between neighbors. U comes from the mesh's "ulysses" axis or
+from the cost model; the default is the largest proper divisor of n that divides the query heads. Refuses: n without
+such a divisor. Bytes: those of Ulysses over U neighbors, and those of a ring of R.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ from .ulysses_strategy import exchange_seconds, exchanged_memory
 
 
 class HybridAttention(ShardedAttention):
-    """Claims attention that was chosen to run as a hybrid (by hand: `HybridAttention(4)(graph_module)`, any)."""
+    """Pass for attention that was chosen to run as a hybrid.
+
+    Direct use: `HybridAttention(4)(graph_module)` rewrites any attention.
+    """
 
     name = "hybrid"
     op = torch.ops.sp.hybrid_attention.default
 
     @classmethod
     def on_mesh(cls, ranks: Ranks) -> bool:
+        """Return True if a mesh of this shape selects the strategy."""
         return ranks.ulysses not in (None, 1, ranks.n)
 
     def unsupported_reason(self, call: OpCall) -> str | None:
+        """Return the reason why this strategy does not support the call, or None."""
         if self._ulysses(call) is not None:
             return None
         n, (_, heads) = self.job.ranks.n, head_counts(call)
@@ -53,9 +58,11 @@ class HybridAttention(ShardedAttention):
         raise SpError("SP401", f"{cause} of {describe_node(call.node)}.")
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
+        """Return the arguments that only the op of this strategy has."""
         return self._ulysses(OpCall(node)), ring_grads(node)
 
     def describe(self, node: Node) -> str:
+        """Return the line of the report for a rewritten attention."""
         ulysses = self._ulysses(OpCall(node))
         assert ulysses is not None
         return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"

@@ -1,10 +1,10 @@
-"""What a rank holds beside an attention, read off the plan: before any rewrite, every value and where it lies.
+"""Estimate the memory of a rank outside of attention from the plan, before any rewrite.
 
-weights        parameters and buffers, whole on every rank; where FSDP shares them, a shard with an AdamW's state
-gradients      as large as the parameters that want one, or a shard of these
-kept           operands of products and attention, results of attention, and logarithms of weights, once each; of
-               a checkpointed region what goes into it. All else a partitioner computes again from these.
-tiled          of that, logarithms of losses of a product, which tiles do not keep
+weights        parameters and buffers, replicated; with FSDP, a shard with the state of AdamW
+gradients      as large as the parameters that require one, or a shard of these
+kept           operands of products and attention, results of attention, and logarithms of weights, once each; for
+               a checkpointed region its inputs. A partitioner recomputes everything else from these.
+tiled          the part of `kept` that tiles do not save: logarithms of the losses of a product
 """
 
 from __future__ import annotations
@@ -30,15 +30,26 @@ from sp_compile.passes.sharding.rule import lookup_rule
 
 aten = torch.ops.aten
 OUTPUT_SAVING_OPS = frozenset({*ATTENTION, aten.log_softmax.int, aten.softmax.int, aten._log_softmax.default})
-"""Ops whose backward reads what they gave."""
+"""Ops whose backward reads their result."""
 LOSS_OPS = frozenset({aten.cross_entropy_loss.default})
-"""Ops that keep log_softmax of their first operand, in float32 or wider, and not that itself."""
+"""Ops that save log_softmax of their first operand, in float32 or wider, instead of the operand."""
 
 
 def memory_needed(
     gm: GraphModule, plan: PlacementPlan, job: PassSettings, trained: set[Node], device: float
 ) -> RankMemory:
-    """Of one rank, for a graph in the global view. trained: the nodes that gradients reach."""
+    """Return the memory that one rank needs outside of attention, for a graph in the global view.
+
+    Args:
+        gm: The graph.
+        plan: The placements.
+        job: The settings.
+        trained: The nodes that gradients reach.
+        device: The memory of a device, in bytes.
+
+    Returns:
+        The bytes of weights, gradients, saved values and tiled values.
+    """
     n = job.ranks.n
     inputs = [node for op in ("placeholder", "get_attr") for node in gm.graph.find_nodes(op=op) if is_tensor(node)]
     state = _state_bytes(inputs, plan, n) if job.repeats is None else job.repeats.weights
@@ -50,7 +61,7 @@ def memory_needed(
     nbytes = {node: _rank_bytes(node.args[0], plan, n, 4) for node in losses}
     tiled = sum(nbytes[node] for node in losses if job.tiles != "never" and _is_loss_of_product(node, trained))
     known = sum(_rank_bytes(node, plan, n) * kept[node] for node in kept.keys() - inputs) + sum(nbytes.values())
-    may = isinstance(job.tiles, str)  # or they go in tiles whatever there is room for
+    may = isinstance(job.tiles, str)  # or tiles are used in any case
     return RankMemory(
         device=device,
         state=state,
@@ -62,7 +73,7 @@ def memory_needed(
 
 
 def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBytes:
-    """Of the weights among a graph's inputs; layers by the numbers in their names."""
+    """Return the bytes of the weights of a graph; numbers in their names identify layers."""
     weights = {
         node: _rank_bytes(node, plan, n) for node in inputs if node.op == "get_attr" or node_info(node).parameter
     }
@@ -77,7 +88,7 @@ def _state_bytes(inputs: Iterable[Node], plan: PlacementPlan, n: int) -> ModelBy
 
 
 def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
-    """Does a loss read what becomes of one product, row by row?"""
+    """Return True if a loss reads, row by row, values computed from one product."""
     while True:
         operands = [one for one in node.all_input_nodes if one in trained]
         if len(operands) != 1 and node.target not in LOSS_OPS:
@@ -91,7 +102,7 @@ def _is_loss_of_product(node: Node, trained: set[Node]) -> bool:
 
 
 def _saved_values(trained: Iterable[Node], job: PassSettings) -> Iterator[tuple[Node, int]]:
-    """What is kept, and how often: what one layer makes is there for each that reads it, all else once."""
+    """Yield each saved value and its count: shared values of a layer once per reader, all others once."""
     for node in trained:
         region = node.meta.get("ac_graph_id")
         if region is None and node.target in OUTPUT_SAVING_OPS:
@@ -104,13 +115,13 @@ def _saved_values(trained: Iterable[Node], job: PassSettings) -> Iterator[tuple[
 
 
 def _backward_reads_operands(node: Node) -> bool:
-    """Does its backward read its operands? That of an attention does, and that of a product."""
+    """Return True if the backward reads the operands, as for attention and products."""
     _, rule = lookup_rule(node) or (None, None)
     return node.target in ATTENTION or (rule is not None and rule.is_contraction and node.target not in LOSS_OPS)
 
 
 def _storage_owner(node: Node) -> Node:
-    """The value in whose memory it lies."""
+    """Return the value that owns the memory of a node."""
     while (source := move_source(node)) is not None and is_tensor(source):
         x, y = source.meta["val"], node.meta["val"]
         if x.dtype != y.dtype or x.numel() != y.numel() or source.meta.get("ac_graph_id") is not None:
@@ -120,7 +131,7 @@ def _storage_owner(node: Node) -> Node:
 
 
 def _rank_bytes(node: Node, plan: PlacementPlan, n: int, least: int = 0) -> int:
-    """The bytes of a value on one rank, elements of `least` bytes or more."""
+    """Return the bytes of a value on one rank, with at least `least` bytes per element."""
     value = node.meta["val"]
     if not is_tensor(node):
         return 0

@@ -1,12 +1,12 @@
-"""Ring attention (arXiv:2310.01889): keys and values go round, and every rank keeps its queries.
+"""Run ring attention (arXiv:2310.01889): keys and values circulate, and every rank keeps its queries.
 
     scaled_dot_product_attention(q, k, v)   ->   sp::ring_attention(q, k, v, ..., q_frame, k_frame, n, group, ...)
 
 Any number of heads; P - 1 shifts forward, at most 2 P - 1 backward; a sliding window needs only the shifts that reach
-it. Causal attention is balanced by the zigzag layout, of the whole program or (`balance`) inside the op. Refuses:
-queries that are not sharded along their sequence, keys and values that are not sharded alike.
-Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h in P-1 hops, as many in the backward, and
-the gradients of K and V, which travel with them and one hop further, or are reduce-scattered.
+it. Causal attention is load-balanced by the zigzag layout, of the program or (`balance`) inside the op. Refuses:
+queries that are not sharded along their sequence, keys and values that are sharded differently.
+Bytes, for P ranks and G key heads of `n_h` bytes a rank: (P-1) * 2 G * n_h in P-1 hops, equally many in the backward,
+and the gradients of K and V, which travel with them and one hop further, or are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ from .base import ShardedAttention, register_strategy, sequence_shard
 
 
 class RingAttention(ShardedAttention):
-    """Claims attention that was chosen to run as a ring (by hand: `RingAttention(4)(graph_module)`, any)."""
+    """Pass for attention that was chosen to run as a ring.
+
+    Direct use: `RingAttention(4)(graph_module)` rewrites any attention.
+    """
 
     name = "ring"
     op = torch.ops.sp.ring_attention.default
 
     def extra_arguments(self, node: Node) -> tuple[Any, ...]:
+        """Return the arguments that only the op of this strategy has."""
         return self._ring_steps(node), ring_grads(node)
 
     def describe(self, node: Node) -> str:
+        """Return the line of the report for a rewritten attention."""
         shifts = self._ring_steps(node) - 1
         return f"{shifts} shifts of keys and values forward, at most {2 * shifts + 1} backward"
 
     def _ring_steps(self, node: Node) -> int:
-        """1 + the furthest rank backwards whose keys any query may see; all ranks unless sizes and mask prove less."""
+        """Return 1 + the largest distance to a rank with visible keys, or all ranks without a proof for fewer."""
         call, n = OpCall(node), self.job.ranks.n
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         predicate = mask_predicate(call)
@@ -62,10 +67,18 @@ class RingAttention(ShardedAttention):
 
 @lru_cache(maxsize=256)
 def max_hops(predicate: str, n: int, rows: int) -> int:
-    """How many ranks backwards the furthest one is whose keys any query may see, each of `n` with so many rows.
+    """Return the largest distance, in hops backward, to a rank whose keys any query may see.
 
-    What asks only how far a key is from its query says the same of all ranks with another's keys before their own, and
-    the same of all others: it is asked once for each of the two.
+    A condition on the distance of a key from its query is equal for all ranks whose keys come from earlier ranks, and
+    for all other ranks, so it is evaluated once for each of the two cases.
+
+    Args:
+        predicate: The mask.
+        n: The number of ranks.
+        rows: Rows of a rank.
+
+    Returns:
+        The number of hops, 0 to n - 1.
     """
     free = {name: (-math.inf, math.inf) for name in predicate_symbols(predicate)}
     near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
@@ -86,13 +99,25 @@ def _rank_rows(rank: int, rows: int) -> tuple[int, int]:
 
 
 def ring_grads(node: Node) -> str:
-    """How the gradients of its keys and values were chosen to get home."""
+    """Return the chosen path of the gradients of keys and values: "travel" or another option of the ring."""
     choice = node_info(node).choice
     return choice.ring_grads or "travel" if choice is not None else "travel"
 
 
 def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses: int = 1) -> Candidate:
-    """A ring of `n / ulysses` places, each with the rows of `ulysses` neighbours and a share of the heads."""
+    """Return the candidate for a ring of `n / ulysses` places.
+
+    Each place has the rows of `ulysses` neighbors and a share of the heads.
+
+    Args:
+        shape: The sizes of the attention.
+        machine: The machine.
+        layout: The order of the sequence.
+        ulysses: The number of ranks of a place.
+
+    Returns:
+        The candidate.
+    """
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
     kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
     grads = kv * shape.widening
@@ -100,7 +125,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     keys = ulysses * shape.kv_rows / chunks
     busiest = shape.imbalance(size, layout)
     step = machine.attention(shape.flops * busiest, keys) / machine.ring_efficiency / (hops + 1)
-    # Zigzag: every step is two blocks, and three in four halves of the queries take part in one.
+    # Zigzag: every step has two blocks, and half of the queries participate in three of four.
     blocks, share = (2, 0.75) if chunks > 1 else (1, 1.0)
     calls = (blocks * (hops + 1) + hops) * machine.call
     hop, hop_grads = machine.seconds("shift", kv, shape.n), machine.seconds("shift", grads, shape.n)
@@ -109,12 +134,12 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     forward += hops * share * machine.copy(shape.merge_bytes)
     back = BACKWARD_FLOPS * step
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
-    # Keys that are here and coming, and the accumulators with what is added to them.
+    # Current and next keys, and the accumulators with their increments.
     memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
         memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
-    last = 1 if hops else 0  # from the last rank home; there is none if no rank needs another one's keys
+    last = 1 if hops else 0  # from the last rank to the owner; none if no rank needs keys of another one
     travel = hops * (machine.together(back, hop + hop_grads) + machine.copy(3 * grads)) + last * hop_grads
     scatter = hops * machine.together(back, hop) + machine.seconds("all_gather", grads, size, ulysses)
     parts = memory + 2 * size * grads  # every part, and all of them packed
@@ -125,14 +150,24 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
 
 
 def _needed_hops(shape: AttentionShape, size: int) -> int:
-    """How many ranks of a ring of `size` hold keys that another one needs, in contiguous order."""
+    """Return the number of hops of a ring of `size` until no rank needs more keys, in contiguous order."""
     if shape.window is None or not shape.causal or shape.q_len != shape.kv_len:
         return size - 1
     return window_hops(shape.window, -(-shape.q_len // size), size)
 
 
 def ring_send_bytes(heads: HeadBytes, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
-    """What one rank sends in a ring of `size` places for so many bytes of keys and values."""
+    """Return the bytes that one rank sends in a ring, forward and backward.
+
+    Args:
+        heads: Bytes per row of keys and values.
+        keys: Rows of keys.
+        size: The number of places of the ring.
+        hops: The number of shifts.
+
+    Returns:
+        Bytes of the forward and of the backward.
+    """
     home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
     shifts = hops * collective_bytes("shift", keys, size)
     return shifts, shifts + home * heads.widening * keys

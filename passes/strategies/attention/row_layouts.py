@@ -1,10 +1,10 @@
-"""The orders in which a whole program may keep its sequence: as it is written, zigzag, or dealt to ranks when it runs.
+"""Define the orders of a program's sequence: contiguous, zigzag, or load-balanced at run time.
 
-    layout="auto"    as written; zigzag where nothing else depends on the order; dealt where, moreover, masks say which
-                     documents there are, and inputs come whole
+    layout="auto"    contiguous; zigzag where nothing else depends on the order; load-balanced where, moreover, masks
+                     identify documents, and inputs are full tensors
 
-Dealing takes the host some milliseconds of every graph (`balancing_seconds`). Results that stay in shards go on in its
-order; a graph that cannot keep that takes them whole (`unpermute_seconds`).
+Load balancing takes the host some milliseconds per graph (`balancing_seconds`). Sharded results keep its order; a graph
+that cannot process that order gathers them (`unpermute_seconds`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,23 @@ from sp_compile.passes.localize.balance_layout import KEPT_END_POSITIONS, balanc
 from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
 KEEP_BALANCED_ORDER = ("auto", BALANCED.name)
-"""The layouts with which a graph keeps the order of rows that an earlier one has dealt."""
-ORDERED_ROWS = ("whole", "no rule", "align", "halo")  # demands of what reads neighbours, as convolutions do
+"""Layouts with which a graph keeps the load-balanced order of an earlier one."""
+ORDERED_ROWS = ("whole", "no rule", "align", "halo")  # demands of readers of neighbors, such as convolutions
 BALANCE_SECONDS, BALANCE_SECONDS_PER_ROW = 3e-3, 5e-8
-"""CPU seconds to deal a sequence to ranks, and of each of its positions: `benchmarks/plans.py`."""
+"""CPU seconds to balance a sequence, and per position: `benchmarks/plans.py`."""
 
 
 def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job: PassSettings) -> list[RowOrder]:
-    """Those that are tried, those first that are taken where two are as fast."""
+    """Return the orders to evaluate, in order of preference between equally fast ones.
+
+    Args:
+        shapes: The sizes of each attention.
+        plan: The placements.
+        job: The settings.
+
+    Returns:
+        The orders.
+    """
     asked = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
@@ -53,7 +62,7 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
 
 
 def _is_permutable(plan: PlacementPlan, job: PassSettings) -> bool:
-    """May the whole program keep its sequence in another order?"""
+    """Return True if the program may keep its sequence in another order."""
     given = not job.inputs and not _has_sharded_outputs(job)
     return given and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
@@ -63,12 +72,21 @@ def _has_sharded_outputs(job: PassSettings) -> bool:
 
 
 def balancing_seconds(shapes: Iterable[AttentionShape]) -> float:
-    """Of one graph, on the host."""
+    """Return the host seconds that load balancing takes for one graph."""
     return BALANCE_SECONDS + BALANCE_SECONDS_PER_ROW * max(shape.q_len for shape in shapes)
 
 
 def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: PassSettings) -> Refusal | None:
-    """Return the reason against the balanced order, if there is one. nodes: the attention that would run in it."""
+    """Return a reason against the load-balanced order.
+
+    Args:
+        nodes: The attention that would run in it.
+        plan: The placements.
+        job: The settings.
+
+    Returns:
+        The reason, or None if the order is possible.
+    """
     given = bool(balanced_inputs(job))
 
     def refuse(code: str, text: str) -> Refusal:
@@ -101,16 +119,23 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
 
 
 def _is_available(node: Node, plan: PlacementPlan) -> bool:
-    """Has every rank the value, before it has anything in shards?"""
+    """Return True if every rank has the value before any value is sharded."""
     whole = all(isinstance(p, Replicate) for p in plan.placements.get(node, ()))
     return whole and (node.op in ("placeholder", "get_attr") or is_pure(node))
 
 
 def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> tuple[float, str]:
-    """What it takes if the next graph cannot keep the order: results that stay in shards, and gradients, put together.
+    """Estimate the cost of gathers if the next graph cannot keep the order.
 
-    And a word on which that are. A result with which the program itself goes on, as logits beside their loss, is not
-    taken to be for another graph.
+    A result that the program itself reads, as logits with their loss, does not count as an input of another graph.
+
+    Args:
+        gm: The graph.
+        plan: The placements.
+        job: The context of the compilation.
+
+    Returns:
+        The seconds, and a text that names the results.
     """
     output, seconds, found = gm.graph.output_node(), 0.0, ""
     for node, words in output_options(output, job.outputs).items():

@@ -1,18 +1,18 @@
-"""Ulysses: attention on whole sequences and a share of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+"""Run Ulysses attention: full sequences, a share of the heads (Jacobs et al., arXiv:2309.14509).
 
     q: f32[B, H, S/n, D]   k, v: f32[B, Hkv, S/n, D]
     q, k, v = sp.all_to_all([q, k, v])        one exchange:   f32[B, H/n, S, D], f32[B, Hkv/n, S, D]
     out     = scaled_dot_product_attention    unchanged: causal, masks, scale, grouped heads
     out     = sp.all_to_all([out])            one exchange:   f32[B, H, S/n, D]
 
-Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each goes to the ranks that use it; their
-gradients come back summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; as many in the backward. A per-head
-mask is sliced by head, any other mask stays whole. Refuses: query heads that n does not divide (an error if the user
-asked for Ulysses), operands without a head dim, unequal windows.
+Key heads that n does not divide are repeated to lcm(Hkv, n) first, so that each is sent to the ranks that use it; their
+gradients are summed. Bytes sent per rank: (n-1)/n of its q, k, v and out; equally many in the backward. A per-head mask
+is sliced by head, any other mask is replicated. Refuses: query heads that n does not divide (an error if the user
+requested Ulysses), operands without a head dim, unequal windows.
 
-In groups of heads (`ulysses_chunks`) the same once a group, and a cat of the results: while one group is attended to,
-the next one's operands and the last one's result are under way (DeepSpeed's FPDT, Yao et al. 2024, arXiv:2408.16978,
-cuts the sequence instead).
+`ulysses_chunks` splits the heads into groups: the same ops once per group, and a cat of the results. The exchanges of
+the next group's operands and of the last group's result overlap with the attention of a group. DeepSpeed's FPDT (Yao et
+al. 2024, arXiv:2408.16978) splits the sequence instead.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from .base import SEQUENCE_FROM_END, AttentionPass, register_strategy, sequence_
 
 sp, aten = torch.ops.sp, torch.ops.aten
 HEADS_FROM_END = -3
-DimFrame = tuple[int, tuple[Size, ...]]  # a dim from behind, and the frame in which that is cut
+DimFrame = tuple[int, tuple[Size, ...]]  # a dim counted from the last, and the frame that splits it
 
 
 class UlyssesAttention(AttentionPass):
-    """Claims the demands of attention where the ranks divide the query heads."""
+    """Pass for the demands of attention whose query heads the ranks divide."""
 
     name = "ulysses"
     merges_blocks = False
     is_explained = True
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
+        """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         if node.target not in ATTENTION or not self.is_chosen(node):
             return ""
         why = self._unsupported_reason(OpCall(node))
@@ -72,6 +73,7 @@ class UlyssesAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
+        """Meet the demands of a node and keep its meaning in the global view."""
         placed = {o: self.plan.of(o) for o in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
             placed.update(self._repeat(node, placed))
@@ -86,7 +88,7 @@ class UlyssesAttention(AttentionPass):
         self.replace(node, whole)
 
     def _chunk_count(self, node: Node) -> int:
-        """In how many groups of heads: as was asked for, or as was chosen; what differs from head to head stays one."""
+        """Return the requested or chosen number of groups of heads; 1 if anything else differs between heads."""
         asked, choice, call = self.job.ulysses_chunks, node_info(node).choice, OpCall(node)
         chunks = asked if isinstance(asked, int) else choice.chunks if choice is not None else 1
         heads = [call.shape(i)[HEADS_FROM_END] for i in range(3)]
@@ -105,7 +107,7 @@ class UlyssesAttention(AttentionPass):
     def _attend_in_chunks(
         self, node: Node, chunks: int, placed: dict[Node, Placement]
     ) -> list[tuple[Node, dict[Node, Placement]]]:
-        """The same attention of each group of heads, one behind the other, and how its operands lie."""
+        """Emit the attention of each group of heads in sequence; return the nodes with their placements."""
         call, parts = OpCall(node), []
         with self.graph.inserting_before(node):
             split = {o: self._split_heads(o, chunks, node) for o in call.operands[:3]}
@@ -118,13 +120,13 @@ class UlyssesAttention(AttentionPass):
         return parts
 
     def _split_heads(self, x: Node, chunks: int, node: Node) -> list[Node]:
-        """Groups of heads. Not slices: their gradients would be padded and added one by one."""
+        """Split heads into groups. Gradients of slices would be padded and added one by one."""
         dim = x.meta["val"].ndim + HEADS_FROM_END
         both = self.compute(aten.split.Tensor, (x, as_sizes(x.meta["val"].shape)[dim] // chunks, dim), node)
         return [self.emit(operator.getitem, (both, i), value, node) for i, value in enumerate(both.meta["val"])]
 
     def _exchange_around(self, node: Node, placed: dict[Node, Placement]) -> tuple[Node, str]:
-        """Exchange what an attention reads and gives. Returns the result behind that, and what was done."""
+        """Exchange the operands and the result of an attention; return the result and a description."""
         call = OpCall(node)
         moved = {o: have for o in call.operands[:3] if isinstance(have := placed[o], Shard)}
         groups = _group_by_frame(moved)
@@ -145,13 +147,13 @@ class UlyssesAttention(AttentionPass):
         return back, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back"
 
     def _needs_repeat(self, call: OpCall) -> bool:
-        """Must key heads be repeated, and is that what a share of the query heads needs?"""
+        """Return True if key heads must be repeated and a share of the query heads needs that."""
         heads, keys, values = (call.shape(i)[HEADS_FROM_END] for i in range(3))
         grouped = isinstance(keys, int) and keys == values and divides(keys, heads)
         return grouped and call.ndim(1) == call.ndim(0) and not divides(self.job.ranks.n, keys)
 
     def _repeat(self, node: Node, placed: dict[Node, Placement]) -> dict[Node, Placement]:
-        """Repeat every key head in place, lcm(Hkv, n) heads in all; the new operands lie as the old ones."""
+        """Repeat every key head in place, to lcm(Hkv, n) heads; the placements are unchanged."""
         call = OpCall(node)
         with self.graph.inserting_before(node):
             repeated = {o: self._repeat_if_needed(o, node) for o in call.operands[1:3]}
@@ -172,7 +174,7 @@ class UlyssesAttention(AttentionPass):
 
 
 def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
-    """Operands whose sequences lie alike share one exchange (cross attention has two lengths)."""
+    """Group operands with equally sharded sequences for one exchange; cross attention has two lengths."""
     groups: list[list[Node]] = []
     for operand, have in moved.items():
         group = next((g for g in groups if have.has_same_positions(moved[g[0]])), [])
@@ -183,7 +185,7 @@ def _group_by_frame(moved: dict[Node, Shard]) -> list[list[Node]]:
 
 
 def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    """Whole sequences are in their own order, whatever that of the shards. In groups of heads where that is faster."""
+    """Yield candidates. Full sequences are in contiguous order, independent of the layout of the shards."""
     n = shape.n
     if LAYOUTS[layout].chunks > 1:
         return
@@ -214,7 +216,7 @@ def _ulysses_candidates(shape: AttentionShape, machine: Machine, layout: str) ->
 
 
 def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tuple[float, float]:
-    """Forward and backward in so many groups of heads: of the exchanges all but one group's hide behind attention."""
+    """Return the seconds of forward and backward in groups of heads; all other exchanges are hidden."""
     compute = machine.attention(shape.flops, shape.kv_len)
     exchange = exchange_seconds(shape, machine, shape.n, chunks)
     shown = exchange / chunks + chunks * machine.call
@@ -225,9 +227,16 @@ def _ulysses_seconds(shape: AttentionShape, machine: Machine, chunks: int) -> tu
 
 
 def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks: int = 1) -> float:
-    """Seconds of the all-to-all of q, k and v over so many neighbours, that of the result, and their packing.
+    """Return the seconds of the all-to-all of q, k, v and of the result, with packing.
 
-    Of all groups of heads together, where there are several.
+    Args:
+        shape: The sizes of the attention.
+        machine: The machine.
+        ranks: The number of neighbors.
+        chunks: The number of groups of heads; the result is their total.
+
+    Returns:
+        Seconds.
     """
     if ranks == 1:
         return 0.0
@@ -238,13 +247,13 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
 
 
 def exchanged_bytes(shape: AttentionShape, ranks: int) -> int:
-    """q, k, v and the result of one rank on either side of the exchange; too few key heads are repeated."""
+    """Return the bytes of q, k, v and the result of one rank, with repeated key heads."""
     repeated = math.lcm(shape.kv_heads, ranks)
     return shape.heads * (shape.q_bytes + shape.out_bytes) + repeated * shape.kv_bytes
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
-    """q, k, v and the result behind the exchange, and in the backward their gradients."""
+    """Return the bytes of q, k, v and the result after the exchange, and of their gradients."""
     return exchanged_bytes(shape, ranks) * (2 if shape.training else 1)
 
 
