@@ -214,8 +214,8 @@ return (all_reduce_default,)""",
         self.assertExpectedInline(
             "\n".join(f"{n.label} {n.node}" for n in report.notes),
             """\
-halo conv1d_default_1
-reduce sum_1""",
+exchange_halos conv1d_default_1
+reduce_partials sum_1""",
         )
         self.assertExpectedInline(
             "\n".join(f"{e.op} of {e.shape}: {e.forward} and {e.backward} bytes" for e in report.exchanges),
