@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from sp_compile.passes.boundary.outputs import gather_reason, output_options
 from sp_compile.passes.graph.buckets import bucket_source
 from sp_compile.passes.graph.call import OpCall, is_tensor, node_shape, parse_overloads, result_number
 from sp_compile.passes.graph.mutation import is_written
@@ -24,6 +23,7 @@ from sp_compile.passes.graph.rank_rng import is_random
 from sp_compile.passes.graph.sizes import Size, assume_large, divides, is_same_shape, is_same_size, size_product
 from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.factors import BoundRule, Dims, dim_factors, flatten_dims
+from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import (
     REPLICATE,
     VARYING,

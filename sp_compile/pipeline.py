@@ -14,7 +14,6 @@ from sp_compile.lowering.base.options import SPConfig
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP
 from sp_compile.passes.base import Pass, Passes, check_pass_order, iterate_passes
-from sp_compile.passes.boundary.outputs import OUTPUT_RULES, output_infos
 from sp_compile.passes.canonical.associative_scan import ExpandAssociativeScans
 from sp_compile.passes.canonical.canonicalize import Canonicalize
 from sp_compile.passes.capture.capture import capture_export
@@ -27,6 +26,7 @@ from sp_compile.passes.localize.mask_tables import HoistMaskTables
 from sp_compile.passes.localize.memory_order import RestoreStrides
 from sp_compile.passes.localize.validate_shapes import ValidateShapes
 from sp_compile.passes.report import Report
+from sp_compile.passes.sharding.output_rules import OUTPUT_RULES, output_infos
 from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.strategies.attention.base import attention_passes
 from sp_compile.passes.strategies.attention.checkpoint_attention import SaveAttentionOutputs

@@ -13,10 +13,10 @@ from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import CAPTURED_WORD, Pass, Passes, check_pass_order, iterate_passes
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import as_sizes
+from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
 
 from .boundary_context import BoundaryContext, insert_detach, insert_tap, output_leaves, set_outputs
 from .defer_outputs import DeferOutputs
-from .outputs import OUTPUT_RULES
 
 
 class ReturnPermutation(Pass):

@@ -11,9 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
 
 from .graph_boundary import GraphBoundary
-from .outputs import OUTPUT_RULES
 
 
 @dataclass

@@ -12,10 +12,10 @@ from sp_compile.lowering.collectives.shard_storage import Layout
 from sp_compile.passes.capture.graph_inputs import GlobalView
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
 from sp_compile.passes.graph.strides import order_of_strides
+from sp_compile.passes.sharding.output_rules import OUTPUT_RULES, gather_reason
 from sp_compile.passes.sharding.placement import Shard
 
 from .graph_boundary import GraphBoundary, ShardedOutput
-from .outputs import OUTPUT_RULES, gather_reason
 
 
 def make_boundary(

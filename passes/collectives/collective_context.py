@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.sharding.input_facts import InputFacts
+from sp_compile.passes.cost.input_facts import InputFacts
 
 
 class RankQueries(Protocol):

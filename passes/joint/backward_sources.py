@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
-from sp_compile.passes.sharding.group_names import is_collective
+from sp_compile.passes.cost.group_names import is_collective
 
 
 class AnnotateBackwardSources(Pass):

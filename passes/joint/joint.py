@@ -31,13 +31,13 @@ from sp_compile.passes.base import (
 )
 from sp_compile.passes.collectives.merge.find_chains import check_reductions
 from sp_compile.passes.context import Note, NoteKind, PassContext
+from sp_compile.passes.cost.group_names import is_collective, named_groups
 from sp_compile.passes.graph.call import graph_tangents, is_tensor
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.inline import lower_exchanges
 from sp_compile.passes.graph.node_info import clear_node_info, set_node_info
 from sp_compile.passes.report import Report
-from sp_compile.passes.sharding.group_names import is_collective, named_groups
 from sp_compile.passes.tensor_parallel.scatter_layers import SequenceParallelLinear
 
 from .backward_sources import AnnotateBackwardSources

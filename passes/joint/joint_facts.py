@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.graph.call import graph_tangents, is_tensor
 from sp_compile.passes.graph.sizes import as_sizes, is_same_shape
-from sp_compile.passes.sharding.input_facts import InputFacts
 
 
 def map_facts(gm: GraphModule, facts: InputFacts, shapes: Sequence[tuple[Any, ...]]) -> InputFacts | None:

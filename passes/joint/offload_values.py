@@ -30,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from sp_compile.lowering import offload_ops as _ops  # noqa: F401  (registers the operators)
 from sp_compile.lowering.torch_compat import storage_of
 from sp_compile.passes.base import Pass
+from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
@@ -45,7 +46,6 @@ from sp_compile.passes.graph.sizes import (
     nonempty_size,
     size_product,
 )
-from sp_compile.passes.sharding.group_names import is_collective
 
 from .joint_context import PartitionContext
 

@@ -19,12 +19,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.cost.group_names import is_pending_exchange
 from sp_compile.passes.cost.walk.kinds import REDUCTIONS
 from sp_compile.passes.cost.walk.liveness import node_flops
 from sp_compile.passes.graph.call import WAIT_OPS, OpCall
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.mutation import is_pure
-from sp_compile.passes.sharding.group_names import is_pending_exchange
 
 
 class OverlapCollectives(Pass):

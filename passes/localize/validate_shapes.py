@@ -26,10 +26,10 @@ from sp_compile.lowering.torch_compat import (
 )
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.cost.group_names import is_pending_exchange
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.graph.node_info import node_info
 from sp_compile.passes.graph.sizes import Size, as_sizes, is_same_size
-from sp_compile.passes.sharding.group_names import is_pending_exchange
 from sp_compile.passes.sharding.placement import Placement, PlacementPlan, Shard
 
 from .fill_padding import PaddingProof

@@ -13,13 +13,13 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.base.errors import SpError, describe_node, node_line
 from sp_compile.lowering.torch_compat import argument_name, known_process_group, size_hint
 from sp_compile.passes.base import Pass
-from sp_compile.passes.boundary.outputs import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.context import Note, NoteKind, PassContext, Refusal, RefusalKind
+from sp_compile.passes.cost.group_names import is_collective, named_groups
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import divides, is_same_size
 from sp_compile.passes.sharding.axes import Axes
-from sp_compile.passes.sharding.group_names import is_collective, named_groups
+from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
 FRAGMENT_FIX = "a piece between graph breaks that has no sequence; every rank runs it whole"

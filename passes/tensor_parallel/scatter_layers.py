@@ -23,13 +23,13 @@ from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.lowering.torch_compat import known_process_group, process_group
 from sp_compile.passes.base import Pass, Passes
 from sp_compile.passes.context import Note, NoteKind, PassContext
+from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.graph.call import node_shape
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.sizes import SizeBuilder
 from sp_compile.passes.localize.localize import Localize
 from sp_compile.passes.localize.memory_order import KeepDimOrder
 from sp_compile.passes.localize.validate_shapes import ValidateShapes
-from sp_compile.passes.sharding.input_facts import InputFacts
 from sp_compile.passes.sharding.placement import Shard
 from sp_compile.passes.strategies.discharge import RepeatPasses
 from sp_compile.passes.strategies.reduce_demands import DecomposeMeans, ReducePartials

@@ -18,14 +18,14 @@ from torch.fx import GraphModule, Node
 from sp_compile.lowering.torch_compat import namespace_of
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.cost.group_names import GroupGrid, exchange_group
+from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.graph.call import OpCall, is_tensor
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.node_info import node_info, set_node_info
 from sp_compile.passes.graph.sizes import as_sizes, assume_large, is_same_size, size_product
 from sp_compile.passes.propagate import propagate
 from sp_compile.passes.sharding.axes import Axes, name_axes
-from sp_compile.passes.sharding.group_names import GroupGrid, exchange_group
-from sp_compile.passes.sharding.input_facts import InputFacts
 from sp_compile.passes.sharding.matchers import skip_ops
 from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement, PlacementPlan, Shard
 from sp_compile.passes.sharding.rule import BoundRule, cache_lookups, lookup_rule, transfer_of

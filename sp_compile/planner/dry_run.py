@@ -52,7 +52,7 @@ EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo 
 DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
 """Numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations."""
 
-Compare: TypeAlias = Callable[[GraphModule, RankProgram, Sequence[Any]], None]
+CompareRanks: TypeAlias = Callable[[GraphModule, RankProgram, Sequence[Any]], None]
 """Compares the program of one rank with the graph that it was lowered from, on the inputs of a call."""
 
 
@@ -88,7 +88,7 @@ class DryRun:
     configs: DryRunConfigs
     refused: Mapping[str, str]  # options without an effect, each with the reason
     per_weight: float | None = None  # bytes of optimizer state for a byte of parameters; None: no memory is predicted
-    compare: Compare | None = None  # called for each split graph; the ranks are simulated then
+    compare: CompareRanks | None = None  # called for each split graph; the ranks are simulated then
     partitions: bool = False  # run the passes over forward and backward
     repeats: FewLayers | None = None  # the layers that the model represents
     keeps_steps: bool = False  # keep the steps for any share on the host

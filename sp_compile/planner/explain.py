@@ -63,7 +63,7 @@ def explain(
         raise SpError("SP713", f"memory: expected True or False, got {memory!r}.")
     if optimizer is not None and not memory:
         raise SpError("SP714", "optimizer: expected None with memory=False, as explain does not report its state.")
-    run = DryRun("explain", model, args, [(sp, config)], _refused(memory or passes), partitions=passes)
+    run = DryRun("explain", model, args, [(sp, config)], _refused_options(memory or passes), partitions=passes)
     run.per_weight = state_per_weight(optimizer) if memory else None
     layers = similar_layers(model) if memory and _is_on_meta(model) else None
     with show_progress("explain"):
@@ -140,7 +140,7 @@ def _is_on_meta(model: Any) -> bool:
     return isinstance(model, torch.nn.Module) and any(p.is_meta for p in model.parameters())
 
 
-def _refused(reports_memory: bool) -> Mapping[str, str]:
+def _refused_options(reports_memory: bool) -> Mapping[str, str]:
     return DRY_RUN_OPTIONS if reports_memory else DRY_RUN_OPTIONS | MEMORY_OPTIONS
 
 

@@ -24,7 +24,7 @@ from sp_compile.lowering.torch_compat import (
     size_hint,
     use_real_tensors,
 )
-from sp_compile.passes.sharding.group_names import is_collective
+from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.runtime.control.message import hash_text
 
 from .agreement import all_gather_object

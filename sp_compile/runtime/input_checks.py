@@ -18,8 +18,8 @@ from sp_compile.lowering.base.errors import SpError
 from sp_compile.lowering.collectives.checksums import is_constant
 from sp_compile.lowering.collectives.sharded import Sharded
 from sp_compile.lowering.torch_compat import is_module_state, is_python_number, to_plain_tensor, use_real_tensors
+from sp_compile.passes.cost.input_facts import InputFacts
 from sp_compile.passes.graph.node_info import node_info
-from sp_compile.passes.sharding.input_facts import InputFacts
 from sp_compile.runtime.control.message import register_sendable
 
 from .fingerprint import input_names, value_digest

@@ -28,9 +28,7 @@ from sp_compile.lowering.torch_compat import argument_name, on_recompile_limit, 
 from sp_compile.passes.boundary.graph_boundary import GraphBoundary
 from sp_compile.passes.context import PassSettings
 from sp_compile.passes.cost import measure
-from sp_compile.passes.cost.machine import Machine
-from sp_compile.passes.graph.provenance import exchange_sources, node_lines
-from sp_compile.passes.sharding.group_names import (
+from sp_compile.passes.cost.group_names import (
     GroupGrid,
     check_groups,
     group_grids,
@@ -38,7 +36,9 @@ from sp_compile.passes.sharding.group_names import (
     named_groups,
     program_groups,
 )
-from sp_compile.passes.sharding.input_facts import InputFacts
+from sp_compile.passes.cost.input_facts import InputFacts
+from sp_compile.passes.cost.machine import Machine
+from sp_compile.passes.graph.provenance import exchange_sources, node_lines
 from sp_compile.runtime.control.channel import (
     HEARTBEAT_INTERVAL,
     STOPPED_CAUSE,

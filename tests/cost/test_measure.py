@@ -74,7 +74,10 @@ def fails(where: str, folder: str) -> str:
 def test_a_rank_that_cannot_measure(ranks: Ranks, tmp_path: Path, where: str) -> None:
     """Every rank hears of it at once, and the next exchange of the group is as good as any."""
     for _ in range(2):
-        assert ranks.run(2, fails, where, str(tmp_path)) == ["SP608: rank 1: MemoryError: no room. Correct the error of that rank."] * 2
+        assert (
+            ranks.run(2, fails, where, str(tmp_path))
+            == ["SP608: rank 1: MemoryError: no room. Correct the error of that rank."] * 2
+        )
 
 
 def two(tmp_path: Path) -> list[str]:

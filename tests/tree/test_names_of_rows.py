@@ -15,7 +15,7 @@ OTHER_MEANINGS = {
         "sp_compile.lowering.base.options",  # what the options outputs and fallback may be
         "sp_compile.passes.context",
         "sp_compile.passes.propagate",
-        "sp_compile.passes.boundary.outputs",
+        "sp_compile.passes.sharding.output_rules",
         "sp_compile.pipeline",
         "sp_compile.planner.dry_run",
         "sp_compile.passes.strategies.gather_demands",

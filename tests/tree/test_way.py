@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from support.ranks import Ranks, mesh
@@ -72,11 +71,6 @@ def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2).sin()
 
 
-def exchange(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Run a program with a collective of its own."""
-    return funcol.all_reduce(x @ w, "sum", dist.group.WORLD).sin()
-
-
 def path_of(run: Callable[..., torch.Tensor], options: Mapping[str, Any]) -> list[tuple[Step, Step]]:
     """Return the steps of one rank: those of a compilation and of a first call."""
     compiled = torch.compile(run, backend=backend.sp, options={"compiler": "eager", "cost": {}, **options})
@@ -88,7 +82,8 @@ def path_with_sequence() -> list[tuple[Step, Step]]:
 
 
 def path_with_groups() -> list[tuple[Step, Step]]:
-    return path_of(exchange, {})
+    group = mesh().get_group()
+    return path_of(lambda x, w: funcol.all_reduce(x @ w, "sum", group).sin(), {})
 
 
 @pytest.mark.parametrize("path", [path_with_sequence, path_with_groups])

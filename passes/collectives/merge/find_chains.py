@@ -21,9 +21,9 @@ from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.errors import SpError, describe_node
 from sp_compile.lowering.torch_compat import statically_known_true
+from sp_compile.passes.cost.group_names import exchange_group
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.mutation import is_mutation
-from sp_compile.passes.sharding.group_names import exchange_group
 from sp_compile.passes.sharding.matchers import is_cast_op, is_copy, keeps_order, permutation_of
 from sp_compile.passes.sharding.rule import lookup_rule
 

@@ -22,12 +22,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from sp_compile.passes.base import Pass
 from sp_compile.passes.context import PassContext
+from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.graph.call import graph_tangents
 from sp_compile.passes.graph.closure import reachable_set
 from sp_compile.passes.graph.edit import GraphEditor
 from sp_compile.passes.graph.mutation import is_mutation, is_pure
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
-from sp_compile.passes.sharding.group_names import is_collective
 
 from .arrangement import ArrangementTracker, IndexMap
 from .match_permutes import PERMUTE, downstream_moves, erase_chain, exclusive_chain

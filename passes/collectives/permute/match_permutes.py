@@ -17,10 +17,10 @@ from itertools import islice
 import torch
 from torch.fx import Graph, Node
 
+from sp_compile.passes.cost.group_names import exchange_group
 from sp_compile.passes.graph.call import WAIT_OPS, OpCall, is_tensor, node_packet
 from sp_compile.passes.graph.closure import iterate_reachable, reachable_set
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size
-from sp_compile.passes.sharding.group_names import exchange_group
 
 from .arrangement import Arrangement, ArrangementTracker, FactorIds, IndexMap, is_move, is_view, moved_operands
 

@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 
 from sp_compile.lowering.base.errors import describe_node, node_line
 from sp_compile.lowering.base.frames import BALANCED, CONTIGUOUS, LAYOUTS, RowOrder, row_order
-from sp_compile.passes.boundary.outputs import gather_reason, output_options
 from sp_compile.passes.context import PassContext, PassSettings, Refusal, RefusalKind
 from sp_compile.passes.cost.attention_cost import AttentionShape
 from sp_compile.passes.graph.call import OpCall
@@ -23,6 +22,7 @@ from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure
 from sp_compile.passes.graph.sizes import as_size, current_bytes
 from sp_compile.passes.localize.balance_layout import KEPT_END_POSITIONS, balanced_inputs
+from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
 KEEP_BALANCED_ORDER = ("auto", BALANCED.name)

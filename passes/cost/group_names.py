@@ -28,10 +28,10 @@ from sp_compile.lowering.torch_compat import (
     pytree,
     schema_of,
 )
-from sp_compile.passes.cost.known_groups import declared_groups
 from sp_compile.passes.graph.call import node_packet
+from sp_compile.passes.sharding.placement import REPLICATE, VARYING, Placement
 
-from .placement import REPLICATE, VARYING, Placement
+from .known_groups import declared_groups
 
 c10d, sp = torch.ops._c10d_functional, torch.ops.sp
 TORCH_EXCHANGES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")  # namespaces

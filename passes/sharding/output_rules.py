@@ -12,7 +12,8 @@ from sp_compile.lowering.base.errors import node_line
 from sp_compile.lowering.torch_compat import pytree
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import current_bytes
-from sp_compile.passes.sharding.placement import Placement, PlacementPlan
+
+from .placement import Placement, PlacementPlan
 
 LARGE_OUTPUT = 1 << 20  # bytes; outputs="auto" gathers smaller outputs, at most a millisecond on a slow link
 
