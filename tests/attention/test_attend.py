@@ -34,7 +34,7 @@ def test_arguments_of_the_dataclass() -> None:
     )
     arguments = (None, [], [], [], [3], "k < n0", None, 0.0, 0.3, "", [], [], full_span(8), full_span(8), 1, "")
     args, others = LocalArgs.of((*arguments, True))
-    assert (args.flat(), others) == (arguments, (True,))
+    assert (args.to_flat(), others) == (arguments, (True,))
 
 
 @pytest.mark.sampled(every=6)

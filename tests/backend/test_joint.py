@@ -144,7 +144,7 @@ def logged_loss() -> tuple[list[float], str]:
 def test_a_program_that_only_sums_its_loss(ranks: Ranks) -> None:
     for errors, text in ranks.run(2, logged_loss):
         assert max(errors) < 1e-12
-        assert "exchanges of its own and no sequence" in " ".join(text.split())
+        assert "its own collectives and no sequence" in " ".join(text.split())
 
 
 def reduced_otherwise() -> str:

@@ -119,7 +119,7 @@ def test_explain_and_verify_say_what_they_are_at(seen: list[str]) -> None:
     assert {"explain: pass localize", "explain: pass validate_shapes"} <= set(seen)
     seen.clear()
     sp_compile.verify(program, torch.randn(1, 6, 4), sp=2)
-    assert seen[-2:] == ["verify: one device", "verify: 2 simulated ranks"]
+    assert seen[-2:] == ["verify: single device", "verify: 2 simulated ranks"]
     assert not progress._active_lines
 
 

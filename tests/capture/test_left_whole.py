@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile import backend
+from sp_compile import backend, split
 from sp_compile.lowering.base.errors import CaptureError
 from sp_compile.lowering.torch_compat import preserve_thread_state
 from sp_compile.passes.capture import trace
@@ -242,7 +242,7 @@ def on_one_rank() -> str:
     def fails(*args: Any) -> Any:
         raise CaptureError("SP211", "injected.")
 
-    with mock.patch.object(backend, "global_view", fails if dist.get_rank() else backend.global_view):
+    with mock.patch.object(split, "global_view", fails if dist.get_rank() else split.global_view):
         return error_text(lambda: sp(model, mesh=mesh())(*args))
 
 

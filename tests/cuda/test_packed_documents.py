@@ -121,7 +121,7 @@ OPTIONS = {"all pairs": {}, "causal": {"is_causal": True}, "window": {"is_causal
 
 def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tensor], set[str], int]:
     """In three calls, as if memory were short."""
-    with mock.patch.multiple(calls, FREE_BYTES=0, ENOUGH=1, TOO_MUCH=1 << 20):
+    with mock.patch.multiple(calls, UNSPLIT_BYTES=0, MIN_SAVING=1, MAX_PADDING=1 << 20):
         calls._split_by_length.cache_clear()
         found = by_hand_on_gpu(op, case, n)
         calls._split_by_length.cache_clear()

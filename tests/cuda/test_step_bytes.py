@@ -41,7 +41,7 @@ def test_a_predicted_peak_is_that_along_the_wrappers(
     live = gpu.run(compiled_step, of, n, **options)
     found = predicted(of, n, **{name: value for name, value in options.items() if name != "ulysses"})
     assert found.values == pytest.approx(live.peak, rel=CLOSE)
-    forward, backward = (max(x.nbytes for x in found.points() if x.behind is behind) for behind in (False, True))
+    forward, backward = (max(x.nbytes for x in found.points() if x.is_after is behind) for behind in (False, True))
     assert forward == pytest.approx(live.forward.peak, rel=CLOSE)
     assert backward == pytest.approx(live.backward.peak, rel=CLOSE)
 

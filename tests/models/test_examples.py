@@ -23,7 +23,7 @@ def run(*command):
 
 def test_by_hand():
     out = run("examples/by_hand.py")
-    assert "== Ulysses: rewrote the graph" in out
+    assert "== UlyssesAttention: rewrote the graph" in out
     losses = re.findall(r"rank \d: (\S+) +one device: (\S+)", out)
     assert len(losses) == 2
     assert all(found == expected for found, expected in losses)

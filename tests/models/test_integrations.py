@@ -69,10 +69,10 @@ def test_the_backend_is_known_meanwhile(accelerate: Any) -> None:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     before = list(DynamoBackend)
-    with accelerate.known_backend():
+    with accelerate.register_backend_name():
         plugin = TorchDynamoPlugin(backend="sp")
         assert plugin.to_kwargs()["backend"] == "sp"
-        with accelerate.known_backend():
+        with accelerate.register_backend_name():
             pass
         assert DynamoBackend("SP") is plugin.backend
     assert list(DynamoBackend) == before

@@ -42,7 +42,7 @@ def test_values_are_within_their_pieces(x: Tensor, data: st.DataObject) -> None:
     assert (values[:, known] == low[known]).all()
     first = data.draw(st.integers(0, length - 1))
     last = data.draw(st.integers(first, length - 1))
-    least, greatest = found.over(first, last)
+    least, greatest = found.bounds_over(first, last)
     part = np.where(tame, values, 0)[:, first : last + 1]
     assert tame[:, first : last + 1].all() <= (least <= part.min() and part.max() <= greatest)
     if (line := found.line(first, last)) is not None:
@@ -80,8 +80,8 @@ def test_a_batch_is_lines_where_they_have_one_slope() -> None:
     x = torch.stack([torch.arange(8), torch.arange(8) + 3, torch.arange(8) * torch.tensor([1] * 4 + [2] * 4)])
     found = pieces_of(x)
     assert (found.lows[0], found.highs[0], found.slopes[0]) == (0, 3, 1)
-    assert found.over(0, 3) == (0, 6)
-    assert found.over(4, 7) == (4, 14)
+    assert found.bounds_over(0, 3) == (0, 6)
+    assert found.bounds_over(4, 7) == (4, 14)
 
 
 @pytest.mark.parametrize("kind", ["bits", "ints", "alternating", "batches"])

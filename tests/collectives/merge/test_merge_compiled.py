@@ -89,7 +89,7 @@ def test_a_factor_of_each_ranks_own_is_left_where_it_is(ranks: Ranks) -> None:
     for error, (before, after), notes in ranks.run(4, by_rank):
         assert error < 1e-12
         assert before <= after
-        assert "not merge_reductions" in notes
+        assert "not sequence_parallel_linear" in notes  # collectives stay where programs or groups differ
 
 
 def of_no_mesh() -> tuple[float, list[int], list[str]]:
@@ -102,7 +102,7 @@ def test_a_group_of_no_declared_mesh_is_left_alone(ranks: Ranks) -> None:
     for error, (before, after), notes in ranks.run(4, of_no_mesh):
         assert error < 1e-12
         assert before <= after
-        assert "not merge_reductions" in notes
+        assert "not sequence_parallel_linear" in notes  # collectives stay where programs or groups differ
 
 
 def unknown(everywhere: bool) -> str:
@@ -120,6 +120,6 @@ def unknown(everywhere: bool) -> str:
 def test_an_unknown_reduction_is_an_error_on_every_rank(ranks: Ranks, everywhere: bool) -> None:
     """In eager mode it is one on the ranks that write it, and the others wait."""
     for error in ranks.run(4, unknown, everywhere, timeout=60):
-        assert "SP561" in error
-        assert "'median'" in error
+        assert "SP561" in error or (not everywhere and "SP603" in error)
+        assert "'median'" in error or not everywhere
         assert everywhere or "rank 1" in error or "rank 0:" in error
