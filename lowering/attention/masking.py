@@ -1,7 +1,8 @@
-"""Who attends to whom, of the queries and keys that are here: from an operator's arguments to masks of blocks.
+"""Build the masks of attention blocks from an operator's arguments, for local queries and keys.
 
-Dropout keeps weights by a hash of where they stand, never by a stream of random numbers. So backward computes the mask
-again instead of keeping it, and every way of cutting a sequence or its heads over ranks and blocks drops the same ones.
+Dropout keeps weights by a hash of their global position, not by a stream of random numbers. The backward therefore
+computes the mask again instead of saving it, and every partition of a sequence or its heads over ranks and blocks drops
+the same weights.
 """
 
 from dataclasses import dataclass
@@ -37,18 +38,24 @@ class Dropout(NamedTuple):
     seed: Tensor
     """int64 ()."""
     p: float
+    """Probability to drop a weight."""
     batch: Tensor
-    """int64 (B,)."""
+    """int64 (B,), indices of the batch entries."""
     heads: Tensor
-    """int64 (H,): the heads' numbers among those of all ranks."""
+    """int64 (H,), global indices of the heads."""
 
     def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """bool (B, H, Q, K), True with probability 1 - p, of int64 indices (Q,) and (K,)."""
+        """Return the mask of kept weights, bool (B, H, Q, K), True with probability 1 - p.
+
+        Args:
+            queries: int64 (Q,), global indices of the queries.
+            keys: int64 (K,), global indices of the keys.
+        """
         state = _mix_bits(self.seed + self.batch * _HASH_FACTORS[0])[:, None]
         state = _mix_bits(state + self.heads * _HASH_FACTORS[1])[:, :, None]
         state = _mix_bits(state + queries * _HASH_FACTORS[2])[:, :, :, None]
         first, second = _split_int64(state)
-        # What is done for each weight is kept small: 32-bit arithmetic in one buffer.
+        # The work per weight is small: 32-bit arithmetic in one buffer.
         numbers = first ^ _split_int64(_mix_bits(keys * _HASH_FACTORS[0] + _HASH_FACTORS[1]))[0]
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
@@ -57,45 +64,57 @@ class Dropout(NamedTuple):
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The 64 bits of x as two int32."""
+    """Split the 64 bits of x into two int32 tensors."""
     return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of x."""
+    """Mix the bits of x so that every bit of the result depends on every bit of x."""
     x = (x ^ _logical_shift_right(x, 30)) * _HASH_FACTORS[1]
     x = (x ^ _logical_shift_right(x, 27)) * _HASH_FACTORS[2]
     return x ^ _logical_shift_right(x, 31)
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """x >> bits with zeros moving in, where int64 moves in the sign."""
+    """Shift x right and fill with zeros instead of the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class CallMask:
-    """The mask of one call, from which each block takes its part."""
+    """The mask of one attention call, which provides the part of each block."""
 
     plan: BlockPlan
+    """Blocks and packed calls to compute."""
     q_rows: Rows
+    """Valid local query rows."""
     k_rows: Rows
+    """Valid local key rows."""
     predicate: str
+    """Text of the mask predicate, "" for none."""
     mask: Tensor | None
-    """Data: bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1)."""
+    """Tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)."""
     vectors: dict[str, Tensor]
-    """row<i> and col<i>, whole: int or bool (B | 1, S)."""
+    """row<i> and col<i>, unsharded: int or bool (B | 1, S)."""
     sizes: dict[str, int]
+    """Values of the predicate's n<i>."""
     dropout: Dropout | None
     score: str
+    """Text of the score function, "" for none."""
     heads: list[Tensor]
+    """Vectors (H,) that the score function reads."""
     tables: list[Tensor]
+    """Tables that the score function indexes."""
     device: torch.device
     batch: int
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
-        """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
+        """Create the mask from the arguments of ``sp::attend``.
+
+        Raises:
+            SpError: If there is dropout without a seed.
+        """
         rows, cols, group = args.rows, args.cols, args.group
         q_rows, k_rows = (
             local_valid_rows(args.q_span, q.shape[2], group),
@@ -123,7 +142,14 @@ class CallMask:
         )
 
     def kernel_args(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> KernelArgs:
-        """A block's masks, as this kernel takes them."""
+        """Return the kernel arguments of a block or a packed call.
+
+        Args:
+            block: The block or packed call.
+            batch: The batch size.
+            scale: The factor of the scores.
+            kernel: The kernel that runs the block.
+        """
         if kernel.fused:
             return KernelArgs(scale, pairs=self._masked_pairs())
         if isinstance(block, PackedCall):
@@ -150,7 +176,7 @@ class CallMask:
         return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 
     def _score_program(self, block: Block) -> ScoreProgram | None:
-        """What becomes of the block's scores, with what that reads."""
+        """Return the score program of a block with the values that it reads."""
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
@@ -159,7 +185,7 @@ class CallMask:
         return ScoreProgram(self.score, places | given)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
-        """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
+        """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""
         if not block.conditions:
             return None
         names = {name for condition in block.conditions for name in language.predicate_symbols(condition)}
@@ -170,7 +196,7 @@ class CallMask:
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _symbol_value(self, name: str, block: Block) -> Any:
-        """A symbol's values, shaped to broadcast to (B, 1, Q, K); an int of a size."""
+        """Return a symbol's values in a shape that broadcasts to (B, 1, Q, K); an int for a size."""
         if name in self.sizes:
             return self.sizes[name]
         if name == "b":
@@ -184,7 +210,7 @@ class CallMask:
         return x.to(torch.int64) if x.dtype == torch.bool else x
 
     def _mask_block(self, block: Block) -> Tensor | None:
-        """The block's part of the mask that is data."""
+        """Return the block's part of the tensor mask."""
         if self.mask is None:
             return None
         part = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
@@ -197,7 +223,7 @@ class CallMask:
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
-        """Add the gradient of the block's part of the mask to that of the mask."""
+        """Add the gradient ``part`` of the block's mask to the gradient ``total`` of the mask in place."""
         rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
         if total.shape[3] == 1:
             rows += part
