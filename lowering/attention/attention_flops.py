@@ -172,6 +172,9 @@ def _mean_pairs(
 
 @lru_cache(maxsize=1 << 14)
 def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
-    """Count the pairs of two contiguous runs; ``distance`` is the first key's index minus the first query's."""
+    """Count the pairs of two contiguous runs.
+
+    distance: the first key's index minus the first query's.
+    """
     rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
     return _count_known_pairs(predicate, (rows,), (of_keys,), sizes)

@@ -1,4 +1,4 @@
-"""Define ``sp::ring_attention``, ``sp::hybrid_attention`` and ``sp::gathered_attention`` for sharded sequences.
+"""Define the attention operators over sequence shards: ring, hybrid and gathered.
 
 q (B, H, s, D), k (B, Hkv, t, D) and v (B, Hkv, t, E) are this rank's shards, described by q_frame and k_frame. The
 result is (B, H, s, E), or (B, H, s, E + 1) with log-sum-exps. H is a multiple of Hkv. In the global view each operator
@@ -69,7 +69,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Compute attention over Shard(2) operands with Ulysses inside groups of ranks and a ring between the groups.
+    """Compute attention over Shard(2) operands with Ulysses in groups of ranks and a ring between them.
 
     Source: USP, arXiv:2405.07719.
 

@@ -1,4 +1,4 @@
-"""Compute attention of local queries over all-gathered keys and values; gathered tensors are not saved.
+"""Compute attention of local queries over all-gathered keys and values, which are not saved.
 
     k, v  (B, Hkv, s, D)  ->  rows first, concatenated, one all_gather  ->  views (B, Hkv, S, D)
     backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
@@ -119,7 +119,7 @@ class GatheredKeys(NamedTuple):
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _reduce_scatter(self, both: Tensor, as_held: bool) -> Tensor:
-        """Return this rank's keys' gradients, summed over ranks, from (B, Hkv, S, D + E) of all keys or of one half."""
+        """Reduce-scatter the gradients (B, Hkv, S, D + E) of all keys, or of one half of them."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)

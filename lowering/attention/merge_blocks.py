@@ -17,7 +17,7 @@ from .kernel_args import finite_lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs ``out`` (..., S, E) and log-sum-exps ``lse`` (..., S) of two disjoint sets of keys.
+    """Merge the outputs and log-sum-exps of attention over two disjoint sets of keys.
 
     Computed in one pass: Inductor fuses the expression, and eager CUDA tensors use the kernel in
     ``triton/merge_kernel.py``. Logits of any size are safe.

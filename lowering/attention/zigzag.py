@@ -1,4 +1,6 @@
-"""Exchange contiguous shards for zigzag shards, and back, to balance causal attention inside an operator.
+"""Exchange contiguous shards for zigzag shards, and back, to balance causal attention.
+
+Used inside an operator, where no other tensor may be permuted:
 
     rank r holds chunks 2r, 2r + 1 of 2n    ->    chunks r, 2n - 1 - r
 
