@@ -230,7 +230,10 @@ class _EfficientRows(NamedTuple):
 
 
 def _align_bias(bias: Tensor, keys: int) -> bool:
-    """Return True if the kernel can read the bias without a copy: rows aligned to 16 bytes and inside memory."""
+    """Return True if the kernel can read the bias without a copy.
+
+    It reads 16 bytes at a time, so rows must be aligned and must not end before a read does.
+    """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False
     steps = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
