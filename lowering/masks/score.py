@@ -1,4 +1,4 @@
-"""Evaluate and differentiate score functions, which modify scaled scores before the softmax, from their text.
+"""Evaluate and differentiate score functions, which modify scaled scores before the softmax.
 
     30.0*tanh(s/30.0)             the soft-cap of Gemma 2
     s + head0*(k - q)             ALiBi: head0 is a slope per query head
