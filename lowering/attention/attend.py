@@ -64,6 +64,7 @@ def _retry_without_fused(body: AttendBody) -> AttendBody:
 
 
 def _grad_shape(args: LocalArgs, wanted: bool) -> Sequence[int]:
+    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,)."""
     if not wanted:
         return (0,)
     return (args.num_learned(),) if args.mask is None else args.mask.shape
@@ -228,6 +229,7 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    """Return empty results of ``attend_backward``."""
     args, (mask_grad, *others) = LocalArgs.of(rest)
     dtype = accumulation_dtype(q.dtype)
     dmask = q.new_empty(_grad_shape(args, mask_grad), dtype=dtype)
@@ -273,7 +275,7 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: A
 def _backward_workspace(
     workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> int:
-    """Return the peak memory of the backward besides its operands and results, in bytes.
+    """Return the peak memory of the backward, without its operands and results, in bytes.
 
     First a kernel has its workspace and its results; then these are cast, or copied to the tensor that is sent. The
     gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of

@@ -59,6 +59,7 @@ class _AttentionFunction(Function):
         sinks: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Compute out and lse, and save shards."""
         out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -74,6 +75,7 @@ class _AttentionFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, sinks, a mask and tables."""
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
         args = ctx.args.with_tensors(tensors)

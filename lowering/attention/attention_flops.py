@@ -119,7 +119,10 @@ def _count_known_pairs(
 def _count_rows(
     made: BlockPlan, looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
 ) -> int:
-    """Count the attending pairs of all batch entries. vectors: those of rows and of cols."""
+    """Count the attending pairs of all batch entries.
+
+    vectors: the vectors of rows, and of cols.
+    """
     masked = [block for block in made.others if block.kind is Kind.MASKED]
     of_formulas = count_pairs(made) - sum(block.q_len * block.k_len for block in masked)
     known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *looked_up)

@@ -42,7 +42,7 @@ class KernelArgs:
     causal: bool = False
     """Whether the last query attends to all keys, and each query before it to one key less.
 
-    Not for dense kernels. The number of queries equals that of keys, except for kernels with `aligned_at_end`.
+    Not for dense kernels. The numbers of queries and keys are equal, except for kernels with `aligned_at_end`.
     """
     allowed: Tensor | None = None
     """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
@@ -63,14 +63,16 @@ class KernelArgs:
     sequences: PackedSequences | None = None
     """Queries and keys of a PACKED call."""
     pairs: PairTexts | None = None
-    """Mask and score texts of all queries and keys. Only for a fused kernel, which takes no other mask argument."""
+    """Mask and score texts of all queries and keys. Only for a fused kernel, which supports no other mask argument."""
 
 
 class KernelKey(NamedTuple):
     """Properties of a block that select its kernel."""
 
     device: torch.device
+    """Device of the call."""
     dtype: torch.dtype
+    """Dtype of q."""
     kind: Kind
     """MASKED if tensors select the pairs that attend; an additive bias does not count as such."""
     head_dim: int
@@ -78,6 +80,7 @@ class KernelKey(NamedTuple):
     rows: int
     """The smaller of Q and K."""
     dropout: bool = False
+    """Whether there is dropout."""
     score: bool = False
     """Whether there is a score function."""
     bias: torch.dtype | None = None
@@ -110,7 +113,9 @@ class BiasSupport(NamedTuple):
 
 
 NO_BIAS = BiasSupport()
+"""Support for blocks without a bias only."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""dq, dk, dv and dbias."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +123,23 @@ class Kernel:
     """A kernel: its functions and the blocks that it supports. None means no restriction."""
 
     name: str
+    """Name in reports."""
     forward: Callable[[Tensor, Tensor, Tensor, KernelArgs], tuple[Tensor, Tensor]]
+    """Return out and lse from q, k, v and the arguments."""
     backward: Callable[..., Gradients]
+    """Return dq, dk, dv and dbias from grad, q, k, v, out, lse and the arguments."""
     dense: bool = False
     """Whether it stores all scores of its block. Such a kernel supports masks only as ``allowed``."""
     fused: bool = False
-    """Whether it takes mask and score texts. Such a kernel runs all queries and keys of a call at once."""
+    """Whether it reads mask and score texts. Such a kernel runs all queries and keys of a call at once."""
     device: str | None = None
+    """Type of the device."""
     dtypes: frozenset[torch.dtype] | None = None
+    """Dtypes of q."""
     kinds: frozenset[Kind] | None = None
+    """Kinds of blocks."""
     biases: BiasSupport = NO_BIAS
+    """Additive masks."""
     aligned_at_end: bool = False
     """Whether a causal block may have fewer queries than keys."""
     windows: Callable[[Window, bool], bool] = lambda window, square: True
@@ -216,7 +228,7 @@ def operand_bytes(*xs: Tensor) -> int:
 
 
 def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 if no copies are made.
+    """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 without copies.
 
     Each row is read once for every few rows of the other side, and contiguous rows are read faster. From 512 rows on
     both

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _additive_mask(case: KernelArgs, like: Tensor) -> Tensor | None:
-    """Return the mask as an additive tensor of q's dtype, the form that the CPU kernel takes."""
+    """Return the mask as an additive tensor of q's dtype, as the CPU kernel requires."""
     bias = None if case.bias is None else case.bias.to(like.dtype)
     if case.allowed is None:
         return bias
@@ -207,7 +207,7 @@ BLOCK_KERNELS = (
     ),
     _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),
     _efficient(dtypes=_BF16, kinds=PACKED_KINDS, capability=(8, 0)),
-    # In float32 it uses tensor cores, unlike flex. Pure masks go to flex, which skips blocks by their texts.
+    # In float32 it uses tensor cores, which flex does not. Pure masks go to flex, which skips blocks by their texts.
     _efficient(dtypes=_FP32, biases=BiasSupport(none=False, same=True, grad=True)),
     # Compilation takes about a minute, so it is not used for few rows.
     Kernel(

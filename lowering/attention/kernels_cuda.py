@@ -93,6 +93,7 @@ class _FlashRows(NamedTuple):
     max_length: tuple[int, int]
     """Maximum number of queries and of keys."""
     causal: bool
+    """Whether the window is causal."""
     sizes: dict[str, int | None]
     """Arguments of the window."""
 
@@ -181,10 +182,15 @@ class _EfficientRows(NamedTuple):
     """Row layout of one efficient attention call: (B, S, H, X), or (1, rows, H, X) for packed sequences."""
 
     queries: PackedRows | None
+    """Query rows of packed sequences."""
     keys: PackedRows | None
+    """Key rows of packed sequences."""
     batch: int
+    """Batch size."""
     ends: tuple[Tensor | None, Tensor | None]
+    """Ends of the sequences of queries and of keys; None for a batch."""
     max_length: tuple[int, int]
+    """Maximum number of queries and of keys."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, case: KernelArgs) -> _EfficientRows:
@@ -243,7 +249,7 @@ def _align_bias(bias: Tensor, keys: int) -> bool:
 def _combine_bias_and_mask(q: Tensor, case: KernelArgs, keys: int) -> Tensor | None:
     """Combine bias and mask to (B | 1, H | 1, Q | 1, K); copy only if necessary.
 
-    A copy is made if there is a mask or if rows are not aligned.
+    A copy is necessary if there is a mask or if rows are not aligned.
     """
     bias = case.bias
     if case.allowed is not None:

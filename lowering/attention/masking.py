@@ -27,7 +27,7 @@ from .kernel_args import Kernel, KernelArgs, ScoreProgram
 from .op_args import LocalArgs
 from .packed import PackedSequences
 
-# Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
+# Odd multipliers with well mixed bits, as signed integers: products of int64 wrap.
 _HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 
@@ -99,6 +99,7 @@ class CallMask:
     sizes: dict[str, int]
     """Values of the predicate's n<i>."""
     dropout: Dropout | None
+    """Dropout of the call, None without."""
     score: str
     """Text of the score function, "" for none."""
     heads: list[Tensor]
@@ -106,7 +107,9 @@ class CallMask:
     tables: list[Tensor]
     """Tables that the score function indexes."""
     device: torch.device
+    """Device of the call."""
     batch: int
+    """Batch size."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
@@ -172,6 +175,7 @@ class CallMask:
         return KernelArgs(scale, causal, allowed, bias, kept, self._score_program(block), rate)
 
     def _masked_pairs(self) -> PairTexts:
+        """Return the texts and values for a fused kernel."""
         rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
         return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 

@@ -55,7 +55,9 @@ class PackedRows:
     """The queries or keys of a call on its device, with the rows of all batch entries concatenated."""
 
     table: Tensor
+    """`SequenceSide.table` on the device."""
     side: SequenceSide
+    """Sequences of this side, on the host."""
     size: int
     """Number of all rows, including rows that belong to no sequence."""
 
@@ -113,7 +115,9 @@ class PackedSequences(NamedTuple):
     """The queries and keys of a PACKED call."""
 
     queries: PackedRows
+    """Query rows."""
     keys: PackedRows
+    """Key rows."""
 
     @staticmethod
     def of(call: PackedCall, batch: int, device: torch.device, alone: bool) -> PackedSequences:

@@ -82,7 +82,7 @@ class _EvenChunks(NamedTuple):
 
     @property
     def min_rank_work(self) -> float:
-        """Return a lower bound of the busiest rank's share of the work: that of the heaviest chunk."""
+        """Return a lower bound of the busiest rank's share of the work: the share of the heaviest chunk."""
         total = self.works.sum()
         return float(self.works.max() / total) if total else 0.0
 
@@ -107,6 +107,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     """
 
     def cut(chunks: int) -> _EvenChunks:
+        """Cut each rank's rows into this number of chunks."""
         sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
         edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
@@ -145,6 +146,7 @@ def _chunk_counts(most: int) -> Iterator[int]:
 
 
 def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
+    """Return the order of these chunks and its imbalance."""
     owners = _assign_owners(cut, n)
     edges = cut.edges
     order = np.lexsort((edges[:-1], owners))

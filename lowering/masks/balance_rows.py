@@ -58,6 +58,7 @@ def balance_rows(
     plans = [plan_blocks(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
 
     def work(rows: Sequence[int]) -> list[int]:
+        """Return the weighted number of pairs before each position."""
         parts = [[weight * pairs for pairs in count_pairs_before(one, rows)] for one, weight in zip(plans, weights)]
         return [sum(column) for column in zip([0] * len(rows), *parts)]  # zero without attention
 

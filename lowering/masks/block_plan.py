@@ -192,8 +192,7 @@ class _Planner:
     def packed_calls(self, every: Iterator[Block]) -> tuple[Block, ...]:
         """Return bands instead of masks at window edges or many blocks: one per pair of index ranges.
 
-        The number of a window's blocks grows with the length; only as many are created as are needed to detect a
-        window.
+        The number of a window's blocks grows with the length; only enough blocks to detect a window are created.
         """
         seen = list[Block]()
         for block in every:
@@ -203,7 +202,7 @@ class _Planner:
         return tuple(seen)
 
     def band_blocks(self) -> tuple[Block, ...] | None:
-        """Return one block per run of queries and keys; None if a tile has pairs that only the predicate determines."""
+        """Return one block per run of queries and keys; None if a tile has undetermined pairs."""
         tiles = self._nonempty_tiles()
         if tiles is None:
             return None
@@ -216,7 +215,7 @@ class _Planner:
         return tuple(map(block_of, runs))
 
     def _covers_all(self, run: AttendedRun) -> bool:
-        """Return True if the run has all rows: a constant shape, for which shape-specific kernels are efficient."""
+        """Return True if the run has all rows, a constant shape that suits shape-specific kernels."""
         return (run.q, run.k) == (valid_extent(self._q_rows), valid_extent(self._k_rows))
 
     def _nonempty_tiles(self) -> list[CellPair] | None:
@@ -271,7 +270,7 @@ class _Planner:
         return found
 
     def _merge_tiles(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
-        """Yield the blocks of all tiles; merge adjacent small tiles into one masked block to save kernel calls."""
+        """Yield the blocks of all tiles; merge adjacent small tiles into one masked block to save calls."""
         groups, ends = list[list[tuple[CellPair, Blocks]]](), [high for _, high in self._between]
         for part in parts:
             if groups and _can_merge(groups[-1][0][0], groups[-1][-1][0], part[0], ends):
@@ -370,7 +369,7 @@ class _Planner:
             yield q[0] + index - shift - first
 
     def _best_cut(self, q: Range, k: Range, left: tuple[str, ...]) -> int | None:
-        """Return the row at which to cut a tile if its mask is too large or its halves have less work, else None."""
+        """Return the row at which to cut a tile: its mask is too large, or its halves have less work."""
         if q[1] - q[0] < 2 or not any(is_query_symbol(name) for c in left for name in language.predicate_symbols(c)):
             return None
         cut = self._middle_cut(q)

@@ -21,10 +21,15 @@ class Kind(Enum):
     """Kind of a block: the form of its mask."""
 
     FULL = "full"
+    """All pairs attend."""
     CAUSAL = "causal"
+    """Square; the i-th query attends to the first i + 1 keys."""
     BAND = "band"
+    """The pairs of a window attend."""
     PACKED = "packed"
+    """A call for packed sequences."""
     MASKED = "masked"
+    """Conditions are evaluated for each pair."""
 
 
 class Window(NamedTuple):
@@ -45,10 +50,9 @@ FULL_WINDOW, CAUSAL_WINDOW, SELF_WINDOW = Window(), Window(None, 0), Window(0, 0
 class Block(NamedTuple):
     """A block of local query rows x local key rows.
 
-    FULL: all pairs attend. CAUSAL: square, the i-th query attends to the first i + 1 keys. BAND: the pairs of a window,
-    in
-    which every query has a key and every key a query. MASKED: any other case. The pairs attend for which all
-    ``conditions`` hold; those of a BAND are determined by its window.
+    The pairs attend for which all ``conditions`` hold; the window determines the pairs of a BAND, in which every query
+    has
+    a key and every key a query.
     """
 
     q_off: int
@@ -60,9 +64,11 @@ class Block(NamedTuple):
     k_len: int
     """Number of key rows."""
     kind: Kind
+    """Form of the mask."""
     conditions: tuple[str, ...] = ()
     """Predicates that must be evaluated for each pair."""
     window: Window = FULL_WINDOW
+    """Window of a BAND."""
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -84,11 +90,13 @@ class PackedCall(NamedTuple):
     """
 
     window: Window
+    """Window of all sequences."""
     queries: tuple[int, ...]
     """Boundaries of the sequences' query rows."""
     keys: tuple[int, ...]
     """Boundaries of the sequences' key rows."""
     kind: Kind = Kind.PACKED
+    """Always PACKED."""
 
     @property
     def query_rows(self) -> tuple[int, int]:
@@ -143,6 +151,7 @@ class AttendedRun(NamedTuple):
     k: Range
     """Key rows."""
     window: Window
+    """Window of the queries."""
 
     def can_use_window(self, window: Window) -> bool:
         """Return True if the same pairs attend in another window that kernels support (`supports_window`)."""
@@ -276,7 +285,7 @@ def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
     own: dict[Window, list[AttendedRun]] = {}
     for run in runs:
         own.setdefault(run.window, []).append(run)
-    windows = sorted(own, key=lambda window: window.count(None))  # the widest last
+    windows = sorted(own, key=lambda window: window.count(None))  # the widest windows last
     narrowest: dict[Window, list[AttendedRun]] = {window: [] for window in windows}
     for run in runs:
         narrowest[next(window for window in windows if run.can_use_window(window))].append(run)
@@ -296,6 +305,7 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 
 def _group_calls(of: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
+    """Return the packed calls of the runs of each window."""
     return [merge_runs(runs, window) for window, alike in of.items() for runs in _chain_runs(alike)]
 
 
@@ -367,6 +377,7 @@ def _count_reached(queries: int, keys: int, distance: int) -> int:
     """Count the pairs whose key index is at most the query index plus ``distance``."""
 
     def below(stop: int) -> int:  # the sum over x < stop of x, clamped to [0, keys]
+        """Return the sum over x < stop of x, clamped to [0, keys]."""
         every = max(stop - keys, 0)
         return (max(stop, 0) - every) * (min(max(stop, 0), keys) - 1) // 2 + every * keys
 

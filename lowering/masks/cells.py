@@ -77,14 +77,19 @@ class _ConditionSide(NamedTuple):
     """One side of a linear condition in every cell."""
 
     lows: Ints
+    """Lower bound in the cell."""
     highs: Ints
+    """Upper bound in the cell."""
     firsts: Ints
     """Value at the first row, where it is known."""
     slopes: Ints
+    """Step from each row to the next."""
     known: Flags
+    """Whether the value is exactly a line."""
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
+    """Return the sum of the terms in every cell."""
     zeros = np.zeros_like(cells.offsets)
     lows, highs, slopes = zeros, zeros, zeros
     for name, factor in terms:
@@ -210,6 +215,7 @@ class CellGrid:
         return (zero, ~never) if one.relation == "==" else (never, ~zero)
 
     def _join_pairs(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
+        """Join the pairs of cells that meet into tiles, sorted by queries."""
         bands, unsure = self._bands(rows, keys, left), left.T.tolist()
         lows = self._k.offsets[keys]
         stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
@@ -285,5 +291,6 @@ def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _has_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
+    """Return the parts if they are few or long, else ()."""
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
     return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

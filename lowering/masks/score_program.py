@@ -53,9 +53,13 @@ class ProgramLine(NamedTuple):
     """
 
     name: str
+    """Name of the value."""
     op: Any
+    """The aten operator; None for a constant."""
     args: list[Any]
+    """Positional arguments."""
     kwargs: dict[str, Any]
+    """Keyword arguments."""
 
 
 class Name(str):
@@ -143,7 +147,7 @@ def call_text(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def typed_constant(value: float, dtype: torch.dtype) -> str:
-    """Return the text of a number that takes part in type promotion as a tensor of this dtype."""
+    """Return the text of a number that is promoted as a tensor of this dtype."""
     return f"constant({_format_argument(value)}, {dtype})"
 
 
@@ -225,7 +229,7 @@ def run_program(
     Returns:
         The modified scores, in the dtype and shape of ``score``.
     """
-    # A 0-dim tensor would not take part in type promotion with larger tensors, as it does with a single score.
+    # A 0-dim tensor would not promote larger tensors, although it promotes a single score.
     ones = (1,) * score.ndim
     known = {name: x.reshape(ones) if not x.ndim else x for name, x in values.items()} | {"s": score}
 
