@@ -1,7 +1,7 @@
 """Compute attention of local queries over local keys: the opaque operators attend and attend_backward.
 
-They read the rank and the vectors at run time, so their Python bodies can skip blocks, while the graph that contains
-them is equal on every rank. One operator call runs the kernels of all blocks and merges their results.
+They read the rank and the vectors at run time, so their Python bodies can skip blocks. The graph that contains them is
+equal on every rank. One operator call runs the kernels of all blocks and merges their results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -149,8 +149,7 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     """Yield the calls in strips of the same queries, cut where a kernel would create too large tensors.
 
     If masks would be tensors and a fused kernel supports their texts, there is one call. If scores may hold fills, all
-    keys
-    of a query are in one block.
+    keys of a query are in one block.
     """
     kernels = PlanRunner(q, v, masking, mask_grad)
     calls, found = kernels.calls()
@@ -279,8 +278,7 @@ def _backward_workspace(
 
     First a kernel has its workspace and its results; then these are cast, or copied to the tensor that is sent. The
     gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of
-    the
-    queries, and adds to existing results.
+    the queries, and adds to existing results.
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
@@ -307,8 +305,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     """Compute the softmax average of local queries over local keys.
 
     The mask has the rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by
-    a
-    hash of ``seed``, batch, head, query and key.
+    a hash of ``seed``, batch, head, query and key.
 
     Args:
         q: (B, Hq, Sq, D), any strides.
@@ -362,14 +359,12 @@ def attend_backward(
             mask_grad: Whether the mask or the tables need a gradient.
             after: As for ``attend``.
             packed: "" or the layout in which dk and dv are sent. They are one tensor (B, Hkv, Sk, D + E) in place of
-                dk,
-                and dv is empty (0,). "last": contiguous. "rows": the dim of the keys is outermost in memory. "stack":
-                (2, B, Hkv, Sk, D), for equal widths.
+                dk, and dv is empty (0,). "last": contiguous. "rows": the dim of the keys is outermost in memory.
+                "stack": (2, B, Hkv, Sk, D), for equal widths.
 
     Returns:
         dq, dk, dv with the shapes of q, k, v, heads after the sequence in memory. dmask with the shape of the mask, or
-        the
-        gradients of all floating-point tables, concatenated and flat; (0,) without ``mask_grad``. Float32 for half
+        the gradients of all floating-point tables, concatenated and flat; (0,) without ``mask_grad``. Float32 for half
         types.
 
     Bytes: none.

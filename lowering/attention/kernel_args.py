@@ -231,10 +231,8 @@ def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 without copies.
 
     Each row is read once for every few rows of the other side, and contiguous rows are read faster. From 512 rows on
-    both
-    sides on this saves 1 to 15 % of the kernel's time (float32 and float64; no gain for half types, which the kernel
-    packs
-    itself), and a copy costs less than 1 %.
+    both sides on this saves 1 to 15 % of the kernel's time (float32 and float64; no gain for half types, which the
+    kernel packs itself), and a copy costs less than 1 %.
     """
     apart = [x for x in (q, k, v) if not x.is_contiguous()]
     many = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _LARGE_ROWS

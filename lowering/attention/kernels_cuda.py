@@ -1,6 +1,6 @@
 """Call PyTorch's CUDA attention kernels: cuDNN, FlashAttention and memory-efficient attention.
 
-Measured on one H100, torch 2.11, bfloat16, 8192 queries and keys, 32 query heads and 8 key heads of width 128, in
+Measured on one H100 with torch 2.11 in bfloat16: 8192 queries and keys, 32 query heads and 8 key heads of width 128.
 TFLOP/s of full and of causal blocks:
 
                forward    backward
@@ -166,8 +166,7 @@ def supports_efficient_window(window: Window, square: bool) -> bool:
     """Return True if efficient attention supports the window in forward and backward.
 
     Its backward (of torch 2.13; fixed later) counts a window from the first query and key, its forward from the last
-    ones.
-    They agree if the numbers of queries and keys are equal.
+    ones. They agree if the numbers of queries and keys are equal.
     """
     return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and square)
 

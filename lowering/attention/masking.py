@@ -1,8 +1,8 @@
 """Build the masks of attention blocks from an operator's arguments, for local queries and keys.
 
-Dropout keeps weights by a hash of their global position, not by a stream of random numbers. The backward therefore
-computes the mask again instead of saving it, and every partition of a sequence or its heads over ranks and blocks drops
-the same weights.
+Dropout selects weights by a hash of their global position, not by a stream of random numbers. The backward therefore
+computes the mask again instead of saving it. Every partition of a sequence or its heads over ranks and blocks drops the
+same weights.
 """
 
 from dataclasses import dataclass

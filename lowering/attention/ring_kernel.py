@@ -6,9 +6,10 @@ Liu et al. 2023, arXiv:2310.01889.
     merge           by log-sum-exp, into one accumulator in float32
     backward        keys rotate again (see ``sp::pack``); their gradients follow, or return in one exchange
 
-Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
-blocks) or one all-to-all of the same number of bytes ("scatter", which stores all R parts). Each step decides at run
-time which of its blocks are needed (causal, zigzag, windows, documents), so every rank has the same graph.
+The forward shifts packed K and V R - 1 times, the backward again. dK and dV are either shifted R times, overlapped with
+the blocks ("travel"), or returned in one all-to-all of the same number of bytes ("scatter", which stores all R parts).
+Each step decides at run time which of its blocks are needed (causal, zigzag, windows, documents), so every rank has the
+same graph.
 """
 
 from __future__ import annotations

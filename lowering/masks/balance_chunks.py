@@ -91,8 +91,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
     """Assign positions to n ranks in chunks.
 
     Tries increasing numbers of chunks per rank until the busiest rank has at most BALANCE_TOLERANCE times the mean
-    work;
-    otherwise uses the best order.
+    work; otherwise uses the best order.
 
     Args:
         work: A function that returns the work before positions.

@@ -204,8 +204,7 @@ def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> l
 
     Returns:
         Tables as of ``sp::pieces``, on the CPU: of the positions in the order, of each vector, and of each vector
-        permuted
-        to the order.
+        permuted to the order.
 
     Bytes: none. Synchronizes once if vectors are on the device.
     """

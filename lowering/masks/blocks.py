@@ -51,8 +51,7 @@ class Block(NamedTuple):
     """A block of local query rows x local key rows.
 
     The pairs attend for which all ``conditions`` hold; the window determines the pairs of a BAND, in which every query
-    has
-    a key and every key a query.
+    has a key and every key a query.
     """
 
     q_off: int
@@ -85,8 +84,7 @@ class PackedCall(NamedTuple):
     """Arguments (cu_seqlens) of one kernel call for packed sequences with one window.
 
     The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]) within the window. Rows between
-    two
-    sequences are sequences of their own that have only queries or only keys.
+    two sequences are sequences of their own that have only queries or only keys.
     """
 
     window: Window
@@ -124,9 +122,8 @@ class BlockPlan:
     """Kernel calls of one attention: one per block, or packed calls and one per other block.
 
     Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
-    work
-    with every kernel: none is a BAND. Blocks with the same ``q_off`` are consecutive and have the same ``q_len``; other
-    blocks share no query, except for keys after padding. ``packed`` and ``others`` are for kernels that support
+    work with every kernel: none is a BAND. Blocks with the same ``q_off`` are consecutive and have the same ``q_len``;
+    other blocks share no query, except for keys after padding. ``packed`` and ``others`` are for kernels that support
     windows.
     """
 

@@ -154,8 +154,7 @@ class CellGrid:
         """Return tiles, sorted by queries, that contain each attendable pair once.
 
         Queries that meet one key cell form a tile with it. Adjacent queries that meet several form one tile together,
-        with all
-        keys between the first and the last of these, in which every condition remains.
+        with all keys between the first and the last of these, in which every condition remains.
 
         Returns:
             The tiles; None if cells meet too many others.

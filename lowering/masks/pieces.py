@@ -211,8 +211,7 @@ def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
     """Return, for each piece but the last, whether its last position fits the next piece's line better.
 
     It does if it is on that line and the next piece is then the longer one. The number of a one-token document is on a
-    line
-    with the first position of the next document, to which it does not belong.
+    line with the first position of the next document, to which it does not belong.
     """
     spans = ends - starts
     here, there = ends[:-1], starts[1:]

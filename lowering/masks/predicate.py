@@ -80,8 +80,8 @@ def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
 def _split_relation(expr: Any) -> tuple[Any, Any]:
     """Split a relation into query terms on the left and other terms on the right, without fractions.
 
-    Each symbol of a linear condition then occurs once, which makes intervals exact, and the only tensor operation of
-    the size of a block is the comparison of a column with a row.
+    Each symbol of a linear condition then occurs once, so intervals are exact. The only tensor operation of the size of
+    a block is the comparison of a column with a row.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
@@ -403,8 +403,7 @@ def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
     """Return True if all pairs of the box may attend, False if none may, None if unknown.
 
     Exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on q
-    - k;
-    otherwise the result may be None instead of True or False.
+    - k; otherwise the result may be None instead of True or False.
 
     Args:
         text: The predicate.

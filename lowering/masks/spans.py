@@ -1,11 +1,11 @@
 """Describe the rows of a sequence that a local tensor contains.
 
 A span is six ints [n, folds, stride, shift, start, length]. With L local rows on a rank, r = (rank // stride
-- shift) mod n and chunk = L // folds: fold 0 has the positions [r * chunk, (r + 1) * chunk) and fold 1
-(zigzag, folds == 2) the positions [(2n - 1 - r) * chunk, (2n - r) * chunk). A row's index is its position
+- shift) mod n and chunk = L // folds. Fold 0 has the positions [r * chunk, (r + 1) * chunk). Fold 1
+(zigzag, folds == 2) has the positions [(2n - 1 - r) * chunk, (2n - r) * chunk). A row's index is its position
 minus ``start``; rows whose index is outside [0, length) are padding.
 
-Negative folds: the concatenated second chunks of the zigzag shards of -folds ranks, that is, the last chunk of the
+Negative folds: the concatenated second chunks of the zigzag shards of -folds ranks. These are the last chunk of the
 sequence, the one before it, and so on to the middle.
 """
 
