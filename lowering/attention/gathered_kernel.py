@@ -45,7 +45,17 @@ class GatheredKeys(NamedTuple):
     """None, or the order in which ranks store keys, and its inverse (see ``sp::deal``)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return the output and log-sum-exps of local queries over all keys."""
+        """Return the output and log-sum-exps of local queries over all keys.
+
+        Args:
+            q: (B, H, s, D), any floating dtype.
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+
+        Returns:
+            out (B, H, s, E) and lse (B, H, s).
+        """
         found: tuple[Tensor, Tensor] | None = None
         for keys, values, where in self._gather_parts(k, v, args, torch.cat):
             block = args.attend(q, keys, values, where)

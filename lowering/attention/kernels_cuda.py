@@ -61,7 +61,7 @@ def _unused_rng_state(q: Tensor) -> Tensor:
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
+    """Run cuDNN's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q). Shapes: see ``kernel_args.py``."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, case.causal, False, scale=case.scale
     )
@@ -71,7 +71,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Te
 def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
 ) -> Gradients:
-    """Run cuDNN's backward; return dq, dk, dv and None."""
+    """Run cuDNN's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     lse = finite_lse(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
@@ -141,7 +141,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Te
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
 ) -> Gradients:
-    """Run FlashAttention's backward; return dq, dk, dv and None."""
+    """Run FlashAttention's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     rows = _FlashRows.of(q, k, case)
     grad, query, key, value, out = rows.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
     lse, unused = finite_lse(lse), _unused_rng_state(q)

@@ -227,7 +227,13 @@ class CallMask:
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
-        """Add the gradient ``part`` of the block's mask to the gradient ``total`` of the mask in place."""
+        """Add the gradient of a block's mask to the gradient of the mask in place.
+
+        Args:
+            total: The gradient of the mask, in the shape of the mask.
+            part: The gradient of the block's mask.
+            block: The block.
+        """
         rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
         if total.shape[3] == 1:
             rows += part

@@ -217,7 +217,13 @@ class SoftmaxAccumulator:
         self._written = WrittenRows()
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
-        """Merge ``out`` and its ``lse`` into the rows (offset, length)."""
+        """Merge a part into the accumulator.
+
+        Args:
+            out: (B, H, length, width).
+            lse: (B, H, length).
+            rows: The query rows of the part, (offset, length).
+        """
         parts, whole = self._written.add(rows), (0, self._shape[2])
         if rows == whole and self._total is None:
             self._total = out, lse

@@ -26,7 +26,7 @@ from sp_compile.lowering.masks.blocks import AttendedRun, PackedCall, merge_runs
 from sp_compile.lowering.masks.pieces import Ints
 
 MAX_CALLS = 3
-"""The maximum number of calls of one attention."""
+"""The usual maximum number of calls of one attention; see `split_by_length`."""
 MIN_SAVING, MAX_PADDING = 2, 8
 """Minimum ratio of allocated to used rows for a further call, below and from MAX_CALLS calls on."""
 UNSPLIT_BYTES = 64 << 20

@@ -68,7 +68,17 @@ class RingKeys(NamedTuple):
         return routes.shift_route(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
-        """Return the output and log-sum-exps of local queries over the keys of all steps."""
+        """Return the output and log-sum-exps of local queries over the keys of all steps.
+
+        Args:
+            q: (B, H, s, D), any floating dtype.
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+
+        Returns:
+            out (B, H, s, E) and lse (B, H, s).
+        """
         out = lse = done = None
         for keys, values, where, coming in self._ring_steps(k, v, torch.cat):
             block = args.attend(q, keys, values, where, _drop_none(coming, done))
@@ -154,7 +164,13 @@ def _pack_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
 
 
 def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a stacked or concatenated tensor into views of keys and values, for any number of rows."""
+    """Split a packed tensor into views of keys and values, for any number of rows.
+
+    Args:
+        both: (2, B, Hkv, S, D) or (B, Hkv, S, D + E).
+        k: A tensor with the width of keys.
+        v: A tensor with the width of values.
+    """
     keys, values = both.unbind(0) if both.ndim > k.ndim else both.split([k.shape[3], v.shape[3]], 3)
     return keys, values
 

@@ -47,7 +47,16 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
-    """Exchange the result back: (B, H / ranks, ranks * s, E) to (B, H, s, E)."""
+    """Exchange the result's heads back for this rank's rows.
+
+    Args:
+        out: (B, H / ranks, ranks * s, E).
+        args: Arguments of the sharded operator.
+        ranks: The number of neighboring ranks that split the heads.
+
+    Returns:
+        (B, H, s, E).
+    """
     rows, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
     group = routes.neighborhood_route(args.group, ranks)
     return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, group)[0]

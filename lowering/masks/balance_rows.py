@@ -119,7 +119,13 @@ def _merge_continued(table: Ints) -> Ints:
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
-    """Return fake tensors (order, inverse, chunks), from which all derived shapes follow."""
+    """Return fake tensors (order, inverse, chunks), from which all derived shapes follow.
+
+    Args:
+        length: The number of positions.
+        n: The number of ranks.
+        device: The device of the orders; chunks are on the CPU.
+    """
     orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
     return [*orders, torch.empty([2, max_chunk_count(n)], dtype=torch.int64, device="cpu")]
 

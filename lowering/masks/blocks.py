@@ -198,9 +198,13 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
 def supports_window(window: Window, queries: int, keys: int) -> bool:
     """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    It counts from the last key, and clips the right side to ``keys``. The first queries of more queries than keys then
-    see
-    too few keys, or, without a left limit, too many.
+    FlashAttention counts from the last key, and clips the right side to ``keys``. The first queries of more queries
+    than keys then see too few keys, or, without a left limit, too many.
+
+    Args:
+        window: The window.
+        queries: The number of queries.
+        keys: The number of keys, at most queries - 2.
     """
     left, right = window
     if left is not None:
@@ -209,7 +213,10 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
-    """Split off the queries that see all keys; the remaining causal run can share a call with others."""
+    """Split off the queries that see all keys.
+
+    The remaining run is causal, and can share a call with others.
+    """
     left, right = run.window
     if left is not None or not right:
         return [run]

@@ -174,7 +174,13 @@ def _html_table(values: Ints) -> Tensor:
 
 
 def pad_table(found: Ints, batch: int, length: int) -> Tensor:
-    """Return the table of ``sp::pieces`` from starts, lows, highs and slopes (4, pieces)."""
+    """Return the table of ``sp::pieces`` from pieces.
+
+    Args:
+        found: Starts, lows, highs and slopes, int64 (4, pieces).
+        batch: The number of batch entries.
+        length: The number of positions.
+    """
     words = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
     if found.size:
         found = _coarsen(found, length)

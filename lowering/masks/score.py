@@ -138,7 +138,13 @@ def score_vjp(
 
 
 def score_slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """Return the derivative of the modified scores by the scaled ones, which broadcasts to the scores."""
+    """Return the derivative of the modified scores by the scaled ones, which broadcasts to the scores.
+
+    Args:
+        text: The score function, an expression.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other symbols.
+    """
     return _evaluate_expr(_derivative(text), {**values, "s": score}, score)
 
 

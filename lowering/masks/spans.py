@@ -69,7 +69,13 @@ def shard_span(frame: FrameArg, n: int, stride: int = 1, shift: int = 0) -> Span
 
 
 def local_valid_rows(span: Sequence[int], local_length: int, group: str) -> Rows:
-    """Return the valid rows of this rank of ``group``, whose rank is read only if the sequence is sharded."""
+    """Return the valid rows of this rank.
+
+    Args:
+        span: The span of the tensor.
+        local_length: The number of local rows.
+        group: The process group, whose rank is read only if the sequence is sharded.
+    """
     n, _, stride, *_ = (int(x) for x in span)
     return span_rows(span, local_length, current_communicator().rank(group) // stride if n > 1 else 0)
 
@@ -136,7 +142,15 @@ def row_indices(rows: Rows, low: int, high: int, device: torch.device) -> Tensor
 
 
 def take_rows(x: Tensor, dim: int, rows: Rows, low: int, high: int) -> Tensor:
-    """Return the entries of an unsharded x for the local rows [low, high); a view if they are contiguous."""
+    """Return the entries of an unsharded x for some local rows; a view if they are contiguous.
+
+    Args:
+        x: An unsharded tensor, indexed by the rows' indices.
+        dim: The dim of the sequence.
+        rows: The valid local rows.
+        low: The first local row.
+        high: The end of the local rows, exclusive.
+    """
     parts = [x.narrow(dim, a, b + 1 - a) for a, b in index_intervals(rows, low, high)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
