@@ -1,3 +1,3 @@
-"""Attention over shards: blocks, masks, and the ways round the ranks."""
+"""Attention over sequence shards: operators, block kernels, masks and key exchange."""
 
-from . import attend, attention_flops, attention_ops, masked_attention  # noqa: F401  (registers the operators, and what they compute)
+from . import attend, attention_flops, attention_ops, masked_attention  # noqa: F401  (registers the operators)

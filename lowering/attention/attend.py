@@ -1,7 +1,7 @@
-"""Attention of local queries to local keys, forward and backward: two operators that stay opaque in a graph.
+"""Compute attention of local queries over local keys: the opaque operators attend and attend_backward.
 
-They read the rank and their vectors when they run, so that their Python bodies may skip blocks; a graph that holds them
-is the same on every rank. One operator call is the kernel calls of its blocks, and their results put together.
+They read the rank and the vectors at run time, so their Python bodies can skip blocks. The graph that contains them is
+equal on every rank. One operator call runs the kernels of all blocks and merges their results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,22 +30,31 @@ from .packed import split_by_length
 from .ring_kernel import split_keys_values
 
 CPU_SCORES, GPU_SCORES = 1 << 20, 1 << 26
-"""The most scores, or elements of a mask that is data, for which one kernel call makes tensors. A CPU is
-fastest while they stay in its cache."""
+"""The maximum number of scores, or of tensor mask elements, that one kernel call materializes.
+
+A CPU is fastest while they fit its cache.
+"""
 GPU_BIAS = 4 * GPU_SCORES
-"""The most elements of a bias, or of its gradient, that one kernel call gets or gives: it has one such tensor of q's
-dtype at a time, dense arithmetic four of float32. Each call writes the gradients of all its keys."""
+"""The maximum number of elements of a bias, or of its gradient, in one kernel call.
+
+A kernel with a bias has one such tensor of q's dtype at a time; dense arithmetic has four in float32. Each call writes
+the gradients of all its keys.
+"""
 
 QueryStrip = list[tuple[Block | PackedCall, Kernel]]
-"""Blocks with the same queries, and what runs them."""
+"""Blocks with the same queries, and their kernels."""
 AttendBody = TypeVar("AttendBody", bound=Callable[..., tuple[Tensor, ...]])
 
 
 def _retry_without_fused(body: AttendBody) -> AttendBody:
-    """Where a fused kernel cannot be compiled the others take its place: the table leaves it out from then on."""
+    """Run the body again with other kernels if a fused kernel cannot be compiled.
+
+    The table excludes the fused kernel from then on.
+    """
 
     @wraps(body)
     def run(*args: Any) -> tuple[Tensor, ...]:
+        """Run the body, at most twice."""
         try:
             return body(*args)
         except CannotCompileError:
@@ -55,6 +64,7 @@ def _retry_without_fused(body: AttendBody) -> AttendBody:
 
 
 def _grad_shape(args: LocalArgs, wanted: bool) -> Sequence[int]:
+    """Return the shape of dmask: that of the mask, (number of table elements,), or (0,)."""
     if not wanted:
         return (0,)
     return (args.num_learned(),) if args.mask is None else args.mask.shape
@@ -64,22 +74,43 @@ def _kernel_key(
     device: torch.device, q: Tensor, v: Tensor, kind: Kind, rows: int, mask: Tensor | None, mask_grad: bool,
     dropout: bool, score: bool,
 ) -> KernelKey:  # fmt: skip
-    """What decides the kernel of a block. kind: as the predicate has it. mask: data, bool or added to the scores."""
+    """Return the key that selects the kernel of a block.
+
+    Args:
+        device: The device of the call.
+        q: The queries.
+        v: The values.
+        kind: The kind by the predicate alone.
+        rows: The smaller number of rows, of queries and keys.
+        mask: A tensor mask, bool or additive.
+        mask_grad: Whether the mask needs a gradient.
+        dropout: Whether there is dropout.
+        score: Whether there is a score function.
+    """
     bias = None if mask is None or mask.dtype == torch.bool else mask.dtype
     kind = kind if mask is None or bias is not None else Kind.MASKED
     return KernelKey(device, q.dtype, kind, max(q.shape[3], v.shape[3]), rows, dropout, score, bias, mask_grad)
 
 
 class PlanRunner:
-    """What runs the calls and the blocks of a plan."""
+    """Kernel selection for the calls and blocks of a plan."""
 
     def __init__(self, q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> None:
+        """Store the properties of the call that select kernels."""
         dropout, score = masking.dropout is not None, bool(masking.score)
         self._need = _kernel_key(q.device, q, v, Kind.FULL, 0, masking.mask, mask_grad, dropout, score)
         self._plan, self._data, self._rows, self._batch = masking.plan, masking.mask is not None, q.shape[2], q.shape[0]
         self._row_bytes = q.shape[1] * self._need.head_dim * q.element_size()
 
     def of(self, kind: Kind, rows: int, window: Window = FULL_WINDOW, square: bool = False) -> Kernel:
+        """Return the kernel of a block of this kind.
+
+        Args:
+            kind: The kind by the predicate alone.
+            rows: The smaller number of rows, of queries and keys.
+            window: The window of a BAND or PACKED call.
+            square: Whether the block, or each of its sequences, has the same number of queries and keys.
+        """
         if self._need.kind is Kind.MASKED:
             kind = Kind.MASKED
         return kernel_for(self._need._replace(kind=kind, rows=rows, window=window, square=square))
@@ -91,7 +122,10 @@ class PlanRunner:
         return self.of(call.kind, min(queries, keys), call.window, queries == keys)
 
     def calls(self) -> tuple[list[tuple[PackedCall, Kernel]], list[tuple[Block, Kernel]]]:
-        """Those for many sequences, and all others. Blocks alone, if a kernel does not know a window that there is."""
+        """Return the packed calls and the other blocks, with their kernels.
+
+        If a kernel does not support a window of the plan, all calls are blocks.
+        """
         packed, others = self._plan.packed, self._plan.others
         if not self._data and not self.of(Kind.PACKED, self._rows).supports_masks:
             calls = [(call, self._from_call(call)) for call in packed]
@@ -104,7 +138,7 @@ class PlanRunner:
     def _split_by_length(
         self, calls: list[tuple[PackedCall, Kernel]], besides: int
     ) -> Iterator[tuple[PackedCall, Kernel]]:
-        """As `split_by_length` has them, if their kernel wants that."""
+        """Split the calls by sequence length if their kernel pads sequences."""
         for kernel, alike in groupby(calls, key=lambda pair: pair[1]):
             same = tuple(call for call, _ in alike)
             row_bytes = self._row_bytes if kernel.pads else None
@@ -112,10 +146,10 @@ class PlanRunner:
 
 
 def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> Iterator[QueryStrip]:
-    """The calls in groups of the same queries, cut where a kernel would make too large tensors.
+    """Yield the calls in strips of the same queries, cut where a kernel would create too large tensors.
 
-    If tensors would have to tell which pairs of a block attend, and a fused kernel may read that, it is one call.
-    Where scores may hold fills, queries have all of their keys in one.
+    If masks would be tensors and a fused kernel supports their texts, there is one call. If scores may hold fills, all
+    keys of a query are in one block.
     """
     kernels = PlanRunner(q, v, masking, mask_grad)
     calls, found = kernels.calls()
@@ -132,7 +166,7 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
         together = list(same)
         whole: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
         if whole:
-            yield whole  # a part of a causal block is masked
+            yield whole  # a part of a causal block would be masked
         strip = [pair for pair in together if pair[1].supports_masks]
         if not strip:
             continue
@@ -145,7 +179,7 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
 def _merge_same_queries(
     found: Sequence[tuple[Block, Kernel]], predicate: str, kernels: PlanRunner
 ) -> Iterator[tuple[Block, Kernel]]:
-    """One block for all of the same queries."""
+    """Merge blocks with the same queries into one MASKED block."""
     for _, same in groupby(found, key=lambda pair: pair[0].query_rows):
         blocks = [block for block, _ in same]
         first, low = blocks[0], min(block.k_off for block in blocks)
@@ -155,7 +189,7 @@ def _merge_same_queries(
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:
-    """The most query rows of one call."""
+    """Return the maximum number of query rows of one call."""
     if kernel.dense or mask_grad:
         tensors = q.shape[0] * q.shape[1]
     elif masking.mask is not None:
@@ -168,7 +202,7 @@ def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block,
 
 
 def _slice_block_rows(block: Block, low: int, rows: int, kernel: Kernel) -> Block:
-    """The block's rows [low, low + rows), as far as there are any."""
+    """Return the rows [low, low + rows) of a block, clipped to its end."""
     if rows >= block.q_len:
         return block
     rows = min(rows, block.q_len - low)
@@ -184,7 +218,7 @@ def _block_operands(q: Tensor, k: Tensor, v: Tensor, block: Block | PackedCall) 
 
 
 def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
-    """(q * sign, sign, a scale above 0): PyTorch's causal kernel returns NaN for any other."""
+    """Return (q * sign, sign, positive scale): PyTorch's causal kernel returns NaN for other scales."""
     if scale > 0:
         return q, 1, scale
     sign = -1 if scale < 0 else 0
@@ -194,6 +228,7 @@ def _split_scale_sign(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    """Return empty results of ``attend_backward``."""
     args, (mask_grad, *others) = LocalArgs.of(rest)
     dtype = accumulation_dtype(q.dtype)
     dmask = q.new_empty(_grad_shape(args, mask_grad), dtype=dtype)
@@ -201,7 +236,7 @@ def _fake_backward(
 
 
 def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = "") -> tuple[Tensor, Tensor]:
-    """Where the gradients of keys and values are written: apart, or both in one, and nothing."""
+    """Create the buffers of dk and dv: separate, or one for both and an empty tensor."""
     if not packed:
         dk, dv = (empty_rows_first(x, dtype) for x in (k, v))
         return dk, dv
@@ -216,19 +251,19 @@ def _key_grad_buffers(k: Tensor, v: Tensor, dtype: torch.dtype, packed: str = ""
 
 
 def _score_bytes(q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool, tensors: int) -> int:
-    """Bytes of so many tensors of a strip's scores, where arithmetic on them is all that computes a call; or 0."""
+    """Return the bytes of ``tensors`` score tensors of a strip for a dense kernel; 0 for other kernels."""
     queries, keys = size_hint(q.shape[2]), size_hint(k.shape[2])
     device, of_scores = torch.device("cuda") if q.is_meta else q.device, (args.dropout_p > 0, bool(args.score))
     need = _kernel_key(device, q, v, Kind.FULL, min(queries, keys), args.mask, mask_grad, *of_scores)
     if not expected_kernel(need).dense:
         return 0
     most, heads = CPU_SCORES if device.type == "cpu" else GPU_SCORES, size_hint(q.shape[:2].numel())
-    tensors += score_text.num_saved_tensors(args.score) > 1  # what it keeps of a smaller strip
+    tensors += score_text.num_saved_tensors(args.score) > 1  # the intermediate scores of a smaller strip
     return tensors * min(most, heads * queries * keys) * accumulation_dtype(q.dtype).itemsize
 
 
 def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """Kernels have their workspace; then what they lay out, rows before heads, is copied."""
+    """Return the peak of the kernel's workspace and of the copy of its output, in bytes."""
     args, _ = LocalArgs.of(rest)
     workspace = _score_bytes(q, k, v, args, False, 4 if args.dropout_p else 3) or workspace
     rows = size_hint(q.shape[:3].numel())
@@ -239,10 +274,11 @@ def _forward_workspace(workspace: int, q: Tensor, k: Tensor, v: Tensor, *rest: A
 def _backward_workspace(
     workspace: int, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> int:
-    """Kernels have their workspace and what they give; then that is cast, or copied to what is sent.
+    """Return the peak memory of the backward, without its operands and results, in bytes.
 
-    A gradient of one kernel that is neither is a result as it lies. Of a zigzag shard kernels have half the queries
-    each, and add to results that are there.
+    First a kernel has its workspace and its results; then these are cast, or copied to the tensor that is sent. The
+    gradients of a single kernel without either are results without a copy. For a zigzag shard each kernel has half of
+    the queries, and adds to existing results.
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     workspace = _score_bytes(q, k, v, args, mask_grad, 6 if args.score else 5) or workspace
@@ -261,20 +297,28 @@ def _backward_workspace(
         q.new_empty([*q.shape[:3], v.shape[3]]),
         q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
     ),
-    replays=False,  # which kernels it calls, documents tell
+    replays=False,  # the kernel calls depend on the documents
     inside=_forward_workspace,
 )
 @_retry_without_fused
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Shard(queries), Shard(keys) -> Shard(queries): the softmax average over this rank's keys.
+    """Compute the softmax average of local queries over local keys.
 
-    Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, E), any strides, Hkv divides Hq -> out
-    (B, Hq, Sq, E) in q's dtype and lse (B, Hq, Sq), the log-sum-exp of the scaled masked scores in float32 or
-    float64, both contiguous; 0 and -inf where a query attends to nothing. Bytes: none. ``after`` only orders: what is
-    sent, or added up, before this block.
+    The mask has the rows of the local queries: (B | 1, Hq | 1, Sq | 1, global key length | 1). Dropout keeps weights by
+    a hash of ``seed``, batch, head, query and key.
 
-    The mask's rows are those of the local queries, (B | 1, Hq | 1, Sq | 1, whole key length | 1). Dropout keeps
-    weights by a hash of ``seed``, batch, head, query and key. All else: see ``LocalArgs``.
+    Args:
+        q: (B, Hq, Sq, D), any strides.
+        k: (B, Hkv, Sk, D), any strides. Hkv divides Hq.
+        v: (B, Hkv, Sk, E), any strides.
+        *rest: The fields of ``LocalArgs``, then ``after``, which only orders: tensors that are sent or accumulated
+            first.
+
+    Returns:
+        out (B, Hq, Sq, E) in q's dtype, and lse (B, Hq, Sq), the log-sum-exps of the scaled masked scores in float32 or
+        float64. Both are contiguous; 0 and -inf where a query attends to nothing.
+
+    Bytes: none.
     """
     args, _ = LocalArgs.of(rest)
     q, _, scale = _split_scale_sign(q, args.scale)
@@ -300,15 +344,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of ``attend`` over some of the keys, given ``out`` and ``lse`` over all of them.
+    """Compute the gradients of ``attend`` over some of the keys, from out and lse over all of them.
 
-    Shapes: grad and out (B, Hq, Sq, E), lse (B, Hq, Sq) -> dq, dk, dv as q, k, v, heads behind the sequence in
-    memory, and dmask as mask, or the gradients of all tables that are floats as one, flat (empty (0,) without
-    ``mask_grad``), in float32 for half types. The results of disjoint
-    sets of keys add up exactly. Bytes: none; ``after`` as above.
+    The results of disjoint sets of keys add up exactly.
 
-    packed: "" or how dk and dv are to be sent: as one, (B, Hkv, Sk, D + E), in the place of dk, and dv empty (0,).
-    "last": contiguous; "rows": the keys' dim is the outermost in memory. "stack": (2, B, Hkv, Sk, D), of one width.
+    Args:
+        grad: (B, Hq, Sq, E), the cotangent of out.
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, E).
+        out: (B, Hq, Sq, E), over all keys.
+        lse: (B, Hq, Sq), over all keys.
+        *rest: The fields of ``LocalArgs``, then:
+            mask_grad: Whether the mask or the tables need a gradient.
+            after: As for ``attend``.
+            packed: "" or the layout in which dk and dv are sent. They are one tensor (B, Hkv, Sk, D + E) in place of
+                dk, and dv is empty (0,). "last": contiguous. "rows": the dim of the keys is outermost in memory.
+                "stack": (2, B, Hkv, Sk, D), for equal widths.
+
+    Returns:
+        dq, dk, dv with the shapes of q, k, v, heads after the sequence in memory. dmask with the shape of the mask, or
+        the gradients of all floating-point tables, concatenated and flat; (0,) without ``mask_grad``. Float32 for half
+        types.
+
+    Bytes: none.
     """
     args, (mask_grad, *others) = LocalArgs.of(rest)
     q, sign, scale = _split_scale_sign(q, args.scale)

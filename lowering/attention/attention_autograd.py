@@ -1,4 +1,4 @@
-"""Attention as one differentiable step, whatever way its keys travel: what it keeps, and what it returns."""
+"""Define attention as one differentiable function for every way of exchanging keys."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ from .op_args import LocalArgs
 from .ring_kernel import RingKeys
 
 KeySource = GatheredKeys | RingKeys
-"""Where keys lie, and how they come to the queries.
+"""The source of keys and values, and their exchange.
 
-`forward` gives out and lse over all keys; `backward`, of the cotangent, out and lse, gives dq, dk, dv, and dmask, or
-the gradients of tables, if it is wanted.
+`forward` returns out and lse over all keys. `backward` takes (cotangent, out, lse) and returns dq, dk, dv, and dmask or
+the gradients of tables if they are required.
 """
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, keys: KeySource, sinks: Tensor | None = None, lse: bool = False
 ) -> Tensor:
-    """Attention of q (B, H, s, D) over all keys in q's dtype; keeps shards, it and its lse. No second derivatives.
+    """Compute attention of local queries over all keys; save only shards, the output and its log-sum-exps.
 
-    lse: the result is (B, H, s, E + 1), in float32 or wider, and the last of each row its log-sum-exp.
+    Second derivatives are not supported.
 
-    sinks: (H,), a logit of each head that takes its share of the weights and gives nothing. Given the result and the
-    lse with them, the gradients of q, k and v are those without.
+    Args:
+        q: (B, H, s, D), any floating dtype.
+        k: (B, Hkv, t, D).
+        v: (B, Hkv, t, E).
+        args: Mask, score and dropout arguments of the local queries.
+        keys: The source of keys and values.
+        sinks: (H,), a logit per head that takes a share of the weights and has no value. The gradients of q, k and v
+            need no further term, because out and lse include the sinks.
+        lse: Append each row's log-sum-exp.
+
+    Returns:
+        (B, H, s, E) in q's dtype; with ``lse`` (B, H, s, E + 1) in float32 or wider.
     """
     out, sums = _AttentionFunction.apply(args, keys, lse, q, k, v, sinks, *args.tensors())
     return torch.cat([out.to(sums.dtype), sums.unsqueeze(-1)], -1) if lse else out
@@ -49,6 +59,7 @@ class _AttentionFunction(Function):
         sinks: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Compute out and lse, and save shards."""
         out, lse = keys.forward(q, k, v, args.with_tensors(list(tensors)))
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -64,6 +75,7 @@ class _AttentionFunction(Function):
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, sinks, a mask and tables."""
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         wants_sinks, wants_mask, *others = ctx.needs_input_grad[6:]
         args = ctx.args.with_tensors(tensors)
@@ -71,7 +83,7 @@ class _AttentionFunction(Function):
         dsinks = sinks_grad(grad, out, lse, sinks) if wants_sinks else None
         given, values = (grad, out, lse), v
         if ctx.with_lse:
-            # A value of 1 beside the others, whose results are nowhere: what is given for it comes to all scores alike.
+            # An additional value column of ones carries the cotangent of lse to all scores; its output is unused.
             ones, zeros = torch.ones_like(v[..., :1]), torch.zeros_like(out[..., :1])
             grad = torch.cat([grad, of_lse.unsqueeze(-1).to(grad.dtype)], -1)
             given, values = (grad, torch.cat([out, zeros], -1), lse), torch.cat([v, ones], -1)

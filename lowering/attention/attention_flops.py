@@ -1,16 +1,16 @@
-"""The FLOPs of ``sp::attend`` and its backward, for torch.utils.flop_counter and all that asks it.
+"""Register the FLOP formulas of ``sp::attend`` and its backward with torch.utils.flop_counter.
 
-Products of matrices count, as everywhere in torch: two forward, five backward, over the pairs that attend. What a mask
-leaves out is not counted (torch counts all pairs of a causal attention), whatever the kernel that runs computes of it;
-but of a mask that is data every pair counts.
+As elsewhere in torch, only matrix products count: two in the forward and five in the backward, over the pairs that
+attend. Masked pairs are not counted (torch counts all pairs of a causal attention), even if the kernel computes them.
+With a tensor mask every pair counts.
 
-    tensors         what this rank does, from the tables of the vectors that the mask looks up; where these do not tell
-                    (entries of a batch that differ), from the vectors, which waits for the device
-    fake tensors    the mean over the ranks, the same on each of them: a partitioner decides by it what every rank keeps
-                    for its backward, and vectors have no values, so what depends on them is taken to hold
+    tensors         the work of this rank, from the tables of the vectors that the mask reads. If these do not determine
+                    it (batch entries differ), from the vectors, which synchronizes with the device
+    fake tensors    the mean over the ranks, equal on all of them, because a partitioner uses it to select the tensors
+                    that every rank saves. Vectors have no values, so conditions that read them are assumed to hold
 
-Most pairs are of bands, which have a formula. Of the blocks that a plan leaves to a mask, those are asked pair by pair
-that lie at an edge of what attends. Where they are too many, some stand for the others.
+Most pairs belong to bands, which have a closed form. Of masked blocks, those at the edge of the mask are evaluated pair
+by pair. If there are too many, a sample of them is evaluated.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from .masking import CallMask
 from .op_args import LocalArgs
 
 MAX_COUNTED_BLOCKS = 1 << 15
-"""How many undecided blocks of one attention are looked at."""
+"""The maximum number of undecided blocks that are evaluated for one attention."""
 
 PlanArgs = tuple[str, Rows, Rows, tuple[int, ...], tuple[Pieces, ...], tuple[Pieces, ...]]
-"""What a plan is made of."""
+"""Arguments of `plan_blocks`."""
 
 
 @register_flop_formula(torch.ops.sp.attend, get_raw=True)
 def attend_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **_meta: Any) -> int:
-    """Two products for each pair, of D and of E. Shapes: those of ``sp::attend``."""
+    """Return the FLOPs of ``sp::attend``: two products per pair, with inner dims D and E."""
     args, _ = LocalArgs.of(rest)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (dim + value_dim)
@@ -63,14 +63,17 @@ def attend_backward_flops(
     out_val: Any = None,
     **_meta: Any,
 ) -> int:
-    """Five products for each pair: scores again, dq and dk of D, dv and the gradients of the weights of E."""
+    """Return the FLOPs of ``sp::attend_backward``: five products per pair.
+
+    The scores, dq and dk use D; dv and the gradient of the weights use E.
+    """
     args, _ = LocalArgs.of(rest)
     dim, value_dim = map(size_hint, [q.shape[-1], v.shape[-1]])
     return 2 * _attended_pairs(q, k, args) * (3 * dim + 2 * value_dim)
 
 
 def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
-    """Queries and keys that attend, of all batch entries and query heads."""
+    """Return the number of attending (query, key) pairs over all batch entries and query heads."""
     batch, heads, queries, keys = map(size_hint, [*q.shape[:3], k.shape[2]])
     spans = tuple(map(size_hint, args.q_span)), tuple(map(size_hint, args.k_span))
     sizes = tuple(map(size_hint, args.sizes))
@@ -87,11 +90,12 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
 
 
 def _has_known_table(vector: Pieces) -> bool:
-    """Whether its table has all its values."""
+    """Return True if the table determines all values of the vector."""
     return np.array_equal(vector.lows, vector.highs)
 
 
 def _table_values(vector: Pieces) -> Tensor:
+    """Return the values of a vector whose table is exact, int64 (1, length)."""
     lows, _, _ = vector.lines(np.arange(vector.length))
     return torch.from_numpy(lows)[None]
 
@@ -105,7 +109,7 @@ def _count_known_pairs(
     rows: tuple[Pieces, ...] = (),
     cols: tuple[Pieces, ...] = (),
 ) -> int:
-    """Of one batch entry, with tables that have all values."""
+    """Count the pairs of one batch entry from tables that determine all values."""
     looked_up = predicate, q_rows, k_rows, sizes, rows, cols
     made = plan_blocks(*looked_up) if rows or cols else tiles_by_position(*looked_up[:4])
     vectors = [list(map(_table_values, side)) for side in (rows, cols)]
@@ -115,7 +119,10 @@ def _count_known_pairs(
 def _count_rows(
     made: BlockPlan, looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], batch: int, device: torch.device
 ) -> int:
-    """The pairs that attend, of all batch entries. vectors: rows and cols."""
+    """Count the attending pairs of all batch entries.
+
+    vectors: the vectors of rows, and of cols.
+    """
     masked = [block for block in made.others if block.kind is Kind.MASKED]
     of_formulas = count_pairs(made) - sum(block.q_len * block.k_len for block in masked)
     known, left = settle_blocks(masked, MAX_COUNTED_BLOCKS, *looked_up)
@@ -125,6 +132,7 @@ def _count_rows(
 
 
 def _evaluate_mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], device: torch.device) -> CallMask:
+    """Return a mask without a plan, which evaluates the predicate of blocks."""
     predicate, q_rows, k_rows, sizes, *_ = looked_up
     named = {f"{side}{i}": x for side, xs in zip(("row", "col"), vectors) for i, x in enumerate(xs)}
     numbers = {f"n{i}": size for i, size in enumerate(sizes)}
@@ -132,12 +140,12 @@ def _evaluate_mask(looked_up: PlanArgs, vectors: Sequence[Sequence[Tensor]], dev
 
 
 def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]], batch: int) -> float:
-    """The pairs of these blocks, of all batch entries, with one wait for the device."""
+    """Count the pairs of these blocks over all batch entries, with one synchronization."""
     sums, factors = [], []
     with use_real_tensors():
         for weight, block in blocks:
             allowed = masking.evaluate_predicate(block)
-            assert allowed is not None  # or it would not be masked
+            assert allowed is not None  # because the block is masked
             sums.append(allowed.sum())
             factors.append(weight * (batch * block.q_len * block.k_len // allowed.numel()))
         found = torch.stack(sums).tolist() if sums else []
@@ -148,10 +156,13 @@ def _count_block_pairs(masking: CallMask, blocks: Sequence[tuple[float, Block]],
 def _mean_pairs(
     predicate: str, q_span: Sequence[int], k_span: Sequence[int], queries: int, keys: int, sizes: tuple[int, ...]
 ) -> int:
-    """Over the ranks, as far as positions alone tell, to which it is all one where a rank has its rows."""
+    """Return the mean number of pairs over the ranks, from the conditions on positions only.
+
+    The result does not depend on the order of a rank's rows.
+    """
     known, places = position_conditions(predicate), range(max(q_span[0], k_span[0]))
     of_queries = [span_rows(q_span, queries, place) for place in places]
-    if k_span[0] == 1:  # all ranks attend to the same keys, each with its own queries
+    if k_span[0] == 1:  # all ranks have the same keys and different queries
         sides = [(tuple(chain(*of_queries)), span_rows(k_span, keys, 0))]
     else:
         sides = [(rows, span_rows(k_span, keys, place)) for place, rows in zip(places, of_queries)]
@@ -164,6 +175,9 @@ def _mean_pairs(
 
 @lru_cache(maxsize=1 << 14)
 def _count_pairs_at_distance(predicate: str, queries: int, keys: int, distance: int, sizes: tuple[int, ...]) -> int:
-    """Of so many neighbouring queries and keys, of which the first key is so far behind the first query."""
+    """Count the pairs of two contiguous runs.
+
+    distance: the first key's index minus the first query's.
+    """
     rows, of_keys = Segment(max(0, -distance), 0, queries), Segment(max(0, distance), 0, keys)
     return _count_known_pairs(predicate, (rows,), (of_keys,), sizes)

@@ -1,8 +1,8 @@
-"""``sp::ring_attention``, ``sp::hybrid_attention``, ``sp::gathered_attention``: attention whose sequence is split.
+"""Define the attention operators over sequence shards: ring, hybrid and gathered.
 
-q (B, H, s, D), k (B, Hkv, t, D), v (B, Hkv, t, E) are this rank's shards as q_frame and k_frame tell; the result is
-(B, H, s, E), or E + 1 with log-sum-exps. H is a multiple of Hkv. In the global view each of them is the attention of
-the whole sequences. The arguments that they share are those of ``ShardArgs``.
+q (B, H, s, D), k (B, Hkv, t, D) and v (B, Hkv, t, E) are this rank's shards, described by q_frame and k_frame. The
+result is (B, H, s, E), or (B, H, s, E + 1) with log-sum-exps. H is a multiple of Hkv. In the global view each operator
+computes attention over the full sequences. ``ShardArgs`` describes the arguments that they share.
 """
 
 from __future__ import annotations
@@ -38,17 +38,29 @@ def _ring_keys(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, stride: int, st
 
 
 def _zero_padding_lse(out: Tensor, args: ShardArgs) -> Tensor:
-    """Log-sum-exps of padding, which attends to nothing, are 0 and not -inf: whoever computes with them has numbers."""
+    """Set log-sum-exps of padding rows to 0 instead of -inf, so that later arithmetic stays finite."""
     return torch.ops.sp.mask(out, SEQUENCE, args.q_frame, 0, args.n, args.group) if args.lse else out
 
 
 @composite(f"ring_attention({ATTENTION_ARGUMENTS}, int steps, str grads) -> Tensor", padded="finite")
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values go round a ring of n ranks.
+    """Compute attention over Shard(2) operands with a ring exchange of keys and values over n ranks.
 
-    steps: how many ranks' keys any query needs, counted backwards from its own (n, or fewer for a sliding window).
-    grads: "travel" or "scatter", the way home of dK and dV. Bytes: (steps - 1) * bytes(k, v), as many again in the
-    backward, and those of dK and dV in float32. Source: arXiv:2310.01889; see ``ring_kernel.py``.
+    Source: arXiv:2310.01889; see ``ring_kernel.py``.
+
+    Args:
+        q: (B, H, s, D), Shard(2).
+        k: (B, Hkv, t, D), Shard(2).
+        v: (B, Hkv, t, E), Shard(2).
+        *rest: The fields of ``ShardArgs``, then:
+            steps: The number of ranks whose keys a query needs, counted backward from its own rank (n, or fewer for a
+                sliding window).
+            grads: "travel" or "scatter": how dK and dV return to their owners.
+
+    Returns:
+        (B, H, s, E), Shard(2).
+
+    Bytes: (steps - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
     args, (steps, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
@@ -57,10 +69,22 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 @composite(f"hybrid_attention({ATTENTION_ARGUMENTS}, int ulysses, str grads) -> Tensor", padded="finite")
 def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Shard(2), Shard(2), Shard(2) -> Shard(2): heads split over `ulysses` neighbours, a ring between neighbourhoods.
+    """Compute attention over Shard(2) operands with Ulysses in groups of ranks and a ring between them.
 
-    `ulysses` divides n and the query heads. Bytes: those of Ulysses on `ulysses` ranks and of a ring of n / ulysses.
     Source: USP, arXiv:2405.07719.
+
+    Args:
+        q: (B, H, s, D), Shard(2).
+        k: (B, Hkv, t, D), Shard(2).
+        v: (B, Hkv, t, E), Shard(2).
+        *rest: The fields of ``ShardArgs``, then:
+            ulysses: The number of neighboring ranks that split the heads. Divides n and the number of query heads.
+            grads: As for ``ring_attention``.
+
+    Returns:
+        (B, H, s, E), Shard(2).
+
+    Bytes: those of Ulysses over ``ulysses`` ranks and of a ring over n / ulysses ranks.
     """
     args, (ulysses, grads) = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)
@@ -69,12 +93,20 @@ def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 @composite(f"gathered_attention({ATTENTION_ARGUMENTS}, Tensor[]? orders=None) -> Tensor", padded="finite")
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """Shard(2), Shard(2), Shard(2) -> Shard(2): keys and values are gathered; only shards are kept for the backward.
+    """Compute attention over Shard(2) operands with all-gathered keys and values; save only shards.
 
-    k_frame []: the keys are whole on every rank already, and their cotangents partial. orders: an order of the keys in
-    which ranks hold them, and its inverse, int64 (T,) each; once together they are put in their own, which is that of
-    cols. Bytes: (n - 1) * bytes(k, v),
-    as many again in the backward, and those of dK and dV in float32.
+    Args:
+        q: (B, H, s, D), Shard(2).
+        k: (B, Hkv, t, D), Shard(2). If k_frame is [], k and v are replicated and their cotangents are partial.
+        v: (B, Hkv, t, E), Shard(2).
+        *rest: The fields of ``ShardArgs``, then:
+            orders: The order in which the ranks store the keys and its inverse, int64 (T,) each. The gathered keys are
+                permuted to sequence order, which is also the order of cols.
+
+    Returns:
+        (B, H, s, E), Shard(2).
+
+    Bytes: (n - 1) * bytes(k, v) in the forward; the same in the backward, and dK and dV in float32.
     """
     args, others = ShardArgs.of(rest)
     q, k, v = autocast(q, k, v)

@@ -1,16 +1,17 @@
-"""Attention of local queries over gathered keys and values: one all-gather forward, nothing of it kept.
+"""Compute attention of local queries over all-gathered keys and values, which are not saved.
 
-    k, v  (B, Hkv, s, D)  ->  rows first, side by side, one all_gather  ->  views (B, Hkv, S, D)
+    k, v  (B, Hkv, s, D)  ->  rows first, concatenated, one all_gather  ->  views (B, Hkv, S, D)
     backward: the same all-gather again, then one reduce-scatter of dK and dV in float32
 
-Zigzag shards are gathered in two: their first chunks, which are then in order, and their second ones, in reverse order.
-Nothing is copied into another order, or to leave padding out, and the second half is under way while the first is
-attended to. All keys are copied into their own order only where a table deals chunks to ranks, since documents in the
-ranks' order are more calls than three (of 1,000 on 8 ranks up to 14), and where shards are zigzag and a mask is data,
-whose columns would be copied instead, of which there are more.
+Zigzag shards are gathered in two steps: the first chunks, which are in sequence order, and the second chunks, in
+reverse order. No copy reorders rows or removes padding, and the second gather overlaps with the first half's attention.
 
-Llama 3's choice (arXiv:2407.21783, section 3.3.2): cheap where there are few key heads, and every block is large. The
-causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/plan.py``), never a mask.
+All keys are copied into sequence order in two cases only. If a table balances chunks, documents in rank order need more
+kernel calls than three (up to 14 for 1,000 documents on 8 ranks). If shards are zigzag and the mask is a tensor, its
+columns would have to be copied instead, which are more.
+
+Llama 3 uses this method (arXiv:2407.21783, section 3.3.2): it is cheap with few key heads, and every block is large.
+The causal part of a contiguous or zigzag shard is cut into full blocks and diagonals (``masks/block_plan.py``).
 """
 
 from __future__ import annotations
@@ -32,17 +33,29 @@ from .ring_kernel import Cat, accumulate, split_keys_values, wait_then_concat
 
 
 class GatheredKeys(NamedTuple):
-    """Where keys lie. frame: None if they are whole on every rank already.
-
-    orders: None, or the order in which ranks hold them, and its inverse (see ``sp::deal``).
-    """
+    """All-gathered keys and values."""
 
     frame: FrameArg | None
+    """Placement of the keys' sequence dim; None if keys are replicated."""
     n: int
+    """Number of ranks."""
     group: str
+    """Name of the process group."""
     orders: Sequence[Tensor] | None = None
+    """None, or the order in which ranks store keys, and its inverse (see ``sp::deal``)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        """Return the output and log-sum-exps of local queries over all keys.
+
+        Args:
+            q: (B, H, s, D), any floating dtype.
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+
+        Returns:
+            out (B, H, s, E) and lse (B, H, s).
+        """
         found: tuple[Tensor, Tensor] | None = None
         for keys, values, where in self._gather_parts(k, v, args, torch.cat):
             block = args.attend(q, keys, values, where)
@@ -53,6 +66,16 @@ class GatheredKeys(NamedTuple):
     def backward(
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv and dmask.
+
+        Args:
+            given: The cotangent, out and lse of the forward.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+            mask_grad: Whether the mask or the tables need a gradient.
+        """
         dq: Tensor | None = None
         dmask: Tensor | None = None
         of_keys = []
@@ -71,16 +94,16 @@ class GatheredKeys(NamedTuple):
         return dq, dk, dv, dmask
 
     def _keeps_rank_order(self, args: LocalArgs) -> bool:
-        """Whether keys are attended to in the order in which ranks hold them, padding included.
+        """Return True if queries attend to keys in rank order, including padding.
 
-        A mask that is data has a column for each key, and may hold large finite numbers, whose log-sum-exps cannot be
-        merged, as may a program of scores.
+        False for a tensor mask, which has a column for each key in sequence order. Tensor masks and score programs may
+        also hold large finite numbers, whose log-sum-exps cannot be merged.
         """
         frame, n = self.frame, self.n
         return not (frame is None or n == 1 or self.orders or args.mask is not None or may_have_fills(args.score))
 
     def _gather_parts(self, k: Tensor, v: Tensor, args: LocalArgs, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span]]:
-        """All keys and values, at once or in two."""
+        """Yield the gathered keys, values and their span, in one part or in two."""
         if self.frame is None or not self._keeps_rank_order(args):
             keys, values = self._gather(k, v, cat)
             yield keys, values, full_span(keys.shape[SEQUENCE])
@@ -106,7 +129,7 @@ class GatheredKeys(NamedTuple):
         return split_keys_values(rows.movedim(0, SEQUENCE), k, v)
 
     def _reduce_scatter(self, both: Tensor, as_held: bool) -> Tensor:
-        """The sum over the ranks of (B, Hkv, S, D + E): what each gave of its keys, or of one half of them."""
+        """Reduce-scatter the gradients (B, Hkv, S, D + E) of all keys, or of one half of them."""
         frame, n = self.frame, self.n
         assert frame is not None
         rows = both.movedim(SEQUENCE, 0)
@@ -117,5 +140,5 @@ class GatheredKeys(NamedTuple):
 
 
 def _concat_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
-    """(B, Hkv, s, D) and (B, Hkv, s, E) -> (s, B, Hkv, D + E), copied once."""
+    """Concatenate (B, Hkv, s, D) and (B, Hkv, s, E) to (s, B, Hkv, D + E) with one copy."""
     return cat([x.movedim(SEQUENCE, 0) for x in (k, v)], 3)

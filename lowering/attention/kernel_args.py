@@ -1,8 +1,8 @@
-"""What a kernel of attention is given for one block, and by what one is chosen.
+"""Define the arguments of a block's attention kernel, and the criteria that select the kernel.
 
-Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), out and grad (B, Hq, Q, E), lse (B, Hq, Q); no dim
-is empty and Hkv divides Hq. ``out`` and ``lse`` given to a backward are those over all keys, of which the
-block holds some. A row that attends to nothing has out 0 and lse -inf, and gives no gradient.
+Shapes: q (B, Hq, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, E), out and grad (B, Hq, Q, E), lse (B, Hq, Q). No dim
+is empty, and Hkv divides Hq. The ``out`` and ``lse`` of a backward are those over all keys, of which the block has
+some. A row that attends to nothing has out 0 and lse -inf, and contributes no gradient.
 """
 
 from __future__ import annotations
@@ -25,142 +25,163 @@ from .packed import PackedSequences
 
 
 class ScoreProgram(NamedTuple):
-    """A text of ``masks/score.py``, and what it reads, which broadcasts to (B, Hq, Q, K)."""
+    """The text of a score function (``masks/score.py``) and its inputs, which broadcast to (B, Hq, Q, K)."""
 
     text: str
+    """Text of the score function."""
     values: dict[str, Tensor]
+    """Value of each symbol that the text reads."""
 
 
 @dataclass(frozen=True)
 class KernelArgs:
-    """What is the same for all elements of a block's scores, and the tensors that broadcast to them."""
+    """Arguments of one block-attention kernel call."""
 
     scale: float
+    """Factor of the scores."""
     causal: bool = False
-    """The last query attends to all keys, each before it to one less. Only for kernels that are not dense. As many
-    queries as keys, but for kernels whose rows say `aligned_at_end`."""
+    """Whether the last query attends to all keys, and each query before it to one key less.
+
+    Not for dense kernels. The numbers of queries and keys are equal, except for kernels with `aligned_at_end`.
+    """
     allowed: Tensor | None = None
     """bool (B | 1, Hq | 1, Q | 1, K | 1): True where a query may attend."""
     bias: Tensor | None = None
     """float (B | 1, Hq | 1, Q | 1, K | 1), added to the scaled scores."""
     keep_mask: Tensor | None = None
-    """bool (B, Hq, Q, K): the weights that dropout keeps."""
+    """bool (B, Hq, Q, K): True for weights that dropout keeps."""
     score: ScoreProgram | None = None
-    """What becomes of the scaled scores, before the bias."""
+    """Function of the scaled scores, applied before the bias."""
     keep_prob: float = 1.0
-    """The probability of that."""
+    """Probability that dropout keeps a weight."""
     bias_grad: bool = False
+    """Whether the bias needs a gradient."""
     table_grads: Mapping[str, Tensor] = field(default_factory=dict)
-    """Where the gradients of the score's tables are added, by their names."""
+    """Tensors to which the gradients of the score's tables are added, by table name."""
     window: Window = FULL_WINDOW
-    """The keys that a query sees before and behind its own place. Only for kernels that are not dense."""
+    """Numbers of keys that a query attends to before and after its own position. Not for dense kernels."""
     sequences: PackedSequences | None = None
-    """The queries and keys of a PACKED call."""
+    """Queries and keys of a PACKED call."""
     pairs: PairTexts | None = None
-    """What is said of all queries and keys. Only for a fused kernel, and it is given nothing else."""
+    """Mask and score texts of all queries and keys. Only for a fused kernel, which supports no other mask argument."""
 
 
 class KernelKey(NamedTuple):
-    """What decides which kernel runs a block."""
+    """Properties of a block that select its kernel."""
 
     device: torch.device
+    """Device of the call."""
     dtype: torch.dtype
+    """Dtype of q."""
     kind: Kind
-    """MASKED if tensors tell which pairs attend; what is added to scores does not count as such."""
+    """MASKED if tensors select the pairs that attend; an additive bias does not count as such."""
     head_dim: int
-    """The wider of D and E."""
+    """The larger of D and E."""
     rows: int
-    """The fewer of Q and K."""
+    """The smaller of Q and K."""
     dropout: bool = False
+    """Whether there is dropout."""
     score: bool = False
-    """A function of the scores."""
+    """Whether there is a score function."""
     bias: torch.dtype | None = None
-    """Of floats that are added to the scores, if there are any."""
+    """Dtype of an additive mask; None without one."""
     bias_grad: bool = False
-    """Whether they need a gradient, which is one for each score."""
+    """Whether the bias needs a gradient, which has one element per score."""
     window: Window = FULL_WINDOW
-    """Of a BAND or a PACKED call."""
+    """Window of a BAND or PACKED call."""
     square: bool = False
-    """Whether it, or each of its sequences, has as many queries as keys."""
+    """Whether the block, or each of its sequences, has the same number of queries and keys."""
 
 
 class BiasSupport(NamedTuple):
-    """What a kernel adds to scores."""
+    """The additive masks that a kernel supports."""
 
     none: bool = True
-    """Whether it is for blocks without."""
+    """Blocks without a bias."""
     same: bool = False
-    """Floats of q's dtype."""
+    """A bias of q's dtype."""
     other: bool = False
-    """Those of another dtype, without rounding them to q's where that is narrower than what it computes in."""
+    """A bias of another dtype, without rounding to q's dtype if that is narrower than the dtype of the computation."""
     grad: bool = False
-    """Whether it gives their gradient."""
+    """The gradient of the bias."""
 
     def supports(self, need: KernelKey) -> bool:
+        """Return True if the kernel supports the bias of such a block."""
         if need.bias is None:
             return self.none
         return (self.same if need.bias == need.dtype else self.other) and (self.grad or not need.bias_grad)
 
 
 NO_BIAS = BiasSupport()
+"""Support for blocks without a bias only."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""dq, dk, dv and dbias."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table: what a kernel takes, and how it is called. What is None is not asked."""
+    """A kernel: its functions and the blocks that it supports. None means no restriction."""
 
     name: str
+    """Name in reports."""
     forward: Callable[[Tensor, Tensor, Tensor, KernelArgs], tuple[Tensor, Tensor]]
+    """Return out and lse from q, k, v and the arguments."""
     backward: Callable[..., Gradients]
+    """Return dq, dk, dv and dbias from grad, q, k, v, out, lse and the arguments."""
     dense: bool = False
-    """Whether it keeps all scores of its block in memory. It then knows masks only as ``allowed``."""
+    """Whether it stores all scores of its block. Such a kernel supports masks only as ``allowed``."""
     fused: bool = False
-    """Whether it reads texts about pairs and scores itself. It then runs all queries and keys of a call at once."""
+    """Whether it reads mask and score texts. Such a kernel runs all queries and keys of a call at once."""
     device: str | None = None
+    """Type of the device."""
     dtypes: frozenset[torch.dtype] | None = None
+    """Dtypes of q."""
     kinds: frozenset[Kind] | None = None
+    """Kinds of blocks."""
     biases: BiasSupport = NO_BIAS
+    """Additive masks."""
     aligned_at_end: bool = False
     """Whether a causal block may have fewer queries than keys."""
     windows: Callable[[Window, bool], bool] = lambda window, square: True
-    """Which windows it knows of those that are asked for: see `KernelKey`."""
+    """Return True if it supports a window, for `KernelKey.window` and `KernelKey.square`."""
     pads: bool = False
-    """Whether it has memory for each sequence of a PACKED call as for the longest, and takes none that is empty."""
+    """Whether it allocates memory for each sequence of a PACKED call as for the longest, and accepts no empty
+    sequence."""
     head_dim: int | None = None
-    """The widest."""
+    """Maximum head dim."""
     rows: int = 0
-    """The fewest."""
+    """Minimum number of rows."""
     capability: tuple[int, int] = (0, 0)
-    """Of CUDA, the least."""
+    """Minimum CUDA capability."""
     generations: frozenset[int] | None = None
-    """The major numbers of capabilities."""
+    """Major versions of supported CUDA capabilities."""
     flash: str | None = None
-    """What has to be active behind aten's flash attention: "" for torch's own."""
+    """Implementation that must be active in aten's flash attention; "" for torch's own."""
     repeatable: int | None = None
-    """The widest heads of which its backward gives the same bits each time; 0: none."""
+    """Maximum head dim for which its backward is deterministic; 0 if it never is."""
     rate: str = "named"
-    """What the cost model calls its throughput."""
+    """Name of its throughput in the cost model."""
     switch: Callable[[], bool] = lambda: True
-    """What else has to hold in this process."""
+    """Return True if further conditions of this process hold."""
 
     @property
     def supports_masks(self) -> bool:
-        """Whether tensors may tell it which pairs attend."""
+        """Return True if it supports mask tensors."""
         return self.kinds is None or Kind.MASKED in self.kinds
 
     def can_run(self, need: KernelKey) -> bool:
-        """Whether it runs such blocks here."""
+        """Return True if it can run such a block on this device."""
         return self.is_for_device(need) and self._supports(need.device) and self.switch()
 
     def _supports(self, device: torch.device) -> bool:
+        """Return True if the device has a supported capability."""
         if self.capability == (0, 0) and self.generations is None:
             return True
         capability = _device_capability(device)
         return self.capability <= capability and (self.generations is None or capability[0] in self.generations)
 
     def is_for_device(self, need: KernelKey) -> bool:
-        """Whether it runs such blocks on a device that can."""
+        """Return True if it can run such a block on a device of this type with a supported capability."""
         if self.device not in (None, need.device.type) or (not self.dense and need.head_dim == 0):
             return False
         if self.flash is not None and self.flash != _active_flash_attention():
@@ -180,38 +201,38 @@ class Kernel:
 
 
 def is_within(width: int, most: int | None) -> bool:
-    """None: there is no most."""
+    """Return True if ``width`` is at most ``most``; None means no limit."""
     return most is None or width <= most
 
 
 def _active_flash_attention() -> str:
-    """What is active, if it is one that has rows of its own; another does what torch's does, or raises."""
+    """Return the active implementation if the table has rows for it, else "" for torch's own."""
     active = active_flash_attention()
     return active if active in ("FA3", "FA4") else ""
 
 
 @cache
 def _device_capability(device: torch.device) -> tuple[int, int]:
-    """Of HIP that of which all kernels that it has are."""
+    """Return the CUDA capability of a device; on HIP one that all available kernels support."""
     return (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """exp(score - lse) of a row that attends to nothing must be 0, for a score of -inf as well."""
+    """Replace -inf by +inf, so that exp(score - lse) is 0 in rows that attend to nothing."""
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
 def operand_bytes(*xs: Tensor) -> int:
-    """Of all together, in the call that is being compiled."""
+    """Return the total size of tensors in the current call, in bytes."""
     return sum(size_hint(x.numel()) * x.element_size() for x in xs)
 
 
 def cpu_copy_bytes(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bytes of what the CPU's kernel is given as copies, because of rows that are apart; 0: none.
+    """Return the bytes of contiguous copies of q, k and v for the CPU kernel; 0 without copies.
 
-    Each row is read once for every few rows of the other side, and rows that neighbour each other are read faster:
-    from 512 rows on both sides on that is 1 to 15 % of the kernel's time (float32 and float64; half types, which the
-    kernel packs itself, gain nothing), and a copy less than 1 %.
+    Each row is read once for every few rows of the other side, and contiguous rows are read faster. From 512 rows on
+    both sides on this saves 1 to 15 % of the kernel's time (float32 and float64; no gain for half types, which the
+    kernel packs itself), and a copy costs less than 1 %.
     """
     apart = [x for x in (q, k, v) if not x.is_contiguous()]
     many = min(size_hint(q.shape[2]), size_hint(k.shape[2])) >= _LARGE_ROWS
@@ -225,9 +246,9 @@ _LARGE_ROWS, _MAX_COPIED = 512, 64 << 20
 
 
 def pad_last_dim(width: int, *xs: Tensor) -> list[Tensor]:
-    """Zeros behind the last dim, which change neither scores nor the part that is kept.
+    """Pad the last dim with zeros to ``width``, which changes neither scores nor the retained part.
 
-    The kernels read whole rows without asking for their stride.
+    The kernels assume that the last dim is contiguous.
     """
     return [_has_dense_rows(x) if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 

@@ -1,8 +1,8 @@
-"""Attention of one block, forward and backward: a table of kernels, of which the first that accepts a block runs it.
+"""Select the kernel of an attention block from a table: the first one that supports the block runs it.
 
-Shapes, and rows that attend to nothing: see ``kernel_args.py``. The CPU has PyTorch's flash kernel, CUDA those of
-``kernels_cuda.py``; masks and functions of scores that they do not know are compiled into one (``triton/flex``), and
-what that refuses is arithmetic on all scores of a block.
+See ``kernel_args.py`` for shapes and for rows that attend to nothing. The CPU uses PyTorch's flash kernel, CUDA the
+kernels of ``kernels_cuda.py``. Masks and score functions that these do not support are compiled into a flex kernel
+(``triton/flex``). The dense fallback computes all scores of a block.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _additive_mask(case: KernelArgs, like: Tensor) -> Tensor | None:
-    """The mask as the CPU kernel wants it: floats of q's dtype."""
+    """Return the mask as an additive tensor of q's dtype, as the CPU kernel requires."""
     bias = None if case.bias is None else case.bias.to(like.dtype)
     if case.allowed is None:
         return bias
@@ -35,7 +35,7 @@ def _additive_mask(case: KernelArgs, like: Tensor) -> Tensor | None:
 
 
 def _with_dense_rows(*xs: Tensor) -> Sequence[Tensor]:
-    """q, k and v with rows that neighbour each other, as far as `cpu_copy_bytes` says so."""
+    """Return q, k and v with contiguous rows if `cpu_copy_bytes` finds that copies are worth their cost."""
     return tuple(map(Tensor.contiguous, xs)) if cpu_copy_bytes(*xs) else xs
 
 
@@ -61,7 +61,7 @@ def _cpu_backward(
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
-# CUDA, from texts. Heads are at least as wide as a product of matrices there.
+# CUDA, compiled from mask and score texts. The head dim is at least the minimum size of a matrix product.
 
 _MIN_WIDTH = 16
 
@@ -91,23 +91,23 @@ def _is_fused_available() -> bool:
     return AVAILABLE and fused.is_flex_available()
 
 
-# Any device and dtype. Query heads that share a key head are rows of one product.
+# Any device and dtype. Query heads that share a key head form the rows of one product.
 
 
 def _group_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """(B, Hq, Q, X) -> (B, Hkv, Hq / Hkv * Q, X)."""
+    """Reshape (B, Hq, Q, X) to (B, Hkv, Hq / Hkv * Q, X)."""
     return x.to(dtype).unflatten(1, (heads, -1)).flatten(2, 3)
 
 
 def _scaled_scores(q: Tensor, k: Tensor, case: KernelArgs) -> Tensor:
-    """The products of queries and keys with the scale, (B, Hq, Q, K) in the accumulation dtype."""
+    """Return the scaled products of queries and keys, (B, Hq, Q, K) in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
     scores = _group_heads(q, k.shape[1], dtype) @ k.to(dtype).mT * case.scale
     return scores.view(*q.shape[:3], k.shape[2])
 
 
 def _masked_scores(scaled: Tensor, case: KernelArgs) -> Tensor:
-    """What the softmax reads, of the same shape, -inf where masked."""
+    """Apply the score function, the bias and the mask; masked scores are -inf."""
     scores, dtype = scaled, scaled.dtype
     if case.score is not None:
         scores = score.evaluate_score(case.score.text, scores, case.score.values)
@@ -119,17 +119,20 @@ def _masked_scores(scaled: Tensor, case: KernelArgs) -> Tensor:
 def _apply_dropout(weights: Tensor, case: KernelArgs) -> Tensor:
     if case.keep_mask is None:
         return weights
-    # A rate of 0 keeps nothing, and must not divide by it.
+    # A keep probability of 0 keeps no weight; avoid the division by 0.
     return torch.where(case.keep_mask, weights / (case.keep_prob or 1.0), 0.0)
 
 
 def _softmax_weights(scores: Tensor, lse: Tensor, case: KernelArgs) -> Tensor:
-    """The softmax of all keys' scores, of which these are some: all of them where there may be fills."""
+    """Return the weights of these keys in the softmax over all keys.
+
+    If scores may hold fills, the block must contain all keys of its queries.
+    """
     if case.score is not None and may_have_fills(case.score.text):
         return scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     if case.bias is None or case.bias_grad:
         return torch.exp(scores - finite_lse(lse).unsqueeze(-1))
-    # A row of nothing but fills: its log-sum-exp has lost how many there are. A mask that may have one is never cut.
+    # In a row of fills only, the log-sum-exp does not encode their number. A mask that may have one is never cut.
     filled = (lse <= -MIN_FILL) & (lse != -torch.inf)
     weights = torch.exp(scores - torch.where(filled, scores.amax(-1), finite_lse(lse)).unsqueeze(-1))
     return weights.div_(torch.where(filled, weights.sum(-1), 1.0).unsqueeze(-1))
@@ -163,8 +166,11 @@ def _math_backward(
 
 
 DENSE_KINDS = frozenset({Kind.FULL, Kind.CAUSAL})
+"""Block kinds of kernels without windows."""
 PACKED_KINDS = DENSE_KINDS | {Kind.BAND, Kind.PACKED}
+"""Block kinds of kernels with windows and packed sequences."""
 BIAS_KINDS = BiasSupport(same=True, other=True)
+"""Support for a bias of any dtype, without its gradient."""
 _FP32, _FP16, _BF16 = (frozenset({dtype}) for dtype in (torch.float32, torch.float16, torch.bfloat16))
 _efficient = partial(
     Kernel, "efficient", cuda.efficient_forward, cuda.efficient_backward, device="cuda", aligned_at_end=True,
@@ -176,7 +182,7 @@ BLOCK_KERNELS = (
         "flash, CPU", _cpu_forward, _cpu_backward, device="cpu", dtypes=HALF | {torch.float32, torch.float64},
         kinds=DENSE_KINDS | {Kind.MASKED}, biases=BIAS_KINDS,
     ),
-    # Who has activated one of these wants it to run, and nothing reaches torch's own flash attention any more.
+    # Activating one of these replaces torch's own flash attention in aten.
     Kernel(
         "FlashAttention-3", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
         head_dim=256, generations=frozenset({9}), flash="FA3", repeatable=192, rate="flash3",
@@ -189,8 +195,8 @@ BLOCK_KERNELS = (
         "FlashAttention-4", cuda.flash_forward, cuda.flash_backward, device="cuda", dtypes=HALF, kinds=PACKED_KINDS,
         head_dim=128, generations=frozenset({10}), flash="FA4", rate="flash4",
     ),
-    # Up to heads of 128 its backward is old enough to be relied on. It builds a program for each shape, which is worth
-    # it where there are few.
+    # Its backward is reliable for head dims up to 128. It builds a program for each shape, which pays off
+    # only if there are few shapes.
     Kernel(
         "cuDNN", cuda.cudnn_forward, cuda.cudnn_backward, device="cuda", dtypes=HALF, kinds=DENSE_KINDS, head_dim=128,
         rows=128, capability=(9, 0), switch=torch.backends.cuda.cudnn_sdp_enabled, repeatable=0, rate="cudnn",
@@ -201,25 +207,29 @@ BLOCK_KERNELS = (
     ),
     _efficient(dtypes=_FP32 | _FP16, kinds=PACKED_KINDS),
     _efficient(dtypes=_BF16, kinds=PACKED_KINDS, capability=(8, 0)),
-    # In float32 it has tensor cores, which flex has not. Masks alone flex knows as texts, and skips by them.
+    # In float32 it uses tensor cores, which flex does not. Pure masks go to flex, which skips blocks by their texts.
     _efficient(dtypes=_FP32, biases=BiasSupport(none=False, same=True, grad=True)),
-    # Compiled for its texts, which takes a minute: not for a few rows.
+    # Compilation takes about a minute, so it is not used for few rows.
     Kernel(
         "flex", _fused_forward, _fused_backward, fused=True, device="cuda", dtypes=HALF | _FP32, biases=BIAS_KINDS,
         head_dim=256, rows=128, capability=(8, 0), switch=_is_fused_available, rate="fused",
     ),
-    # What flex has not: gradients of a bias, few rows, wider heads, or a compiler.
+    # Cases without flex: gradients of a bias, few rows, wider heads, or no compiler.
     _efficient(dtypes=_FP32 | _FP16, biases=BiasSupport(same=True, grad=True)),
     _efficient(dtypes=_BF16, biases=BiasSupport(same=True, grad=True), capability=(8, 0)),
     Kernel("dense", _math_forward, _math_backward, dense=True, biases=BIAS_KINDS._replace(grad=True), rate="dense"),
 )  # fmt: skip
+"""All kernels, in order of preference."""
 
 
 def kernel_for(need: KernelKey) -> Kernel:
-    """The one that runs such blocks here."""
+    """Return the first kernel that can run the block on this device."""
     return next(kernel for kernel in BLOCK_KERNELS if kernel.can_run(need))
 
 
 def expected_kernel(need: KernelKey) -> Kernel:
-    """The one that runs such blocks on the newest device of its kind: what all ranks know, wherever they are."""
+    """Return the kernel for the newest device of this type.
+
+    All ranks get the same result, independent of their own device.
+    """
     return next(kernel for kernel in BLOCK_KERNELS if kernel.is_for_device(need))

@@ -1,27 +1,28 @@
-"""The kernels of CUDA that PyTorch brings: cuDNN's, FlashAttention and memory-efficient attention.
+"""Call PyTorch's CUDA attention kernels: cuDNN, FlashAttention and memory-efficient attention.
 
-Measured on one H100, torch 2.11, bfloat16, 8192 queries and keys, 32 heads over 8 of 128, TFLOP/s of full and of causal
-blocks:
+Measured on one H100 with torch 2.11 in bfloat16: 8192 queries and keys, 32 query heads and 8 key heads of width 128.
+TFLOP/s of full and of causal blocks:
 
                forward    backward
     cuDNN      652 565    568 501
     flash      356 308    303 285
     efficient  175        135          float32 as well
 
-FlashAttention-3 and -4 are not torch's: a user activates what he has installed (torch.nn.attention.
-activate_flash_attention_impl), and aten's flash attention is that from then on, windows, sequences and all. Published
-for it, of the same sizes with 16 heads: 659 630 forward, 559 531 backward (Dao-AILab/flash-attention, pull request
-1791). It has no dropout, which is asked of no kernel with a name, takes Hopper alone (-4: and Blackwell, there heads of
-128), and gives the same bits each time to heads of at most 192. No GPU has run it from here.
+FlashAttention-3 and -4 are not part of torch. A user activates an installed one
+(torch.nn.attention.activate_flash_attention_impl). aten's flash attention then runs it, including windows and
+sequences. Published for it, for the same sizes with 16 heads: 659 630 forward, 559 531 backward
+(Dao-AILab/flash-attention, pull request 1791). It does not support dropout, which no named kernel uses. It supports
+Hopper only (-4: also Blackwell, there with heads of 128), and is deterministic for head dims up to 192. It has not been
+run on a GPU here.
 
-Efficient attention takes sequences one behind the other, too, in one batch entry, without a bias; each has memory for
-log-sum-exps, and in its backward for gradients of queries, as the longest of the call has (``packed.py``). Its windows
-are causal ones. It adds a bias, and gives its gradient, a number for each score, in q's dtype. It reads a bias that
-broadcasts where it lies, if rows are aligned. Of masks a bias is made. With one it gives a row without keys the
-log-sum-exp 0, and takes what is below -2.3e38 for -inf. From its source; no GPU has run it with one from here.
+Efficient attention also supports packed sequences, in one batch entry and without a bias. It allocates log-sum-exps,
+and in its backward gradients of queries, for each sequence as for the longest one (``packed.py``). Its windows are
+causal. It supports a bias and its gradient, one element per score, in q's dtype. It reads a broadcast bias without a
+copy if rows are aligned. Masks are converted to a bias. With a bias it returns the log-sum-exp 0 for a row without
+keys, and treats values below -2.3e38 as -inf. This is from its source; it has not been run with a bias on a GPU here.
 
-Each has its own log-sum-exp: cuDNN's is (B, H, S, 1); FlashAttention's (B, H, S), and +inf for a row without keys (-inf
-of -3 and -4); that of efficient attention is padded along S to a multiple of 32.
+Each kernel has its own form of log-sum-exp. cuDNN: (B, H, S, 1). FlashAttention: (B, H, S), with +inf for a row without
+keys (-inf in -3 and -4). Efficient attention: padded along S to a multiple of 32.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ aten = torch.ops.aten
 
 
 def _padded_width(q: Tensor, v: Tensor) -> int:
-    """Heads of one width, a multiple of 8."""
+    """Return the larger head dim, rounded up to a multiple of 8."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
 def _trim_grads(q: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-    """Gradients without what was padded."""
+    """Remove the padding of the head dims from the gradients."""
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]], None
 
 
 def _unused_rng_state(q: Tensor) -> Tensor:
-    """The state of random numbers, where nothing is dropped."""
+    """Return a placeholder of the random state for calls without dropout."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
@@ -60,6 +61,7 @@ def _unused_rng_state(q: Tensor) -> Tensor:
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Run cuDNN's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q). Shapes: see ``kernel_args.py``."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *pad_last_dim(_padded_width(q, v), q, k, v), None, True, 0.0, case.causal, False, scale=case.scale
     )
@@ -69,6 +71,7 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Te
 def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
 ) -> Gradients:
+    """Run cuDNN's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     lse = finite_lse(lse).contiguous().unsqueeze(-1)
     unused = _unused_rng_state(q)
@@ -79,19 +82,24 @@ def cudnn_backward(
     return _trim_grads(q, v, *grads)
 
 
-# FlashAttention, which has rows before heads.
+# FlashAttention, whose layout has rows before heads.
 
 
 class _FlashRows(NamedTuple):
-    """How one call of it counts rows: those of a batch of blocks, or of sequences one behind the other."""
+    """Row layout of one FlashAttention call: a batch of blocks, or packed sequences."""
 
     ends: tuple[Tensor | None, Tensor | None]
+    """Ends of the sequences of queries and of keys; None for a batch."""
     max_length: tuple[int, int]
+    """Maximum number of queries and of keys."""
     causal: bool
+    """Whether the window is causal."""
     sizes: dict[str, int | None]
+    """Arguments of the window."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, case: KernelArgs) -> _FlashRows:
+        """Create the layout of a call."""
         window = CAUSAL_WINDOW if case.causal else case.window
         sizes = (
             {}
@@ -101,29 +109,30 @@ class _FlashRows(NamedTuple):
         if case.sequences is None:
             return _FlashRows((None, None), (q.shape[2], k.shape[2]), window == CAUSAL_WINDOW, sizes)
         queries, keys = case.sequences
-        # With one query a sequence it would look for as many sequences as queries; this is an upper bound.
+        # With one query per sequence the kernel would assume one sequence per query; 2 is an upper bound.
         return _FlashRows(
             (queries.ends, keys.ends), (max(2, queries.max_length), keys.max_length), window == CAUSAL_WINDOW, sizes
         )
 
     def to_kernel(self, *xs: Tensor) -> list[Tensor]:
-        """(B, H, S, X) -> (B, S, H, X), or (B * S, H, X) of sequences: a view of what has heads behind rows."""
+        """Convert (B, H, S, X) to (B, S, H, X), or to (B * S, H, X) for sequences; views if possible."""
         swapped = [x.transpose(1, 2) for x in xs]
         return swapped if self.ends[0] is None else [x.flatten(0, 1) for x in swapped]
 
     def from_kernel(self, batch: int, *xs: Tensor) -> list[Tensor]:
-        """Undo `laid`."""
+        """Undo `to_kernel`."""
         return [(x if self.ends[0] is None else x.unflatten(0, (batch, -1))).transpose(1, 2) for x in xs]
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Run FlashAttention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     rows = _FlashRows.of(q, k, case)
     query, key, value = rows.to_kernel(*pad_last_dim(_padded_width(q, v), q, k, v))
     out, lse, *_ = aten._flash_attention_forward(
         query, key, value, *rows.ends, *rows.max_length, 0.0, rows.causal, False, scale=case.scale, **rows.sizes
     )
     if case.sequences is not None:
-        # Sequences are neighbours in it, heads are not; and some may be without keys.
+        # Its lse is (H, rows), and some sequences may have no keys.
         lse = lse.unflatten(1, (q.shape[0], -1)).transpose(0, 1)
         lse = torch.where(lse == torch.inf, -torch.inf, lse)
     return rows.from_kernel(q.shape[0], out)[0][..., : v.shape[-1]], lse
@@ -132,6 +141,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Te
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
 ) -> Gradients:
+    """Run FlashAttention's backward; return dq, dk, dv and None. Shapes: see ``kernel_args.py``."""
     rows = _FlashRows.of(q, k, case)
     grad, query, key, value, out = rows.to_kernel(*pad_last_dim(_padded_width(q, v), grad, q, k, v, out))
     lse, unused = finite_lse(lse), _unused_rng_state(q)
@@ -143,38 +153,47 @@ def flash_backward(
     return _trim_grads(q, v, *rows.from_kernel(q.shape[0], *grads))
 
 
-# Memory-efficient attention, which knows no heads that share keys.
+# Memory-efficient attention, which does not support grouped query heads.
 
 _EFFICIENT_CAUSAL = 2  # aligned at the end; 0: every pair
-_ALIGNED_ELEMENTS = 16  # to whose multiples torch pads rows of a bias: it reads 16 bytes at a time
+_ALIGNED_ELEMENTS = 16  # torch pads rows of a bias to a multiple of this; it reads 16 bytes at a time
 _MIN_ALIGNED = -torch.finfo(torch.float32).max * math.log(
     2
-)  # what is less, it makes -inf of: it goes on with powers of 2
+)  # it converts scores to powers of 2, which turns smaller values into -inf
 
 
 def supports_efficient_window(window: Window, square: bool) -> bool:
-    """Its backward (of torch 2.13; later ones do) counts a window from the first query and key, its forward from the
-    last ones: these are the same where there are as many of either."""
+    """Return True if efficient attention supports the window in forward and backward.
+
+    Its backward (of torch 2.13; fixed later) counts a window from the first query and key, its forward from the last
+    ones. They agree if the numbers of queries and keys are equal.
+    """
     return window in (FULL_WINDOW, CAUSAL_WINDOW) or (window.right == 0 and square)
 
 
 def _efficient_mask(case: KernelArgs) -> tuple[int, dict[str, int]]:
-    """(its number for the mask, the size of a window, which counts the query's own place)."""
+    """Return the kernel's mask type and its window argument, which counts the query's own position."""
     left, right = case.window
     return _EFFICIENT_CAUSAL if case.causal or right == 0 else 0, {} if left is None else {"window_size": left + 1}
 
 
 class _EfficientRows(NamedTuple):
-    """How one call of it has rows: (B, S, H, X), or (1, rows, H, X) of sequences one behind the other."""
+    """Row layout of one efficient attention call: (B, S, H, X), or (1, rows, H, X) for packed sequences."""
 
     queries: PackedRows | None
+    """Query rows of packed sequences."""
     keys: PackedRows | None
+    """Key rows of packed sequences."""
     batch: int
+    """Batch size."""
     ends: tuple[Tensor | None, Tensor | None]
+    """Ends of the sequences of queries and of keys; None for a batch."""
     max_length: tuple[int, int]
+    """Maximum number of queries and of keys."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, case: KernelArgs) -> _EfficientRows:
+        """Create the layout of a call."""
         if case.sequences is None:
             return _EfficientRows(None, None, q.shape[0], (None, None), (q.shape[2], k.shape[2]))
         queries, keys = case.sequences
@@ -183,39 +202,43 @@ class _EfficientRows(NamedTuple):
         )
 
     def pack_queries(self, *xs: Tensor) -> list[Tensor]:
-        """(B, H, S, X), or (B, H, S)."""
+        """Convert tensors (B, H, S, X) or (B, H, S) to the kernel's layout."""
         swapped = [x.transpose(1, 2) for x in xs]
         return swapped if self.queries is None else [self.queries.pack(x) for x in swapped]
 
     def pack_keys(self, x: Tensor, heads: int) -> Tensor:
-        """(B, Hkv, S, X), with the heads of queries then."""
+        """Convert (B, Hkv, S, X) to the kernel's layout and repeat key heads for the query heads."""
         swapped, shared = x.transpose(1, 2), heads // x.shape[1]
         rows = swapped if self.keys is None else self.keys.pack(swapped)
         return rows if shared == 1 else rows.repeat_interleave(shared, 2)
 
     def unpack_queries(self, x: Tensor, other: float = 0.0) -> Tensor:
-        """Undo `pack_queries`."""
+        """Undo `pack_queries`; rows that belong to no sequence are filled with ``other``."""
         return (x if self.queries is None else self.queries.unpack(x, self.batch, other)).transpose(1, 2)
 
     def unpack_keys(self, x: Tensor, heads: int) -> Tensor:
-        """The transpose of `pack_keys`: summed over the query heads of a key head."""
+        """Apply the transpose of `pack_keys`: sum over the query heads of a key head."""
         rows = x.unflatten(2, (heads, -1)).sum(3)
         return (rows if self.keys is None else self.keys.unpack(rows, self.batch)).transpose(1, 2)
 
     def unpack_lse(self, lse: Tensor) -> Tensor:
-        """(B, H, S) of what it gives."""
+        """Convert the kernel's log-sum-exps to (B, H, S)."""
         if self.queries is None:
             return lse[..., : self.max_length[0]]
         return self.unpack_queries(self.queries.unpad_per_sequence(lse), -torch.inf)
 
     def pack_lse(self, lse: Tensor) -> Tensor:
+        """Convert log-sum-exps (B, H, S) to the kernel's padded form."""
         if self.queries is None:
             return F.pad(lse, (0, -lse.shape[-1] % ROW_ALIGNMENT), value=torch.inf)
         return self.queries.pad_per_sequence(*self.pack_queries(lse))
 
 
 def _align_bias(bias: Tensor, keys: int) -> bool:
-    """Whether it reads rows of the bias as they lie, 16 bytes at a time, none of them beyond the memory."""
+    """Return True if the kernel can read the bias without a copy.
+
+    It reads 16 bytes at a time, so rows must be aligned and must not end before a read does.
+    """
     if bias.shape[3] != keys or bias.stride(3) != 1:
         return False
     steps = [stride for stride, size in zip(bias.stride()[:3], bias.shape) if size > 1]
@@ -223,7 +246,10 @@ def _align_bias(bias: Tensor, keys: int) -> bool:
 
 
 def _combine_bias_and_mask(q: Tensor, case: KernelArgs, keys: int) -> Tensor | None:
-    """(B | 1, H | 1, Q | 1, K): bias and mask in one, copied only where there is a mask or rows are not aligned."""
+    """Combine bias and mask to (B | 1, H | 1, Q | 1, K); copy only if necessary.
+
+    A copy is necessary if there is a mask or if rows are not aligned.
+    """
     bias = case.bias
     if case.allowed is not None:
         bias = torch.where(case.allowed, q.new_zeros(()) if bias is None else bias, -torch.inf)
@@ -234,7 +260,7 @@ def _combine_bias_and_mask(q: Tensor, case: KernelArgs, keys: int) -> Tensor | N
 
 
 def _rows_without_keys(added: Tensor, case: KernelArgs, queries: int) -> Tensor:
-    """bool (B | 1, H | 1, Q | 1): which rows attend to nothing."""
+    """Return a mask of the rows that attend to nothing, bool (B | 1, H | 1, Q | 1)."""
     keys, least = added.shape[3], -torch.inf if added.dtype == torch.float16 else _MIN_ALIGNED
     if not case.causal:
         return added.amax(-1) <= least
@@ -245,6 +271,7 @@ def _rows_without_keys(added: Tensor, case: KernelArgs, queries: int) -> Tensor:
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tuple[Tensor, Tensor]:
+    """Run efficient attention's forward; return out (B, Hq, Q, E) and lse (B, Hq, Q)."""
     query, key, value = pad_last_dim(_padded_width(q, v), q, k, v)
     rows, (kind, window), added = (
         _EfficientRows.of(q, k, case),
@@ -265,6 +292,7 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, case: KernelArgs) -> tupl
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, case: KernelArgs
 ) -> Gradients:
+    """Run efficient attention's backward; return dq, dk, dv and the bias gradient or None."""
     grad, query, key, value, out = pad_last_dim(_padded_width(q, v), grad, q, k, v, out)
     rows, (kind, window), added = (
         _EfficientRows.of(q, k, case),
@@ -276,7 +304,7 @@ def efficient_backward(
     dq, dk, dv, dadded = aten._efficient_attention_backward(
         grad, query, *(rows.pack_keys(x, q.shape[1]) for x in (key, value)),
         None if added is None else added.expand(*q.shape[:3], k.shape[2]),
-        out.contiguous(),  # of half types it reads whole rows without asking for their stride
+        out.contiguous(),  # for half types it assumes contiguous rows
         *rows.ends, *rows.max_length, rows.pack_lse(finite_lse(lse)), 0.0, unused, unused, kind, wanted,
         scale=case.scale, **window,
     )  # fmt: skip
@@ -285,7 +313,7 @@ def efficient_backward(
 
 
 def _bias_grad(grad: Tensor, shape: torch.Size, causal: bool) -> Tensor:
-    """(B, H, Q, K) -> the bias's shape, summed in float32. What a causal block skips was not written."""
+    """Sum (B, H, Q, K) in float32 to the bias's shape; pairs that a causal block skips are uninitialized."""
     if causal:
         grad = grad.tril_(grad.shape[3] - grad.shape[2])
     dims = [dim for dim, size in enumerate(shape) if size == 1 and grad.shape[dim] > 1]

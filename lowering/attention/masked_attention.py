@@ -1,4 +1,4 @@
-"""Attention of whole sequences whose mask is a predicate: one node in a rewritten graph."""
+"""Define ``sp::masked_attention``: attention over unsharded sequences whose mask is a predicate."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,17 +22,34 @@ from .op_args import LocalArgs
     padded="as given",
 )
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """``scaled_dot_product_attention`` with a mask that is never a tensor: see ``masks/predicate.py``.
+    """Compute ``scaled_dot_product_attention`` with a predicate in place of a mask tensor.
 
-    Shapes: q (..., Sq, D), k (..., Sk, D), v (..., Sk, E) -> (..., Sq, E) in q's dtype. The dims in front, batches
-    and then heads, broadcast; with ``enable_gqa`` k and v may have fewer heads. ``rows`` (B | 1, Sq) and ``cols``
-    (B | 1, Sk) have all batch dims as one; ``pieces`` are their tables (``sp::pieces``), if they are made already.
-    ``score`` and ``heads``: what becomes of scaled scores (``masks/score.py``), and vectors (H,) that it reads;
-    ``tables``: what it looks up, of any shapes, not beside a mask that is data.
-    ``attn_mask``: data besides, bool or floats that are added, which broadcasts to (..., Sq, Sk). ``sinks`` (H,): a
-    logit of each head that no key has, which takes its share of the weights. A query that attends to nothing gives 0.
-    ``lse``: the result is (..., Sq, E + 1) in float32 or wider, each row's log-sum-exp behind it; not with sinks.
-    Bytes: none. Backward: all of q, k, v, a mask of floats, tables and sinks. SpError for text that is no predicate.
+    See ``masks/predicate.py`` for predicates. Leading dims are batch dims, then heads; they broadcast. With
+    ``enable_gqa`` k and v may have fewer heads. A query that attends to no key has output 0.
+
+    Args:
+        q: (..., Sq, D), any floating dtype.
+        k: (..., Sk, D).
+        v: (..., Sk, E).
+        *rest: The remaining arguments of the schema, in order:
+            rows, cols: Vectors (B | 1, Sq) and (B | 1, Sk) that the predicate reads; B is all batch dims, flattened.
+            sizes, predicate: The sizes that the predicate reads, and its text.
+            dropout_p, scale, enable_gqa: As for ``scaled_dot_product_attention``.
+            pieces: Tables of rows and cols (``sp::pieces``), if they exist already.
+            score: Score modification (``masks/score.py``).
+            heads: Vectors (H,) that the score modification reads.
+            attn_mask: An additional bool or additive mask that broadcasts to (..., Sq, Sk).
+            sinks: (H,), one additional logit per head that takes a share of the weights and has no value.
+            tables: Tensors of any shape that the score modification indexes; not together with ``attn_mask``.
+            lse: Append each row's log-sum-exp as the last column; not together with sinks.
+
+    Returns:
+        (..., Sq, E) in q's dtype; with ``lse`` (..., Sq, E + 1) in float32 or wider.
+
+    Raises:
+        SpError: If the text is not a valid predicate.
+
+    Bytes: none. Differentiable in q, k, v, floating masks, tables and sinks.
     """
     rows, cols, sizes, predicate, dropout_p, scale, enable_gqa, *given = rest
     rest_of_them: list[Any] = [None, "", None, None, None, None, False]
@@ -55,13 +72,13 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return out.squeeze(-3) if headless else out
 
 
-@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot look inside
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot trace it
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
 def autocast(*xs: Tensor) -> list[Tensor]:
-    """What autocast does to the operands of scaled_dot_product_attention."""
+    """Cast tensors as autocast casts the operands of ``scaled_dot_product_attention``."""
     device = xs[0].device.type
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return list(xs)
@@ -70,12 +87,15 @@ def autocast(*xs: Tensor) -> list[Tensor]:
 
 
 def autocast_args(args: LocalArgs) -> LocalArgs:
-    """What it does to a mask, which is of the operands' dtype then, as kernels want it."""
+    """Cast the mask to the dtype of the autocast operands, which the kernels require."""
     return args if args.mask is None else replace(args, mask=autocast(args.mask)[0])
 
 
 def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
-    """(B | 1, H | 1, Sq | 1, Sk | 1), of what broadcasts to (*batch, H, Sq, Sk), or to (*batch, Sq, Sk)."""
+    """Reshape a mask that broadcasts to (*batch, H, Sq, Sk) to (B | 1, H | 1, Sq | 1, Sk | 1).
+
+    If ``headless``, the mask broadcasts to (*batch, Sq, Sk).
+    """
     mask = mask[(None,) * max(2 - mask.ndim, 0)]
     mask = mask.unsqueeze(-3) if headless or mask.ndim == 2 else mask
     if mask.shape[:-3].numel() == 1:
@@ -86,7 +106,10 @@ def _expand_mask(mask: Tensor, batch: torch.Size, headless: bool) -> Tensor:
 def _to_four_dims(
     q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, heads, S, width) each. One key head for all query heads stays one: the kernels group heads."""
+    """Reshape q, k and v to (B, heads, S, width) each.
+
+    A single key head for all query heads is not expanded: the kernels group heads.
+    """
     key_heads = torch.broadcast_shapes(k.shape[-3:-2], v.shape[-3:-2])
     heads = q.shape[-3:-2] if enable_gqa else torch.broadcast_shapes(q.shape[-3:-2], key_heads)
     wanted = zip((q, k, v), (heads, key_heads, key_heads))

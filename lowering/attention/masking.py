@@ -1,7 +1,8 @@
-"""Who attends to whom, of the queries and keys that are here: from an operator's arguments to masks of blocks.
+"""Build the masks of attention blocks from an operator's arguments, for local queries and keys.
 
-Dropout keeps weights by a hash of where they stand, never by a stream of random numbers. So backward computes the mask
-again instead of keeping it, and every way of cutting a sequence or its heads over ranks and blocks drops the same ones.
+Dropout selects weights by a hash of their global position, not by a stream of random numbers. The backward therefore
+computes the mask again instead of saving it. Every partition of a sequence or its heads over ranks and blocks drops the
+same weights.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from .kernel_args import Kernel, KernelArgs, ScoreProgram
 from .op_args import LocalArgs
 from .packed import PackedSequences
 
-# Odd multipliers with well mixed bits, as signed numbers: products of ints wrap.
+# Odd multipliers with well mixed bits, as signed integers: products of int64 wrap.
 _HASH_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _HASH_HALF_FACTORS = (-0x7A143589, -0x3D4D51C3)
 
@@ -37,18 +38,24 @@ class Dropout(NamedTuple):
     seed: Tensor
     """int64 ()."""
     p: float
+    """Probability to drop a weight."""
     batch: Tensor
-    """int64 (B,)."""
+    """int64 (B,), indices of the batch entries."""
     heads: Tensor
-    """int64 (H,): the heads' numbers among those of all ranks."""
+    """int64 (H,), global indices of the heads."""
 
     def keep_mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """bool (B, H, Q, K), True with probability 1 - p, of int64 indices (Q,) and (K,)."""
+        """Return the mask of kept weights, bool (B, H, Q, K), True with probability 1 - p.
+
+        Args:
+            queries: int64 (Q,), global indices of the queries.
+            keys: int64 (K,), global indices of the keys.
+        """
         state = _mix_bits(self.seed + self.batch * _HASH_FACTORS[0])[:, None]
         state = _mix_bits(state + self.heads * _HASH_FACTORS[1])[:, :, None]
         state = _mix_bits(state + queries * _HASH_FACTORS[2])[:, :, :, None]
         first, second = _split_int64(state)
-        # What is done for each weight is kept small: 32-bit arithmetic in one buffer.
+        # The work per weight is small: 32-bit arithmetic in one buffer.
         numbers = first ^ _split_int64(_mix_bits(keys * _HASH_FACTORS[0] + _HASH_FACTORS[1]))[0]
         numbers.mul_(_HASH_HALF_FACTORS[0])
         numbers ^= numbers >> 15
@@ -57,45 +64,60 @@ class Dropout(NamedTuple):
 
 
 def _split_int64(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The 64 bits of x as two int32."""
+    """Split the 64 bits of x into two int32 tensors."""
     return x.to(torch.int32), (x >> 32).to(torch.int32)
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of x."""
+    """Mix the bits of x so that every bit of the result depends on every bit of x."""
     x = (x ^ _logical_shift_right(x, 30)) * _HASH_FACTORS[1]
     x = (x ^ _logical_shift_right(x, 27)) * _HASH_FACTORS[2]
     return x ^ _logical_shift_right(x, 31)
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
-    """x >> bits with zeros moving in, where int64 moves in the sign."""
+    """Shift x right and fill with zeros instead of the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class CallMask:
-    """The mask of one call, from which each block takes its part."""
+    """The mask of one attention call, which provides the part of each block."""
 
     plan: BlockPlan
+    """Blocks and packed calls to compute."""
     q_rows: Rows
+    """Valid local query rows."""
     k_rows: Rows
+    """Valid local key rows."""
     predicate: str
+    """Text of the mask predicate, "" for none."""
     mask: Tensor | None
-    """Data: bool or additive float (B | 1, Hq | 1, Sq | 1, whole key length | 1)."""
+    """Tensor mask: bool or additive float (B | 1, Hq | 1, Sq | 1, global key length | 1)."""
     vectors: dict[str, Tensor]
-    """row<i> and col<i>, whole: int or bool (B | 1, S)."""
+    """row<i> and col<i>, unsharded: int or bool (B | 1, S)."""
     sizes: dict[str, int]
+    """Values of the predicate's n<i>."""
     dropout: Dropout | None
+    """Dropout of the call, None without."""
     score: str
+    """Text of the score function, "" for none."""
     heads: list[Tensor]
+    """Vectors (H,) that the score function reads."""
     tables: list[Tensor]
+    """Tables that the score function indexes."""
     device: torch.device
+    """Device of the call."""
     batch: int
+    """Batch size."""
 
     @staticmethod
     def of(q: Tensor, k: Tensor, args: LocalArgs) -> "CallMask":
-        """From the arguments of ``sp::attend``. SpError for dropout without a seed."""
+        """Create the mask from the arguments of ``sp::attend``.
+
+        Raises:
+            SpError: If there is dropout without a seed.
+        """
         rows, cols, group = args.rows, args.cols, args.group
         q_rows, k_rows = (
             local_valid_rows(args.q_span, q.shape[2], group),
@@ -123,7 +145,14 @@ class CallMask:
         )
 
     def kernel_args(self, block: Block | PackedCall, batch: int, scale: float, kernel: Kernel) -> KernelArgs:
-        """A block's masks, as this kernel takes them."""
+        """Return the kernel arguments of a block or a packed call.
+
+        Args:
+            block: The block or packed call.
+            batch: The batch size.
+            scale: The factor of the scores.
+            kernel: The kernel that runs the block.
+        """
         if kernel.fused:
             return KernelArgs(scale, pairs=self._masked_pairs())
         if isinstance(block, PackedCall):
@@ -146,11 +175,12 @@ class CallMask:
         return KernelArgs(scale, causal, allowed, bias, kept, self._score_program(block), rate)
 
     def _masked_pairs(self) -> PairTexts:
+        """Return the texts and values for a fused kernel."""
         rows, texts = (self.q_rows, self.k_rows), (self.predicate, self.score)
         return PairTexts(self.plan, *rows, *texts, self.vectors, self.sizes, self.heads, self.tables, self.mask)
 
     def _score_program(self, block: Block) -> ScoreProgram | None:
-        """What becomes of the block's scores, with what that reads."""
+        """Return the score program of a block with the values that it reads."""
         if not self.score:
             return None
         of_heads = {f"head{i}": x[:, None, None] for i, x in enumerate(self.heads)}
@@ -159,7 +189,7 @@ class CallMask:
         return ScoreProgram(self.score, places | given)
 
     def evaluate_predicate(self, block: Block) -> Tensor | None:
-        """What the predicate leaves to be asked pair by pair: bool (B | 1, 1, Q | 1, K | 1)."""
+        """Evaluate the block's remaining conditions for each pair: bool (B | 1, 1, Q | 1, K | 1), or None."""
         if not block.conditions:
             return None
         names = {name for condition in block.conditions for name in language.predicate_symbols(condition)}
@@ -170,7 +200,7 @@ class CallMask:
         return allowed.view([1] * (4 - allowed.ndim) + list(allowed.shape))
 
     def _symbol_value(self, name: str, block: Block) -> Any:
-        """A symbol's values, shaped to broadcast to (B, 1, Q, K); an int of a size."""
+        """Return a symbol's values in a shape that broadcasts to (B, 1, Q, K); an int for a size."""
         if name in self.sizes:
             return self.sizes[name]
         if name == "b":
@@ -184,7 +214,7 @@ class CallMask:
         return x.to(torch.int64) if x.dtype == torch.bool else x
 
     def _mask_block(self, block: Block) -> Tensor | None:
-        """The block's part of the mask that is data."""
+        """Return the block's part of the tensor mask."""
         if self.mask is None:
             return None
         part = self.mask.narrow(2, *block.query_rows) if self.mask.shape[2] > 1 else self.mask
@@ -197,7 +227,13 @@ class CallMask:
         return self.k_rows, block.k_off, block.k_off + block.k_len
 
     def add_grad(self, total: Tensor, part: Tensor, block: Block) -> None:
-        """Add the gradient of the block's part of the mask to that of the mask."""
+        """Add the gradient of a block's mask to the gradient of the mask in place.
+
+        Args:
+            total: The gradient of the mask, in the shape of the mask.
+            part: The gradient of the block's mask.
+            block: The block.
+        """
         rows = total.narrow(2, *block.query_rows) if total.shape[2] > 1 else total
         if total.shape[3] == 1:
             rows += part

@@ -1,7 +1,7 @@
-"""Attention over some keys and over others, into attention over both; parts of rows; accumulators that stay one.
+"""Merge block results of attention by their log-sum-exps, and accumulate parts of rows.
 
-A compiler that sees additions postpones them: it adds all parts at the end in one kernel, and keeps them until then.
-The accumulators of a ring are therefore changed in place, by operators that it does not see into.
+A compiler that traces additions may postpone them: it adds all parts in one kernel at the end and stores them until
+then. The accumulators of a ring are therefore updated in place, by opaque operators.
 """
 
 from bisect import bisect_left
@@ -17,12 +17,19 @@ from .kernel_args import finite_lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax averages ``out`` (..., S, E) with log-sum-exps ``lse`` (..., S) of two disjoint sets of keys.
+    """Merge the outputs and log-sum-exps of attention over two disjoint sets of keys.
 
-    Computed and returned in lse's dtype (float32 or float64). An lse of -inf stands for no key at all: its
-    out must be finite and counts for nothing; with two of them the result is 0 and -inf. Any other logits
-    are safe, however large. One pass over the accumulators: Inductor fuses the expression, eager CUDA
-    tensors take the kernel in ``triton/merge_blocks.py``.
+    Computed in one pass: Inductor fuses the expression, and eager CUDA tensors use the kernel in
+    ``triton/merge_kernel.py``. Logits of any size are safe.
+
+    Args:
+        out_a: (..., S, E), any floating dtype. Must be finite; it is ignored where its lse is -inf.
+        lse_a: (..., S), float32 or float64. -inf where a row attends to none of the keys.
+        out_b: As out_a, for the other keys.
+        lse_b: As lse_a, for the other keys.
+
+    Returns:
+        (out, lse) over both sets of keys in lse's dtype; 0 and -inf where both lse are -inf.
     """
     if can_use_triton(out_a):
         from sp_compile.lowering.triton.merge_kernel import launch_merge
@@ -32,34 +39,48 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def merge_pointwise(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge`` as pointwise operations."""
+    """Compute ``merge`` with pointwise operations."""
     kept, share, lse = _merge_weights(lse_a, lse_b)
     return out_a.to(lse.dtype) * kept + out_b.to(lse.dtype) * share, lse
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """``out`` (B, H, S, E) and its ``lse`` (B, H, S), with one key more, of the logits ``sinks`` (H,) and the value 0.
+    """Add one key per head with logit ``sinks`` and value 0 to the softmax.
 
-    Computed and returned in lse's dtype. What is kept is computed from the new lse, so that whoever keeps both results
-    for a backward in another graph does so: a partitioner computes again what no result needs.
+    The output is computed from the new lse. A partitioner that saves both for the backward needs no other tensor.
+
+    Args:
+        out: (B, H, S, E), any floating dtype.
+        lse: (B, H, S), float32 or float64.
+        sinks: (H,), any floating dtype.
+
+    Returns:
+        The new (out, lse) in lse's dtype.
     """
     both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out.to(lse.dtype) * torch.exp(lse - finite_lse(both)).unsqueeze(-1), both
 
 
 def sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient (H,) of ``sinks``, of the cotangent of ``out``, which is with them, as is ``lse``."""
+    """Return the gradient of ``sinks`` (H,).
+
+    Args:
+        grad: (B, H, S, E), the cotangent of ``out``.
+        out: (B, H, S, E), the output with sinks.
+        lse: (B, H, S), the log-sum-exps with sinks.
+        sinks: (H,), any floating dtype.
+    """
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - finite_lse(lse))
     return -(weights * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What counts of either (..., S, 1), and the lse of both (..., S)."""
+    """Return the weights (..., S, 1) of both operands and the merged lse (..., S)."""
     top = torch.maximum(lse_a, lse_b)
     finite = torch.where(top == -torch.inf, 0.0, top)
     a, b = torch.exp(lse_a - finite), torch.exp(lse_b - finite)
     total = a + b
-    # The larger of the two is 1, so that only the empty sum of 0 is below it.
+    # The larger of the two is 1, so only the empty sum 0 is less than 1.
     divisor = total.clamp_min(1.0)
     return (a / divisor).unsqueeze(-1), (b / divisor).unsqueeze(-1), finite + torch.log(total)
 
@@ -69,17 +90,24 @@ def _merge_weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor
     lambda out, lse, block, block_lse: None,
 )
 def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
-    """``merge`` in the place of its first two operands.
+    """Merge a block into the accumulators ``out`` and ``lse`` in place.
 
-    Shapes: out (..., S, E) and lse (..., S), contiguous and in lse's dtype; block (..., S, E) of any dtype and strides,
-    block_lse (..., S). Bytes: none.
+    Args:
+        out: (..., S, E), contiguous, in lse's dtype.
+        lse: (..., S), contiguous, float32 or float64.
+        block: (..., S, E), any dtype and strides.
+        block_lse: (..., S), any strides.
+
+    Bytes: none.
     """
     if can_use_triton(out):
         from sp_compile.lowering.triton.merge_kernel import launch_merge
 
         launch_merge(out, lse, block, block_lse, into=(out, lse))
     else:
-        rows = _rows_with_keys(block_lse) if out.device.type == "cpu" else slice(None)  # a GPU would be waited for
+        rows = (
+            _rows_with_keys(block_lse) if out.device.type == "cpu" else slice(None)
+        )  # on a GPU this would synchronize
         out, lse, block, block_lse = out[..., rows, :], lse[..., rows], block[..., rows, :], block_lse[..., rows]
         kept, share, both = _merge_weights(lse, block_lse)
         out.mul_(kept).addcmul_(block, share)
@@ -87,25 +115,29 @@ def merge_into(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> No
 
 
 def _rows_with_keys(lse: Tensor) -> slice:
-    """From the first to the last row that attends to any key: half of a zigzag shard in most steps of a ring."""
+    """Return the slice from the first to the last row that attends to a key.
+
+    In most steps of a ring this is half of a zigzag shard.
+    """
     found = (lse != -torch.inf).flatten(0, -2).any(0).nonzero()
     return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0)
 
 
 @opaque("add_into(Tensor(a!) total, Tensor part) -> ()", lambda total, part: None)
 def add_into(total: Tensor, part: Tensor) -> None:
-    """total += part, now. Shapes: any, equal. Bytes: none."""
+    """Add ``part`` to ``total`` in place. Shapes: any, equal. Bytes: none."""
     total.add_(part)
 
 
 class WrittenRows:
-    """Which rows of a buffer hold something, as runs that do not touch each other."""
+    """Record of the written rows of a buffer, as sorted disjoint runs that do not touch."""
 
     def __init__(self) -> None:
+        """Create a record without written rows."""
         self._runs: list[tuple[int, int]] = []
 
     def add(self, rows: tuple[int, int]) -> list[tuple[int, int, bool]]:
-        """The rows (offset, length) are written: (offset, length, did they hold nothing?) of their parts, in order."""
+        """Mark the rows (offset, length) as written; return their parts (offset, length, is_new) in order."""
         start, stop = rows[0], sum(rows)
         if start == stop:
             return []
@@ -121,18 +153,25 @@ class WrittenRows:
         return [(low, high - low, new) for low, high, new in found if high > low]
 
     def gaps(self, length: int) -> list[tuple[int, int]]:
-        """The rows (offset, length), of so many, that hold nothing."""
+        """Return the unwritten rows among the first ``length`` as a list of (offset, length)."""
         edges = [0, *(edge for run in self._runs for edge in run), length]
         return [(low, high - low) for low, high in zip(edges[::2], edges[1::2]) if high > low]
 
 
 class GradAccumulator:
-    """A gradient that is given in parts, along dim 2. A first part that is all of it is kept, in this dtype.
+    """Accumulator of a gradient that arrives in parts along dim 2.
 
-    place: where it is to be written; in new memory if None.
+    A first part that covers all rows is stored without a copy if its dtype matches.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, place: Tensor | None = None) -> None:
+        """Create an empty accumulator.
+
+        Args:
+            like: (B, H, S, D), the tensor whose gradient is accumulated.
+            dtype: Dtype of the gradient.
+            place: The buffer to write to; None to allocate one.
+        """
         self._like, self._dtype, self._total, self._fixed = like, dtype, place, place is not None
         self._written = WrittenRows()
 
@@ -152,7 +191,7 @@ class GradAccumulator:
         return self._total
 
     def total(self) -> Tensor:
-        """What was added, 0 elsewhere; if it was not given a place, as `empty_rows_first` lie."""
+        """Return the sum, 0 in unwritten rows; without ``place`` in the memory layout of `empty_rows_first`."""
         total = self._buffer()
         for gap in self._written.gaps(self._like.shape[2]):
             total.narrow(2, *gap).zero_()
@@ -160,21 +199,31 @@ class GradAccumulator:
 
 
 def empty_rows_first(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty (B, H, s, D), in memory as (B, s, H, D), as flash kernels give gradients and models take them."""
+    """Return an empty (B, H, s, D) tensor with the memory layout (B, s, H, D) of flash kernels and models."""
     batch, heads, rows, width = like.shape
     return like.new_empty((batch, rows, heads, width), dtype=dtype).transpose(1, 2)
 
 
 class SoftmaxAccumulator:
-    """Attention that is given in parts: of other queries, or of other keys that the same queries attend to."""
+    """Accumulator of attention outputs that arrive in parts.
+
+    A part belongs to other queries, or to other keys of the same queries.
+    """
 
     def __init__(self, q: Tensor, width: int) -> None:
+        """Create an empty accumulator for the queries q (B, H, S, D) and values of ``width`` elements."""
         self._q, self._shape = q, (*q.shape[:3], width)
         self._total: tuple[Tensor, Tensor] | None = None
         self._written = WrittenRows()
 
     def add(self, out: Tensor, lse: Tensor, rows: tuple[int, int]) -> None:
-        """Out and its lse, for the rows (offset, length)."""
+        """Merge a part into the accumulator.
+
+        Args:
+            out: (B, H, length, width).
+            lse: (B, H, length).
+            rows: The query rows of the part, (offset, length).
+        """
         parts, whole = self._written.add(rows), (0, self._shape[2])
         if rows == whole and self._total is None:
             self._total = out, lse
@@ -198,7 +247,7 @@ class SoftmaxAccumulator:
         return self._total
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """What was added, out in q's dtype, contiguous; 0 and -inf elsewhere."""
+        """Return (out, lse), contiguous, out in q's dtype; 0 and -inf in unwritten rows."""
         out, lse = self._buffers()
         for gap in self._written.gaps(self._shape[2]):
             out.narrow(2, *gap).zero_()

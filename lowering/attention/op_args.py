@@ -1,10 +1,10 @@
-"""Attention's arguments besides q, k and v: one dataclass for an operator's schema, body, fake and backward.
+"""Define the arguments of the attention operators other than q, k and v, as dataclasses.
 
-The fields are an operator's arguments in their order: `schema()` is their text, `of` reads them from an operator's
-positional arguments, and `flat()` gives them back.
+The fields are an operator's arguments in their order. `schema()` returns them as text, `of` parses them from an
+operator's positional arguments, and `to_flat()` returns them in order.
 
     LocalArgs   of ``sp::attend`` and ``sp::attend_backward``: this rank's queries over one block of keys
-    ShardArgs   of the operators on shards, in ``ops.py``
+    ShardArgs   of the operators over shards, in ``attention_ops.py``
 """
 
 from __future__ import annotations
@@ -33,49 +33,54 @@ _SCHEMA_TYPES = {
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Which weights a softmax of scaled scores gives.
-
-    mask        data: bool or additive, (B|1, H|1, S|1, T|1)
-    rows, cols  vectors that the predicate reads, (B|1, S) and (B|1, T), whole on every rank
-    pieces      their tables, of rows and then of cols (see ``masks/pieces.py``); [] if nobody has made them yet
-    sizes       numbers that it reads
-    predicate   which keys a query may attend to (see ``masks/predicate.py``), "" for all
-    seed        of dropout, int64 (). One seed drops the same weights on any number of ranks
-    score       what becomes of a scaled score before masks (see ``masks/score.py``), "" for nothing
-    heads       vectors that it reads, (H,), a number for each query head; constants
-    tables      tables of a score program (``masks/score_program.py``), replicated; not with a mask
-    """
+    """Arguments of the softmax weights that all attention operators share."""
 
     mask: Tensor | None
+    """Tensor mask: bool or additive, (B | 1, H | 1, S | 1, T | 1)."""
     rows: list[Tensor]
+    """Query vectors that the predicate reads, (B | 1, S), replicated."""
     cols: list[Tensor]
+    """Key vectors that the predicate reads, (B | 1, T), replicated."""
     pieces: list[Tensor]
+    """Tables of rows, then of cols (see ``masks/pieces.py``); [] if they do not exist yet."""
     sizes: list[int]
+    """Sizes that the predicate reads."""
     predicate: str
+    """Text of the mask predicate (see ``masks/predicate.py``), "" if every query attends to all keys."""
     seed: Tensor | None
+    """Dropout seed, int64 (). One seed drops the same weights on any number of ranks."""
     dropout_p: float
+    """Probability to drop a weight."""
     scale: float | None
+    """Factor of the scores."""
     score: str
+    """Text of the score function, applied before masks (see ``masks/score.py``), "" for none."""
     heads: list[Tensor]
+    """Constant vectors (H,) that the score function reads, one number per query head."""
     tables: list[Tensor]
+    """Tables of a score program (``masks/score_program.py``), replicated; not together with a mask."""
 
     @classmethod
     def schema(cls) -> str:
-        """The arguments as an operator's schema has them."""
+        """Return the arguments as the text of an operator schema."""
         return ", ".join(f"{_SCHEMA_TYPES.get(str(f.type), f.type)} {f.name}" for f in fields(cls))
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """These arguments, and what an operator has behind them; the dispatcher leaves out what is the default."""
+        """Parse these arguments from an operator's positional arguments.
+
+        Returns:
+            The dataclass, and the remaining arguments. The dispatcher omits trailing arguments with default values.
+        """
         names = cls.__match_args__
         return cls(*args[: len(names)]), args[len(names) :]
 
     def to_flat(self) -> tuple[Any, ...]:
-        """The arguments in an operator's order."""
+        """Return the arguments in the operator's order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
     def make_pieces(self) -> list[Tensor]:
-        """The tables of rows and cols: those that are given, or made now, which waits for the device."""
+        """Return the tables of rows and cols; create them if necessary, which synchronizes with the device."""
         vectors = [*self.rows, *self.cols]
         if self.pieces or not vectors:
             return self.pieces
@@ -86,21 +91,34 @@ class AttentionArgs:
 
 @dataclass(frozen=True)
 class LocalArgs(AttentionArgs):
-    """Of the rows that are here: `q_span` and `k_span` tell which (see ``masks/spans.py``).
-
-    split_heads: the heads here are every `split_heads`-th rank's share. group: the ranks that spans speak of.
-    """
+    """Arguments of attention over local queries and local keys."""
 
     scale: float
+    """Factor of the scores."""
     q_span: Span
+    """Span of the local queries (see ``masks/spans.py``)."""
     k_span: Span
+    """Span of the local keys."""
     split_heads: int
+    """Number of neighboring ranks that split the heads."""
     group: str
+    """Process group of the spans."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, k_span: Span, after: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of local queries over these keys alone: (B, H, s, E), and its lse (B, H, s)."""
+        """Compute attention of the local queries over these keys only.
+
+        Args:
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D).
+            v: (B, Hkv, t, E).
+            k_span: The span of the keys.
+            after: Tensors that must exist before the operator runs.
+
+        Returns:
+            out (B, H, s, E) and lse (B, H, s).
+        """
         return torch.ops.sp.attend(q, k, v, *replace(self, k_span=k_span).to_flat(), after)
 
     def grads(
@@ -114,32 +132,39 @@ class LocalArgs(AttentionArgs):
         after: list[Tensor] | None = None,
         packed: str = "",
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv (and of the mask, or of the tables) from these keys.
+        """Return dq, dk, dv and the gradient of the mask or of the tables from these keys.
 
-        given: the cotangent, and the row's global out and lse.
-        packed: dk and dv as one, in the place of dk, as they are to be sent: "last", "stack" or "rows".
+        Args:
+            given: The cotangent, and the out and lse over all keys.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D).
+            v: (B, Hkv, t, E).
+            k_span: The span of the keys.
+            mask_grad: Whether the mask or the tables need a gradient.
+            after: Tensors that must exist before the operator runs.
+            packed: "" or "last", "stack" or "rows": return dk and dv packed for sending in place of dk.
         """
         grad, out, lse = given
         args = replace(self, k_span=k_span).to_flat()
         return torch.ops.sp.attend_backward(grad, q, k, v, out, lse, *args, mask_grad, after, packed)
 
     def tensors(self) -> list[Tensor | None]:
-        """What a backward must save."""
+        """Return the tensors that a backward must save."""
         return [self.mask, self.seed, *self.rows, *self.cols, *self.pieces, *self.heads, *self.tables]
 
     def with_tensors(self, tensors: list[Tensor | None]) -> LocalArgs:
-        """The same with other `tensors()`."""
+        """Return a copy with other `tensors()`."""
         mask, seed, *vectors = tensors
         lengths = [len(x) for x in (self.rows, self.cols, self.pieces, self.heads, self.tables)]
         rows, cols, pieces, heads, tables = ([vectors.pop(0) for _ in range(length)] for length in lengths)
         return replace(self, mask=mask, seed=seed, rows=rows, cols=cols, pieces=pieces, heads=heads, tables=tables)
 
     def num_learned(self) -> int:
-        """How many numbers of its tables are floats, which may need gradients: these come as one, in their order."""
+        """Return the number of elements of the floating-point tables, whose gradients form one flat tensor."""
         return sum(x.numel() for x in self.tables if x.is_floating_point())
 
     def split_tables(self, learned: Tensor) -> list[Tensor | None]:
-        """For each table the view of its part, in its shape; None for those that are no floats."""
+        """Split the flat gradient into a view per table; None for tables without a floating dtype."""
         found: list[Tensor | None] = []
         for x in self.tables:
             if not x.is_floating_point():
@@ -150,30 +175,39 @@ class LocalArgs(AttentionArgs):
         return found
 
     def table_grads(self, learned: Tensor) -> list[Tensor | None]:
-        """The same parts in the tables' dtypes."""
+        """Split the flat gradient into a tensor per table, in the tables' dtypes."""
         return [None if x is None else x.to(table.dtype) for x, table in zip(self.split_tables(learned), self.tables)]
 
 
 @dataclass(frozen=True)
 class ShardArgs(AttentionArgs):
-    """Of shards of n ranks. The mask is whole on every rank and its cotangent partial; a seed of None is drawn.
+    """Arguments of attention over sequence shards of n ranks.
 
-    sinks: (H,), a logit of each query head that no key has, whole on every rank and its cotangent partial.
-    lse: whether each row of the result ends with its log-sum-exp; not with sinks.
-    q_frame, k_frame: where the shards lie; a k_frame [] for keys that are whole. scale: 1 / sqrt(D) if None.
-    balance: move contiguous shards to the zigzag layout and back, inside the operator.
+    The mask is replicated and its cotangent is partial. A seed of None is drawn.
     """
 
     sinks: Tensor | None
+    """(H,), a logit per query head that belongs to no key; replicated, with a partial cotangent."""
     lse: bool
+    """Whether each row of the result ends with its log-sum-exp; not together with sinks."""
     q_frame: FrameArg
+    """Placement of the queries' sequence dim."""
     k_frame: FrameArg
+    """Placement of the keys' sequence dim; [] if keys are replicated."""
     n: int
+    """Number of ranks."""
     group: str
+    """Name of the process group."""
     balance: bool
+    """Whether the operator exchanges contiguous shards for zigzag ones, and back."""
 
     def local(self, q: Tensor, stride: int) -> LocalArgs:
-        """What every block of this rank needs, for the queries of its neighbourhood of `stride` ranks."""
+        """Return the arguments of this rank's blocks.
+
+        Args:
+            q: (B, H, s, D), the queries of this rank's neighborhood.
+            stride: The number of ranks of a neighborhood, which split the heads.
+        """
         seed = self.seed
         if self.dropout_p and seed is None:
             seed = torch.randint(1 << 62, (), dtype=torch.int64, device=q.device)
@@ -184,11 +218,11 @@ class ShardArgs(AttentionArgs):
         return LocalArgs(self._local_mask(stride), *lookups, *scores, list(self.tables), rows, [], stride, self.group)
 
     def local_sinks(self, stride: int) -> Tensor | None:
-        """Those of the heads that this rank has among its `stride` neighbours."""
+        """Return the sinks of this rank's heads among ``stride`` neighbors."""
         return None if self.sinks is None else self._local_heads(self.sinks, 0, stride)
 
     def _local_heads(self, x: Tensor, dim: int, stride: int) -> Tensor:
-        """The share of the heads that this rank has among its `stride` neighbours."""
+        """Return this rank's share of a dim of heads among ``stride`` neighbors."""
         if stride == 1:
             return x
         heads = x.shape[dim] // stride
@@ -196,7 +230,7 @@ class ShardArgs(AttentionArgs):
         return x.index_select(dim, first + torch.arange(heads, device=x.device))
 
     def _local_mask(self, stride: int) -> Tensor | None:
-        """The mask's rows of the neighbourhood's queries and its heads of this rank."""
+        """Return the mask of the neighborhood's queries and this rank's heads."""
         mask, n, group = self.mask, self.n, self.group
         if mask is None or (n == 1 and not is_padded(self.q_frame, 1)):
             return mask
@@ -206,6 +240,6 @@ class ShardArgs(AttentionArgs):
         return mask if mask.shape[HEADS] == 1 else self._local_heads(mask, HEADS, stride)
 
     def to_zigzag(self) -> ShardArgs:
-        """The same in the zigzag layout."""
+        """Return a copy for the zigzag layout."""
         q_frame, k_frame = ([*frame[:4], 2] if len(frame) else frame for frame in (self.q_frame, self.k_frame))
         return replace(self, q_frame=q_frame, k_frame=k_frame, balance=False)

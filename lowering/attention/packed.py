@@ -1,13 +1,13 @@
-"""The sequences that one call of a kernel takes: where they end, and how their rows get there and back.
+"""Prepare the sequences of a packed kernel call: boundaries, packed rows and padded log-sum-exps.
 
-FlashAttention takes rows that lie between two sequences as some of their own, which see nothing. Memory-efficient
-attention has memory as for the longest for every sequence, and its backward divides by the number of queries. It gets
-sequences that have both alone, and their rows are copied if there are others between them:
+FlashAttention treats rows between two sequences as sequences of their own that attend to nothing. Memory-efficient
+attention allocates memory for every sequence as for the longest, and its backward divides by the number of queries. It
+gets only sequences that have both queries and keys; if there are other rows between them, the rows are copied:
 
     rows    a a a . . b c c        packed    a a a b c c        lse    a a a * | b * * * | c c * *
 
-Much of that memory is wasted where one sequence is many times as long as the others, so they go by their length into
-several calls (``split_by_length``).
+If one sequence is many times as long as the others, much of that memory is wasted. Sequences are therefore split by
+length into several calls (``split_by_length``).
 """
 
 from __future__ import annotations
@@ -26,78 +26,81 @@ from sp_compile.lowering.masks.blocks import AttendedRun, PackedCall, merge_runs
 from sp_compile.lowering.masks.pieces import Ints
 
 MAX_CALLS = 3
-"""As many as one attention may take."""
+"""The usual maximum number of calls of one attention; see `split_by_length`."""
 MIN_SAVING, MAX_PADDING = 2, 8
-"""Memory for so many times the rows is not worth another call; for more than TOO_MUCH times, a fourth one is."""
+"""Minimum ratio of allocated to used rows for a further call, below and from MAX_CALLS calls on."""
 UNSPLIT_BYTES = 64 << 20
-"""What is not much, however few the rows."""
+"""Allocations up to this size (bytes) are not split."""
 MAX_SEQUENCES = (1 << 16) - 1
-"""Of one call: the size of a dim of CUDA's grids, of which sequences are one."""
+"""The maximum number of sequences of one call: the size of a CUDA grid dim."""
 ROW_ALIGNMENT = 32
-"""To which multiple memory-efficient attention pads log-sum-exps."""
+"""Memory-efficient attention pads log-sum-exps to a multiple of this number of rows."""
 
 
 class SequenceSide(NamedTuple):
-    """Stretches of the queries, or of the keys; on the host."""
+    """The sequences of the queries or of the keys of a call, on the host."""
 
     table: Tensor
-    """int32 (2, sequences + 1): where each ends in the packed rows, from 0 on; and where it begins in all rows."""
+    """int32 (2, sequences + 1): each sequence's end in the packed rows, from 0 on; and its first row in all rows."""
     is_scattered: bool
-    """Whether rows lie between them that are of none."""
+    """Whether there are rows between sequences that belong to none."""
     total: int
-    """The rows of all."""
+    """Number of rows of all sequences."""
     max_length: int
-    """The rows of the longest."""
+    """Number of rows of the longest sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """One side of a call, on its device. Rows are those of all batch entries, one behind the other."""
+    """The queries or keys of a call on its device, with the rows of all batch entries concatenated."""
 
     table: Tensor
+    """`SequenceSide.table` on the device."""
     side: SequenceSide
+    """Sequences of this side, on the host."""
     size: int
-    """All rows, those of no sequence too."""
+    """Number of all rows, including rows that belong to no sequence."""
 
     @property
     def ends(self) -> Tensor:
-        """int32 (sequences + 1,), contiguous."""
+        """Return the ends of the sequences in the packed rows: int32 (sequences + 1,), contiguous."""
         return self.table[0]
 
     @property
     def max_length(self) -> int:
+        """Return the number of rows of the longest sequence."""
         return self.side.max_length
 
     def _repeat_per_row(self, numbers: Tensor) -> Tensor:
-        """A number of each sequence, at each of its rows."""
+        """Repeat a number of each sequence for each of its rows."""
         return numbers.repeat_interleave(self.ends.diff(), output_size=self.side.total)
 
     @cached_property
     def _packed_positions(self) -> Tensor:
-        """int64 (total,): where the packed rows lie in all rows."""
+        """Return the position of each packed row in all rows: int64 (total,)."""
         shifts = self.table[1, :-1] - self.ends[:-1]
         return torch.arange(self.side.total, device=self.table.device) + self._repeat_per_row(shifts)
 
     @cached_property
     def _padded_positions(self) -> tuple[Tensor, slice, Tensor]:
-        """Of the packed rows in (sequences, heads, most)."""
+        """Return the indices of the packed rows in (sequences, heads, max_length)."""
         sequence = self._repeat_per_row(torch.arange(len(self.ends) - 1, device=self.table.device))
         return sequence, slice(None), torch.arange(self.side.total, device=self.table.device) - self.ends[sequence]
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, S, ...) -> (1, total, ...): a view if the sequences are all rows, and they lie one behind the other."""
+        """Pack (B, S, ...) to (1, total, ...); a view if every row belongs to a sequence."""
         rows = x.flatten(0, 1)
         return (rows.index_select(0, self._packed_positions) if self.side.is_scattered else rows)[None]
 
     def unpack(self, x: Tensor, batch: int, other: float = 0.0) -> Tensor:
-        """Undo `packed`. other: what rows of no sequence get."""
+        """Undo `pack`; rows that belong to no sequence are filled with ``other``."""
         rows = x[0]
         if self.side.is_scattered:
             rows = x.new_full((self.size, *x.shape[2:]), other).index_copy_(0, self._packed_positions, rows)
         return rows.unflatten(0, (batch, -1))
 
     def pad_per_sequence(self, x: Tensor) -> Tensor:
-        """(1, total, H) -> (sequences, H, most), padded to a multiple of ALIGNED, with +inf where no row is."""
+        """Pad (1, total, H) to (sequences, H, max_length rounded up to ROW_ALIGNMENT) with +inf."""
         longest = self.max_length + -self.max_length % ROW_ALIGNMENT
         padded = x.new_full((len(self.ends) - 1, x.shape[2], longest), torch.inf)
         padded[self._padded_positions] = x[0]
@@ -109,14 +112,23 @@ class PackedRows:
 
 
 class PackedSequences(NamedTuple):
-    """Both sides of a PACKED call."""
+    """The queries and keys of a PACKED call."""
 
     queries: PackedRows
+    """Query rows."""
     keys: PackedRows
+    """Key rows."""
 
     @staticmethod
     def of(call: PackedCall, batch: int, device: torch.device, alone: bool) -> PackedSequences:
-        """The device gets the numbers when it comes to it; the host goes on. alone: without what is of no sequence."""
+        """Create both sides from a call with asynchronous copies to the device.
+
+        Args:
+            call: The packed call.
+            batch: The batch size.
+            device: The device of the tables.
+            alone: Leave out rows that belong to no sequence, and sequences without queries or without keys.
+        """
         pinned = device.type == "cuda"
         sides = _packed_sides(call, batch, alone, pinned)
         rows = call.query_rows[1] * batch, call.key_rows[1] * batch
@@ -128,7 +140,7 @@ class PackedSequences(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _packed_sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tuple[SequenceSide, SequenceSide]:
-    """Kept, so that a copy on its way still finds them."""
+    """Return both sides of a call; cached, so that host memory outlives an asynchronous copy."""
     if alone:
         runs = call.runs()
         sides = [[run.q for run in runs], [run.k for run in runs]]
@@ -141,7 +153,7 @@ def _packed_sides(call: PackedCall, batch: int, alone: bool, pinned: bool) -> tu
 
 
 def _packed_side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: bool) -> SequenceSide:
-    """stretches: (sequences, 2)."""
+    """Return one side from its sequences (sequences, 2) and its rows (offset, length)."""
     offset, length = rows
     begins = (np.arange(batch)[:, None] * length + (stretches[:, 0] - offset)).ravel()
     ends = np.append(0, np.cumsum(np.tile(stretches[:, 1] - stretches[:, 0], batch)))
@@ -153,11 +165,18 @@ def _packed_side(stretches: Ints, batch: int, rows: tuple[int, int], pinned: boo
 def split_by_length(
     calls: tuple[PackedCall, ...], batch: int, row_bytes: int | None, besides: int = 0
 ) -> tuple[PackedCall, ...]:
-    """The same sequences in calls that a grid has room for, and memory.
+    """Split calls until they fit CUDA's grid and waste little memory.
 
-    row_bytes: of a query, for a kernel that has as much memory for each sequence as for the longest of its call. Calls
-    are cut then where sequences differ much, into at most MOST_CALLS as long as none of them needs memory for more than
-    TOO_MUCH times as many rows as there are. besides: how many others there are.
+    Args:
+        calls: The packed calls.
+        batch: The batch size.
+        row_bytes: Bytes of a query row, for a kernel that allocates memory for each sequence as for the longest of its
+            call; None for other kernels. Such calls are split where sequence lengths differ much, into at most
+            MAX_CALLS unless a call still allocates more than MAX_PADDING times the number of rows.
+        besides: The number of other calls.
+
+    Returns:
+        Calls with the same sequences.
     """
     if row_bytes is None and all(batch * len(call.queries) <= MAX_SEQUENCES for call in calls):
         return calls
@@ -170,7 +189,7 @@ def _split_by_length(
 ) -> tuple[PackedCall, ...]:
     most = MAX_SEQUENCES // batch
     if row_bytes is None:
-        most //= 3  # either side may have rows between two sequences
+        most //= 3  # both sides may have rows between two sequences
     parts = [part for call in calls for part in _split_runs(call.runs(), max(1, most))]
     rows = sum(int(_padded_lengths(part).sum()) for part in parts)
     while parts and row_bytes is not None:
@@ -188,18 +207,18 @@ def _split_runs(runs: Sequence[AttendedRun], most: int) -> list[Sequence[Attende
 
 
 def _padded_lengths(runs: Sequence[AttendedRun]) -> Ints:
-    """Of the queries, as they are padded."""
+    """Return the number of query rows of each run, padded to ROW_ALIGNMENT."""
     lengths = np.array([run.q[1] - run.q[0] for run in runs])
     return lengths + -lengths % ROW_ALIGNMENT
 
 
 def _max_padded_rows(runs: Sequence[AttendedRun]) -> int:
-    """Query rows for which one call has memory."""
+    """Return the number of query rows for which one call allocates memory."""
     return len(runs) * int(_padded_lengths(runs).max())
 
 
 def _split_long_short(runs: Sequence[AttendedRun]) -> list[Sequence[AttendedRun]]:
-    """Two parts that need the least memory together. What is padded is not all of one length."""
+    """Split runs of several lengths into two parts that need the least memory together."""
     lengths = _padded_lengths(runs)
     falling = -np.sort(-lengths)
     longer = np.arange(1, len(runs))

@@ -1,12 +1,15 @@
-"""Ring attention: keys and values go round, queries stay (Liu et al. 2023, arXiv:2310.01889).
+"""Compute ring attention: keys and values rotate over the ranks, queries do not move.
 
-    step i of R     local queries x the keys that started i ranks back; the next keys are already on their way
+Liu et al. 2023, arXiv:2310.01889.
+
+    step i of R     local queries x the keys of the rank i places back; the next keys are received during the step
     merge           by log-sum-exp, into one accumulator in float32
-    backward        keys go round again (see ``pack.py``); their gradients behind them, or home in one exchange
+    backward        keys rotate again (see ``sp::pack``); their gradients follow, or return in one exchange
 
-Forward: R - 1 shifts of packed K and V. Backward: R - 1 of K and V, and R of dK and dV ("travel", overlapped with the
-blocks) or one all-to-all that carries as many bytes ("scatter", which keeps all R parts). Which blocks of a step are
-needed at all (causal, zigzag, windows, documents) is decided when the step runs, so every rank has the same graph.
+The forward shifts packed K and V R - 1 times, the backward again. dK and dV are either shifted R times, overlapped with
+the blocks ("travel"), or returned in one all-to-all of the same number of bytes ("scatter", which stores all R parts).
+Each step decides at run time which of its blocks are needed (causal, zigzag, windows, documents), so every rank has the
+same graph.
 """
 
 from __future__ import annotations
@@ -28,39 +31,60 @@ Cat = Callable[[list[Tensor], int], Tensor]
 
 
 def window_hops(window: int, rows: int, n: int) -> int:
-    """How many ranks backwards a causal window reaches, if each of n holds so many rows, in order."""
-    # One comparison after another, so that a tracer is left with a number.
+    """Return the number of ranks backward that a causal window reaches.
+
+    Args:
+        window: The window in rows.
+        rows: The number of rows per rank, in sequence order.
+        n: The number of ranks.
+    """
+    # Separate comparisons, so that a tracer gets a number.
     return next((hops for hops in range(n - 1) if window <= hops * rows + 1), n - 1)
 
 
 class RingKeys(NamedTuple):
-    """Where keys lie and how they go round.
-
-    n: ranks; stride: neighbours that share heads (the ring links every stride-th rank); steps: blocks of keys that
-    anybody needs, counted from one's own backwards; grads: "travel" or "scatter" (which takes the whole ring).
-    """
+    """Keys that rotate over a ring of ranks."""
 
     frame: FrameArg
+    """Placement of the keys' sequence dim."""
     n: int
+    """Number of ranks."""
     stride: int
+    """Number of neighboring ranks that split the heads; the ring links every stride-th rank."""
     steps: int
+    """Number of key blocks that a query needs, counted backward from its own."""
     grads: str
+    """"travel" or "scatter" (which needs the full ring)."""
     group: str
+    """Name of the process group."""
 
     @property
     def size(self) -> int:
+        """Return the number of ranks of the ring."""
         return self.n // self.stride
 
     def shift(self, offset: int) -> str:
+        """Return the route of a shift by ``offset`` places in the ring."""
         return routes.shift_route(self.group, offset, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, args: LocalArgs) -> tuple[Tensor, Tensor]:
+        """Return the output and log-sum-exps of local queries over the keys of all steps.
+
+        Args:
+            q: (B, H, s, D), any floating dtype.
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+
+        Returns:
+            out (B, H, s, E) and lse (B, H, s).
+        """
         out = lse = done = None
         for keys, values, where, coming in self._ring_steps(k, v, torch.cat):
             block = args.attend(q, keys, values, where, _drop_none(coming, done))
             if out is None:
-                # The accumulator of several blocks; a single one stays as it is. The next block waits for this one and
-                # not for what is made of it: a compiler that has not written that yet would write it a second time.
+                # The accumulator of several blocks; a single block needs none. The next block waits for this one and
+                # not for its cast: a compiler that has not written the cast yet would write it a second time.
                 out, lse = block if self.steps == 1 else (block[0].to(block[1].dtype), block[1])
                 done = block[0]
             else:
@@ -71,6 +95,16 @@ class RingKeys(NamedTuple):
     def backward(
         self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return dq, dk, dv and dmask.
+
+        Args:
+            given: The cotangent, out and lse of the forward.
+            q: (B, H, s, D).
+            k: (B, Hkv, t, D), this rank's shard.
+            v: (B, Hkv, t, E), this rank's shard.
+            args: Arguments of the local queries.
+            mask_grad: Whether the mask or the tables need a gradient.
+        """
         dq: Tensor | None = None
         dmask: Tensor | None = None
         carried = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
@@ -87,7 +121,7 @@ class RingKeys(NamedTuple):
         return dq, dk_, dv_, dmask
 
     def _ring_steps(self, k: Tensor, v: Tensor, cat: Cat) -> Iterator[tuple[Tensor, Tensor, Span, Any]]:
-        """Keys, values and their span in each step, and what is on its way meanwhile."""
+        """Yield each step's keys, values and span, and the shift in progress."""
         if self.steps == 1:
             yield k, v, shard_span(self.frame, self.n, self.stride), None
             return
@@ -100,12 +134,12 @@ class RingKeys(NamedTuple):
 
 
 def _drop_none(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are there: what is sent, and the accumulators, before a block is computed."""
+    """Return the tensors that are not None."""
     return [x for x in tensors if x is not None]
 
 
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """part, or the total that it was added to in place."""
+    """Add ``part`` to ``total`` in place and return it; return ``part`` if there is no total."""
     if total is None:
         return part
     torch.ops.sp.add_into(total, part)
@@ -113,7 +147,7 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def wait_then_concat(made: Tensor) -> Cat:
-    """A concatenation that waits for a tensor; see ``pack.py``."""
+    """Return a concatenation that waits for a tensor; see ``sp::pack``."""
     return lambda xs, dim: torch.ops.sp.pack(xs, dim, made)
 
 
@@ -122,28 +156,33 @@ def _can_stack(k: Tensor, v: Tensor) -> bool:
 
 
 def _pack_keys_values(k: Tensor, v: Tensor, cat: Cat) -> Tensor:
-    """(B, Hkv, s, D) and (B, Hkv, s, E), copied once, whatever the strides are.
+    """Pack (B, Hkv, s, D) and (B, Hkv, s, E) with one copy, for any strides.
 
-    As wide as each other: (2, B, Hkv, s, D), because kernels read rows that follow each other faster. Else
-    (B, Hkv, s, D + E).
+    With equal widths to (2, B, Hkv, s, D), because kernels read consecutive rows faster; else to (B, Hkv, s, D + E).
     """
     return cat([k.unsqueeze(0), v.unsqueeze(0)], 0) if _can_stack(k, v) else cat([k, v], 3)
 
 
 def split_keys_values(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of k and of v in what was stacked or is side by side, for any number of rows; views."""
+    """Split a packed tensor into views of keys and values, for any number of rows.
+
+    Args:
+        both: (2, B, Hkv, S, D) or (B, Hkv, S, D + E).
+        k: A tensor with the width of keys.
+        v: A tensor with the width of values.
+    """
     keys, values = both.unbind(0) if both.ndim > k.ndim else both.split([k.shape[3], v.shape[3]], 3)
     return keys, values
 
 
 class _RingGradients:
-    """Gradients of keys that go round with the keys, one step behind, and home at the end."""
+    """Gradients of keys that rotate one step after the keys and return to their owners at the end."""
 
     def __init__(self, ring: RingKeys) -> None:
         self.ring, self.added, self.coming = ring, 0, None
 
     def add(self, part: Tensor) -> None:
-        """The gradients of the next step's keys and values, packed, which are one rank further from home."""
+        """Add the packed gradients of the next step's keys and values, which are one rank further away."""
         self.added += 1
         if self.coming is not None:
             part = part.add_(current_communicator().wait(self.coming))
@@ -151,13 +190,13 @@ class _RingGradients:
         self.coming = current_communicator().start_shift(part, self.ring.shift(1 - self.ring.steps if last else 1))
 
     def collect(self) -> Tensor:
-        """The sum over all ranks for one's own keys."""
+        """Return the sum over all ranks for this rank's keys."""
         assert self.coming is not None
         return current_communicator().wait(self.coming)
 
 
 class _ScatteredGradients:
-    """Gradients of keys that are kept until the end and then sent home in one exchange."""
+    """Gradients of keys that are stored until the end and then sent to their owners in one exchange."""
 
     coming = None
 
@@ -166,11 +205,11 @@ class _ScatteredGradients:
         self.parts: list[Tensor] = []
 
     def add(self, part: Tensor) -> None:
-        """The gradients of the next step's keys and values, packed."""
+        """Store the packed gradients of the next step's keys and values."""
         self.parts.append(part)
 
     def collect(self) -> Tensor:
-        """The sum over all ranks for one's own keys."""
+        """Return the sum over all ranks for this rank's keys."""
         ring = self.ring
         parts = torch.ops.sp.pack_by_owner(self.parts, ring.stride, ring.group)
         return current_communicator().all_to_all(parts, ring.size, routes.cross_route(ring.group, ring.stride)).sum(0)
@@ -180,3 +219,4 @@ RING_GRADIENTS: dict[str, type[_RingGradients] | type[_ScatteredGradients]] = {
     "travel": _RingGradients,
     "scatter": _ScatteredGradients,
 }
+"""Classes of the ways to return gradients, by name."""

@@ -1,8 +1,9 @@
-"""Ulysses between neighbouring ranks: from a share of the rows and all heads to all rows and a share, and back.
+"""Exchange row shards for head shards between neighboring ranks, and back (Ulysses).
 
     q (B, H, s, D), k, v (B, Hkv, t, D)   ->   (B, H / ranks, ranks * s, D), (B, Hkv / ranks, ranks * t, D)
 
-One all-to-all for q, k and v, or two where the keys are of another length; one for the result. Padding stays.
+Uses one all-to-all for q, k and v, or two if keys have another length than queries; one for the result. Padding is
+not removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from .op_args import HEADS, SEQUENCE, ShardArgs
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> list[Tensor]:
-    """The whole heads of this rank for the rows of all neighbours. Key heads are repeated for the ranks to divide."""
+    """Exchange q, k and v for this rank's heads with the rows of all neighbors.
+
+    Args:
+        q: (B, H, s, D).
+        k: (B, Hkv, t, D). Key heads are repeated until ``ranks`` divides their number.
+        v: (B, Hkv, t, E).
+        args: Arguments of the sharded operator.
+        ranks: The number of neighboring ranks that split the heads.
+
+    Returns:
+        [q, k, v], shaped (B, heads / ranks, ranks * rows, width).
+    """
     keys, values = (_repeat_key_heads(x, ranks) for x in (k, v))
     heads = keys.shape[HEADS]
     together = is_known(q.shape[SEQUENCE] == keys.shape[SEQUENCE])
@@ -35,18 +47,27 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, args: ShardArgs, ranks: int) -> li
 
 
 def to_sequence(out: Tensor, args: ShardArgs, ranks: int) -> Tensor:
-    """The way back of the result."""
+    """Exchange the result's heads back for this rank's rows.
+
+    Args:
+        out: (B, H / ranks, ranks * s, E).
+        args: Arguments of the sharded operator.
+        ranks: The number of neighboring ranks that split the heads.
+
+    Returns:
+        (B, H, s, E).
+    """
     rows, heads = _neighborhood_frame(args.q_frame, out.shape[SEQUENCE]), out.shape[HEADS] * ranks
     group = routes.neighborhood_route(args.group, ranks)
     return torch.ops.sp.all_to_all([out], SEQUENCE, rows, HEADS, [1, heads, 0, heads], ranks, group)[0]
 
 
 def _repeat_key_heads(x: Tensor, ranks: int) -> Tensor:
-    """Key heads as often as needed for the ranks to divide them; backward: summed over the repetitions."""
+    """Repeat key heads until ``ranks`` divides their number; the backward sums over the repetitions."""
     times = math.lcm(x.shape[HEADS], ranks) // x.shape[HEADS]
     return x if times == 1 else x.repeat_interleave(times, HEADS)
 
 
 def _neighborhood_frame(frame: FrameArg, length: int) -> FrameArg:
-    """All rows of a neighbourhood, as a frame: nothing is trimmed, and zigzag halves come in order."""
+    """Return a frame of all rows of a neighborhood: without trimming, zigzag halves in order."""
     return [1, length, 0, length, frame_folds(frame)]

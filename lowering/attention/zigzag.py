@@ -1,8 +1,10 @@
-"""Contiguous shards to zigzag ones and back: what causal attention needs where nothing else may be permuted.
+"""Exchange contiguous shards for zigzag shards, and back, to balance causal attention.
+
+Used inside an operator, where no other tensor may be permuted:
 
     rank r holds chunks 2r, 2r + 1 of 2n    ->    chunks r, 2n - 1 - r
 
-One exchange for all tensors: each rank sends two chunks to at most two ranks. The adjoint is the way back.
+One exchange for all tensors: each rank sends two chunks to at most two ranks. The adjoint is the inverse exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from .op_args import SEQUENCE
 
 
 def to_zigzag_rows(xs: list[Tensor], n: int, group: str, back: bool = False) -> list[Tensor]:
-    """Each x (B, H, s, D) with s even, as this rank's rows of the other layout. Differentiable."""
+    """Exchange the rows of tensors between the contiguous and the zigzag layout. Differentiable.
+
+    Args:
+        xs: Tensors (B, H, s, D) with even s, equal in s.
+        n: The number of ranks.
+        group: The process group.
+        back: Exchange zigzag shards for contiguous ones.
+
+    Returns:
+        This rank's rows of each tensor in the other layout.
+    """
     if n == 1:
         return xs
     rows = [x.movedim(SEQUENCE, 0) for x in xs]
@@ -41,7 +53,7 @@ def _unfold(x: Tensor, n: int, group: str) -> Tensor:
 
 
 def _chunks_by_owner(n: int, group: str, device: torch.device) -> Tensor:
-    """Chunks 2r, 2r + 1 in the order of the ranks that hold them in the zigzag layout: descending from chunk n on."""
+    """Order chunks 2r, 2r + 1 by the ranks that own them in the zigzag layout: descending from chunk n on."""
     behind = torch.ops.sp.rank(group, device) * 2 >= n
     first = behind.to(torch.int64)
     return torch.stack([first, 1 - first])

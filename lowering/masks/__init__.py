@@ -1,3 +1,3 @@
-"""Who attends to whom, without a tensor of queries x keys: predicates, spans of rows, pieces of vectors, plans."""
+"""Describe masks without a tensor of queries x keys: predicates, spans, vector pieces and plans."""
 
 from . import balance_rows, pieces  # noqa: F401  (registers the operators)

@@ -1,12 +1,12 @@
-"""Deals the chunks of a sequence to ranks, so that all of them attend to about as many pairs.
+"""Assign chunks of a sequence to ranks so that all ranks attend to a similar number of pairs.
 
     work of 8 chunks   40 30 20 10 | 1 1 1 1        two ranks, four chunks each
     contiguous        100          | 4              rank 0 has 1.92 times the mean
-    dealt              40 10 1 1   | 30 20 1 1      by work, each to the rank that has least and still has room; then
-                                                    the busiest exchanges chunks with others, if it has too much
+    balanced           40 10 1 1   | 30 20 1 1      by decreasing work, each to the rank with the least work that has
+                                                    capacity; then the busiest rank exchanges chunks if it has too much
 
-Every rank holds as many rows as without: its run of the sequence's new order. Chunks at either end of the sequence may
-have to keep their place: where it is padded, and where values of the program are shorter.
+Every rank has the same number of rows as in contiguous shards: its run of the new order. Chunks at both ends of the
+sequence may be fixed: where it is padded, and where values of the program are shorter.
 """
 
 from __future__ import annotations
@@ -19,78 +19,94 @@ import numpy as np
 from .pieces import Ints
 
 BALANCE_TOLERANCE = 1.05
-"""The work of the busiest rank over the mean from which on nothing is cut further."""
+"""Maximum work of the busiest rank over the mean that counts as balanced."""
 MAX_CHUNKS, CHUNK_ROWS, MIN_CHUNKS = 64, 128, 4
-"""A rank has at most MOST_CHUNKS chunks, and more than FEW_CHUNKS only if they have at least so many rows."""
+"""Limits of the number of chunks per rank.
+
+A rank has at most MAX_CHUNKS chunks, and more than MIN_CHUNKS only if they have at least CHUNK_ROWS rows.
+"""
 
 EXCHANGE_PARTNERS, MAX_EXCHANGES = 8, 4
-"""How many of the ranks with least work a chunk may be exchanged with, and how often, for each rank."""
+"""Number of least busy ranks that are candidates for an exchange; maximum number of exchanges per rank."""
 
 WorkBefore = Callable[[Sequence[int]], Sequence[int]]
-"""The work of all queries before each of these positions, which are in order."""
+"""A function from sorted positions to the work of all queries before each of them."""
 
 
 class ChunkOrder(NamedTuple):
-    """The chunks in the order in which ranks hold them; all together they are the sequence."""
+    """The chunks of a sequence, in the order in which ranks store them."""
 
     firsts: Ints
-    """The position of each chunk's first row."""
+    """Position of each chunk's first row."""
     lengths: Ints
+    """Number of rows of each chunk."""
     imbalance: float
-    """The work of the busiest rank over the mean."""
+    """Work of the busiest rank over the mean."""
     is_identity: float
-    """The same of contiguous shards."""
+    """The same ratio for contiguous shards."""
 
     @property
     def offsets(self) -> Ints:
-        """The place of each chunk's first row in the new order."""
+        """Return the offset of each chunk's first row in the new order."""
         return np.cumsum(self.lengths) - self.lengths
 
     def to_words(self, n: int) -> Ints:
-        """(2, most_chunks(n)) for n ranks: firsts and lengths, zeros behind them."""
+        """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros."""
         out = np.zeros((2, max_chunk_count(n)), np.int64)
         out[:, : len(self.firsts)] = self.firsts, self.lengths
         return out
 
     @staticmethod
     def of(words: Ints) -> ChunkOrder:
-        """Those that `words` tells; nobody knows their work any more."""
+        """Decode an order from `to_words`; its imbalances are unknown and set to 1."""
         firsts, lengths = words[:, words[1] > 0]
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 
 
 def max_chunk_count(n: int) -> int:
-    """As many as n ranks can hold, and one at either end that keeps its place."""
+    """Return the maximum number of chunks of n ranks, including one fixed chunk at each end."""
     return n * max(MAX_CHUNKS, MIN_CHUNKS) + 2
 
 
 class _EvenChunks(NamedTuple):
-    """Each rank's run of rows cut in the same way, so that a rank takes as many of each size as it gives."""
+    """Chunks that cut each rank's run of rows equally, so that exchanges preserve the number of rows."""
 
     edges: Ints
+    """Positions of the chunks' edges."""
     works: np.ndarray
+    """Work of each chunk."""
     large: np.ndarray
-    """Which chunks have one row more."""
+    """Whether a chunk has one more row than others."""
     fixed: np.ndarray
-    """Which keep their place."""
+    """Whether a chunk is not moved."""
 
     @property
     def min_rank_work(self) -> float:
-        """In no order has a rank less of all work: the heaviest chunk."""
+        """Return a lower bound of the busiest rank's share of the work: the share of the heaviest chunk."""
         total = self.works.sum()
         return float(self.works.max() / total) if total else 0.0
 
 
 def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int = 0, behind: int = 0) -> ChunkOrder:
-    """`length` positions for n ranks of `rows` each, the last of which may hold fewer.
+    """Assign positions to n ranks in chunks.
 
-    The fewest chunks a rank, of the numbers that are tried, with which the busiest has at most EVEN_ENOUGH times the
-    mean, or else the best there are.
+    Tries increasing numbers of chunks per rank until the busiest rank has at most BALANCE_TOLERANCE times the mean
+    work; otherwise uses the best order.
 
-    front, behind: how many positions at the beginning and at the end keep their place.
+    Args:
+        work: A function that returns the work before positions.
+        length: The number of positions.
+        n: The number of ranks.
+        rows: The number of rows of each rank; the last one may have fewer positions.
+        front: The number of positions at the beginning that are not moved.
+        behind: The number of positions at the end that are not moved.
+
+    Returns:
+        The order of chunks.
     """
 
     def cut(chunks: int) -> _EvenChunks:
+        """Cut each rank's rows into this number of chunks."""
         sizes = np.array([rows // chunks + (i < rows % chunks) for i in range(chunks)])
         edges = np.minimum(np.append(0, np.cumsum(np.tile(sizes, n))), n * rows)
         works = np.diff(np.array(work([min(int(edge), length) for edge in edges]), np.float64))
@@ -98,7 +114,7 @@ def assign_chunks(work: WorkBefore, length: int, n: int, rows: int, front: int =
         return _EvenChunks(edges, works, np.tile(np.arange(chunks) < rows % chunks, n), fixed)
 
     best = contiguous = _assign_cut(cut(1), length, n)
-    coarse = []  # no order of these is even enough
+    coarse = []  # no order of these is balanced
     for chunks in _chunk_counts(min(rows, MAX_CHUNKS, max(rows // CHUNK_ROWS, MIN_CHUNKS))):
         if best.imbalance <= BALANCE_TOLERANCE:
             break
@@ -118,7 +134,7 @@ def _order_imbalance(order: ChunkOrder) -> float:
 
 
 def _chunk_counts(most: int) -> Iterator[int]:
-    """2, 3, 4, ... 16, 24, 32, 48, 64, ... chunks a rank."""
+    """Yield the numbers of chunks per rank to try: 2, 3, 4, ... 16, 24, 32, 48, 64, ..."""
     yield from range(2, min(16, most + 1))
     number = 16
     while number <= most:
@@ -129,6 +145,7 @@ def _chunk_counts(most: int) -> Iterator[int]:
 
 
 def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
+    """Return the order of these chunks and its imbalance."""
     owners = _assign_owners(cut, n)
     edges = cut.edges
     order = np.lexsort((edges[:-1], owners))
@@ -141,7 +158,10 @@ def _assign_cut(cut: _EvenChunks, length: int, n: int) -> ChunkOrder:
 
 
 def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
-    """Whose each chunk is: by work, each the rank's that has least and still has room for one of its size."""
+    """Return the owner of each chunk.
+
+    Chunks are assigned by decreasing work to the rank with the least work that has capacity for a chunk of that size.
+    """
     works, large, fixed = cut.works, cut.large, cut.fixed
     chunks = len(works) // n
     own = np.repeat(np.arange(n), chunks)
@@ -162,7 +182,7 @@ def _assign_owners(cut: _EvenChunks, n: int) -> Ints:
 
 
 def _exchange_chunk(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
-    """The busiest rank exchanges a chunk for a lighter one of some rank with little work, as long as that helps."""
+    """Exchange chunks of the busiest rank for lighter ones of ranks with little work while that helps."""
     enough = BALANCE_TOLERANCE * loads.mean()
     for _ in range(MAX_EXCHANGES * len(loads)):
         busiest = loads.argmax()

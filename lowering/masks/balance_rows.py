@@ -1,8 +1,7 @@
-"""``sp::assign_chunks``: the order in which ranks hold a sequence, from what the program's masks look up when it runs.
+"""Define ``sp::deal``: the load-balanced order in which ranks store a sequence, computed at run time.
 
-Work is the pairs that attend, by one plan of all queries and keys; `balance_chunks.py` assigns it. Equal
-vectors give equal
-order, so ranks that hold them whole need not ask each other.
+The work is the number of attending pairs, from one plan of all queries and keys; `balance_chunks.py` assigns it to
+ranks. Equal vectors give equal orders, so ranks with replicated vectors need no communication.
 """
 
 from __future__ import annotations
@@ -39,17 +38,29 @@ def balance_rows(
     front: int = 0,
     behind: int = 0,
 ) -> ChunkOrder:
-    """How `length` positions are dealt to n ranks, for attention by these predicates, each as often as its weight says.
+    """Balance positions over n ranks for attention with these predicates.
 
-    vectors: row<i> and col<i> of all predicates. sizes: their n<i>. stride: neighbours that share heads, so that each
-    has all rows of them.
+    Args:
+        predicates: The mask predicates.
+        weights: The number of attentions with each predicate.
+        sizes: The values n<i> of all predicates.
+        vectors: The vectors row<i> and col<i> of all predicates.
+        length: The number of positions.
+        n: The number of ranks.
+        stride: The number of neighboring ranks that split the heads, so that each has all their rows.
+        front: The number of positions at the beginning that are not moved.
+        behind: The number of positions at the end that are not moved.
+
+    Returns:
+        The order of chunks.
     """
     whole = (Segment(0, 0, length),)
     plans = [plan_blocks(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
 
     def work(rows: Sequence[int]) -> list[int]:
+        """Return the weighted number of pairs before each position."""
         parts = [[weight * pairs for pairs in count_pairs_before(one, rows)] for one, weight in zip(plans, weights)]
-        return [sum(column) for column in zip([0] * len(rows), *parts)]  # of no attention, none
+        return [sum(column) for column in zip([0] * len(rows), *parts)]  # zero without attention
 
     found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, behind)
     log.debug(
@@ -60,7 +71,12 @@ def balance_rows(
 
 
 def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The positions in the new order, and the places of all positions in it: int64 (length,) twice. Does not wait."""
+    """Return the order and its inverse, int64 (length,) each, without synchronization.
+
+    Args:
+        found: The order of chunks.
+        device: The device of the results.
+    """
     length, back = int(found.lengths.sum()), np.argsort(found.firsts)
     shifts, lengths = found.firsts - found.offsets, found.lengths
     host = torch.from_numpy(np.stack([shifts, lengths, -shifts[back], lengths[back]]))
@@ -73,20 +89,20 @@ def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 
 
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
-    """(order, inverse, chunks) as of ``sp::assign_chunks``, of rows that keep their places."""
+    """Return (order, inverse, chunks) as ``sp::deal`` does, for rows that are not moved."""
     found = ChunkOrder.of(np.array([[0], [length]]))
     return [*order_tensors(found, device), torch.from_numpy(found.to_words(n))]
 
 
 def ordered_positions_table(found: ChunkOrder) -> Tensor:
-    """The table (see `pieces.py`) of the positions in the new order."""
+    """Return the table (see `pieces.py`) of the positions in the new order."""
     alone = np.ones_like(found.firsts)
     table = np.stack([found.offsets, found.firsts, found.firsts, alone])
     return pad_table(_merge_continued(table), 1, int(found.lengths.sum()))
 
 
 def reorder_table(vector: Pieces, found: ChunkOrder) -> Tensor:
-    """The table of a vector whose values stand in the new order."""
+    """Return the table of a vector whose values are permuted to the new order."""
     table = cut_pieces(vector.table, found.firsts)
     by_first = np.argsort(found.firsts)
     chunk = by_first[np.searchsorted(found.firsts[by_first], table[0], "right") - 1]
@@ -95,7 +111,7 @@ def reorder_table(vector: Pieces, found: ChunkOrder) -> Tensor:
 
 
 def _merge_continued(table: Ints) -> Ints:
-    """Without the pieces that go on with the line, or the bounds, of the one before them."""
+    """Remove pieces that continue the line, or the bounds, of the previous piece."""
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
     goes_on = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
@@ -103,7 +119,13 @@ def _merge_continued(table: Ints) -> Ints:
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:
-    """Stand-ins for (the order, its inverse, the chunks), on which all that dealt values need is told."""
+    """Return fake tensors (order, inverse, chunks), from which all derived shapes follow.
+
+    Args:
+        length: The number of positions.
+        n: The number of ranks.
+        device: The device of the orders; chunks are on the CPU.
+    """
     orders = [torch.empty([length], dtype=torch.int64, device=device) for _ in range(2)]
     return [*orders, torch.empty([2, max_chunk_count(n)], dtype=torch.int64, device="cpu")]
 
@@ -140,14 +162,27 @@ def balanced_rows(
     stride: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """Replicate -> Replicate: an order of `length` positions in which n equal runs of them have about as much work.
+    """Compute an order of replicated positions in which n equal runs of them have similar work.
 
-    stride: so many ranks in a row count as one, because they share heads.
+    The first max(front) and the last max(behind) positions are not moved.
 
-    Shapes: int or bool (B, length) each -> int64 (length,), the positions in that order; (length,), the places of the
-    positions in it; (2, chunks) on the CPU, the first position and the length of each run; and tables as of
-    ``sp::balanced_tables``. The first max(front) and the last max(behind) positions keep their places.
-    Bytes between ranks: none. Waits for the device once, if there are vectors on it.
+    Args:
+        vectors: int or bool (B, length) each, replicated.
+        predicates: The mask predicates.
+        weights: The number of attentions with each predicate.
+        sizes: The values n<i> of all predicates.
+        length: The number of positions.
+        front: Numbers of positions at the beginning that are not moved.
+        behind: Numbers of positions at the end that are not moved.
+        n: The number of ranks.
+        stride: The number of consecutive ranks that count as one because they split the heads.
+        device: The device of the results.
+
+    Returns:
+        The positions in the order, int64 (length,); the inverse, int64 (length,); (2, chunks) on the CPU, the first
+        position and the length of each run; and tables as of ``sp::dealt_tables``.
+
+    Bytes: none. Synchronizes once if vectors are on the device.
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     pieces = tuple(map(Pieces.of, tables))
@@ -166,12 +201,18 @@ def balanced_rows(
     replays=False,
 )
 def balanced_tables(vectors: Sequence[Tensor], chunks: Tensor, length: int) -> list[Tensor]:
-    """Replicate -> Replicate: what masks look up where another graph has dealt the rows.
+    """Compute the tables of mask vectors for an order that another graph has computed.
 
-    Shapes: int or bool (B, length) each, chunks as ``sp::assign_chunks`` returns them -> tables as of
-    ``sp::pieces``, on the
-    CPU: of the positions in the order, of each vector as it is, and of each vector in the order. Bytes between ranks:
-    none. Waits for the device once, if there are vectors on it.
+    Args:
+        vectors: int or bool (B, length) each, replicated.
+        chunks: (2, chunks) on the CPU, as ``sp::deal`` returns it.
+        length: The number of positions.
+
+    Returns:
+        Tables as of ``sp::pieces``, on the CPU: of the positions in the order, of each vector, and of each vector
+        permuted to the order.
+
+    Bytes: none. Synchronizes once if vectors are on the device.
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     return _ordered_tables(vectors, ChunkOrder.of(chunks.numpy()), tables)

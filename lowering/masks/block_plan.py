@@ -1,9 +1,9 @@
-"""Which blocks of (queries x keys) must be computed, and how: few large ones, and never a mask of S x S.
+"""Plan the blocks of (queries x keys) to compute: few large ones, never a mask of S x S.
 
-The plan is pure Python over run-time numbers, so it is made once for all layers, forward and backward: over spans,
-which tell the rows that local tensors hold, and over pieces of vectors. Where the pieces tell who meets whom (packed
-documents), its time grows with their number (``cells.py``); in all else rows x keys are cut in halves as long as that
-saves work, with the bounds of the vectors on every stretch.
+The plan is pure Python over run-time numbers: spans, which describe the rows of local tensors, and pieces of vectors.
+It is computed once for all layers, forward and backward. If the pieces determine which cells meet (packed documents),
+its time grows with their number (``cells.py``). Otherwise rows x keys are halved as long as that saves work, with the
+bounds of the vectors over every part.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .predicate import Verdict, is_query_symbol
 from .spans import Rows, index_boundaries, index_intervals, valid_extent
 
 TILE_ROWS = 128
-"""Query rows below which a tile is not cut for the sake of skipped keys; keys are skipped in such units."""
+"""Tiles with fewer query rows than twice this are not cut to skip keys; keys are skipped in such units."""
 MIN_CUT_SAVING = 0.9
-"""Cut a tile, or skip keys inside it, when at most this share of its work is left."""
+"""Cut a tile, or skip keys inside it, if at most this share of its work remains."""
 MAX_MASK_ELEMENTS = 1 << 22
-"""The largest mask of a block; beyond it the tile is cut."""
+"""Maximum number of elements of a block's mask; larger tiles are cut."""
 
 Blocks = Callable[[], Sequence[Block]]
-"""Those of a tile, made when they are asked for: kernels that know windows and many sequences need none."""
+"""A function that creates the blocks of a tile; kernels that support windows and packed sequences do not call it."""
 
 
 @lru_cache(maxsize=1024)
@@ -58,15 +58,29 @@ def plan_blocks(
     rows: tuple[Pieces, ...] = (),
     cols: tuple[Pieces, ...] = (),
 ) -> BlockPlan:
-    """The plan of local queries and keys. SpError without ``rows`` and ``cols`` for a predicate that reads them."""
+    """Return the plan of local queries and keys.
+
+    Args:
+        predicate: The mask predicate.
+        q_rows: The valid local query rows.
+        k_rows: The valid local key rows.
+        sizes: The values n<i> of the predicate.
+        rows: The vectors row<i>.
+        cols: The vectors col<i>.
+
+    Raises:
+        SpError: If the predicate reads a symbol without a value.
+    """
     if not q_rows or not k_rows:
         return BlockPlan()
     return _Planner(predicate, q_rows, k_rows, sizes, rows, cols).plan()
 
 
 def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[int, ...] = ()) -> BlockPlan:
-    """What a predicate that reads no vectors leaves, in less time than its blocks: few of them, or bands, or a MASKED
-    one of all rows and keys."""
+    """Return a plan for a predicate that reads no vectors, faster than `plan_blocks`.
+
+    It has a few blocks, or bands, or one MASKED block of all rows and keys.
+    """
     if not q_rows or not k_rows:
         return BlockPlan()
     planner = _Planner(predicate, q_rows, k_rows, sizes, (), ())
@@ -79,10 +93,16 @@ def tiles_by_position(predicate: str, q_rows: Rows, k_rows: Rows, sizes: tuple[i
 
 
 def settle_blocks(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[float, list[tuple[float, Block]]]:
-    """How many pairs of masked blocks attend as bounds tell, and blocks of those of which only the predicate knows.
+    """Count the attending pairs of masked blocks from bounds, and return the undecided parts.
 
-    They are at most TILE x TILE. Each comes with how many of its like it stands for: 1, where there are at most `most`
-    undecided ones of any size. looked_up: what the plan was made of.
+    Args:
+        blocks: Masked blocks.
+        most: The maximum number of undecided blocks per step; of more, a sample is used.
+        *looked_up: The arguments of `plan_blocks`.
+
+    Returns:
+        The number of pairs, and undecided blocks of at most TILE_ROWS x TILE_ROWS with their weights: the number of
+        blocks that each represents (1 without sampling).
     """
     planner, known, left, weight = _Planner(*looked_up), 0.0, list[tuple[float, Block]](), 1.0
     parts = list(blocks)
@@ -102,7 +122,7 @@ def settle_blocks(blocks: Sequence[Block], most: int, *looked_up: Any) -> tuple[
 
 
 def _split_longer_side(block: Block) -> list[Block]:
-    """Across the longer side."""
+    """Halve a block across its longer side."""
     if block.q_len >= block.k_len:
         rows = block.q_len // 2
         rest = block._replace(q_off=block.q_off + rows, q_len=block.q_len - rows)
@@ -112,6 +132,8 @@ def _split_longer_side(block: Block) -> list[Block]:
 
 
 class _Planner:
+    """Planner of one attention call."""
+
     def __init__(
         self,
         predicate: str,
@@ -124,7 +146,7 @@ class _Planner:
         self._conditions = language.split_conjuncts(predicate)
         self._linears = {text: language.as_linear(text, sizes) for text in self._conditions}
         self._q_rows, self._k_rows = q_rows, k_rows
-        self._between = valid_segments(k_rows)  # padding
+        self._between = valid_segments(k_rows)  # keys between padding
         read = language.predicate_symbols(predicate)
         self._rows = {name: x for i, x in enumerate(rows) if (name := f"row{i}") in read}
         self._cols = {name: x for i, x in enumerate(cols) if (name := f"col{i}") in read}
@@ -135,7 +157,7 @@ class _Planner:
         language.check_known(predicate, {"q", "k", *self._rows, *self._cols, *self._fixed})
 
     def plan(self) -> BlockPlan:
-        """By cells, if vectors are looked up and their cells meet few others."""
+        """Return the plan: by cells, if vectors are read and their cells meet few others."""
         tiles = self._nonempty_tiles() if self._rows or self._cols else None
         if tiles is None:
             every = tuple(self.all_blocks())
@@ -159,18 +181,18 @@ class _Planner:
         return BlockPlan(tuple(packed_calls(runs)), tuple(others), partial(self._merge_tiles, parts))
 
     def all_blocks(self) -> Iterator[Block]:
-        """The blocks of all rows and keys."""
+        """Yield the blocks of all rows and keys."""
         for q, k in self.split_at_padding():
             yield from self.cover(q, k)
 
     def split_at_padding(self) -> Iterator[tuple[Range, Range]]:
-        """All rows and keys, but for padding between them."""
+        """Return all rows and keys as ranges, without the padding between them."""
         return ((valid_extent(self._q_rows), keys) for keys in self._between)
 
     def packed_calls(self, every: Iterator[Block]) -> tuple[Block, ...]:
-        """Instead of masks at the edges of windows, or many blocks: one for each two stretches of indices.
+        """Return bands instead of masks at window edges or many blocks: one per pair of index ranges.
 
-        Of a window the blocks grow with the length; no more of them are looked at than tell what it is.
+        The number of a window's blocks grows with the length; only enough blocks to detect a window are created.
         """
         seen = list[Block]()
         for block in every:
@@ -180,6 +202,7 @@ class _Planner:
         return tuple(seen)
 
     def band_blocks(self) -> tuple[Block, ...] | None:
+        """Return one block per run of queries and keys; None if a tile has undetermined pairs."""
         tiles = self._nonempty_tiles()
         if tiles is None:
             return None
@@ -192,10 +215,11 @@ class _Planner:
         return tuple(map(block_of, runs))
 
     def _covers_all(self, run: AttendedRun) -> bool:
-        """Whether these are all rows, which are as many each time. Kernels that are built for a shape are worth it."""
+        """Return True if the run has all rows, a constant shape that suits shape-specific kernels."""
         return (run.q, run.k) == (valid_extent(self._q_rows), valid_extent(self._k_rows))
 
     def _nonempty_tiles(self) -> list[CellPair] | None:
+        """Return the tiles of cells that meet, without padding; None if cells meet too many others."""
         q, k = cells_of(self._q_rows, self._rows, "q"), cells_of(self._k_rows, self._cols, "k")
         linears = [self._linears[c] for c in self._conditions]
         tiles = CellGrid(self._conditions, linears, q, k, self._fixed).tiles()
@@ -204,13 +228,13 @@ class _Planner:
         return [part for tile in tiles for part in without_padding(tile, self._between)]
 
     def _run_blocks(self, tile: CellPair, runs: list[AttendedRun]) -> Sequence[Block]:
-        """The blocks of a tile that is these runs."""
+        """Return the blocks of a tile that consists of these runs."""
         if runs and all(run.window in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs):
             return [block for run in runs for block in run_blocks(run, tile.left)]
         return self._cover_tile(tile)
 
     def _cover_tile(self, tile: CellPair) -> list[Block]:
-        """The blocks of a tile whose pairs only the predicate knows."""
+        """Return the blocks of a tile whose pairs only the predicate determines."""
         if max(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]) < 2 * TILE_ROWS:
             return [Block(*is_nonempty(tile.q), *is_nonempty(tile.k), Kind.MASKED, tile.left)]
         if tile.band is not None:
@@ -218,9 +242,9 @@ class _Planner:
         return list(self.cover(tile.q, tile.k))
 
     def _band_strips(self, q: Range, k: Range, band: Band, left: tuple[str, ...]) -> list[Block]:
-        """A band in strips of queries: each a triangle to be masked, keys that all of them see, and a causal one.
+        """Cut a band into strips of queries: a masked triangle, keys that all queries see, and a causal block.
 
-        Of a window over packed documents there are ten thousand: no calls but those that make them.
+        A window over packed documents has ten thousands of strips, so the loop avoids function calls.
         """
         lower, upper = band
         rows, keys, q_off, k_off = q[1] - q[0], k[1] - k[0], q[0], k[0]
@@ -246,7 +270,7 @@ class _Planner:
         return found
 
     def _merge_tiles(self, parts: list[tuple[CellPair, Blocks]]) -> Iterator[Block]:
-        """The blocks of all tiles: one for neighbours of a few rows, masked, because a call takes time as well."""
+        """Yield the blocks of all tiles; merge adjacent small tiles into one masked block to save calls."""
         groups, ends = list[list[tuple[CellPair, Blocks]]](), [high for _, high in self._between]
         for part in parts:
             if groups and _can_merge(groups[-1][0][0], groups[-1][-1][0], part[0], ends):
@@ -262,7 +286,7 @@ class _Planner:
                 yield Block(*is_nonempty(q), *is_nonempty(k), Kind.MASKED, self._conditions)
 
     def cover(self, q: Range, k: Range) -> Iterator[Block]:
-        """The blocks of the pairs q x k."""
+        """Yield the blocks of the pairs q x k."""
         q, k = self._trim(q, k)
         if q[0] == q[1]:
             return
@@ -282,7 +306,7 @@ class _Planner:
                 yield Block(*is_nonempty(q), *is_nonempty(part), Kind.MASKED if rest else Kind.FULL, rest)
 
     def _trim(self, q: Range, k: Range) -> tuple[Range, Range]:
-        """q and k without the rows at their ends that have no pair; both are empty or none."""
+        """Remove rows without pairs from the ends of q and k; both results are empty or neither is."""
         while True:
             fewer_k = _trim_part(k, partial(self.verdict, q))
             fewer_q = _trim_part(q, partial(self.verdict, k=fewer_k))
@@ -291,7 +315,7 @@ class _Planner:
             q, k = fewer_q, fewer_k
 
     def _causal_shift(self, q: Range, k: Range, condition: str) -> int | None:
-        """The c of a condition that says ``k <= q + c`` of these indices; None for every other one."""
+        """Return c if the condition is ``k <= q + c`` for these indices, else None."""
         one = self._linears[condition]
         if one is None or one.relation != "<=":
             return None
@@ -306,25 +330,25 @@ class _Planner:
         return shifts.pop() if len(shifts) == 1 else None
 
     def _is_causal(self, q: Range, k: Range, shift: int, left: tuple[str, ...]) -> Iterator[Block]:
-        """k <= q + shift, where every row of q has a key and every key a row: rectangles and triangles."""
+        """Yield rectangles and triangles of ``k <= q + shift``, where every query has a key and vice versa."""
         if shift == 0 and index_intervals(self._q_rows, *q) == index_intervals(self._k_rows, *k):
             yield Block(
                 *is_nonempty(q), *is_nonempty(k), Kind.CAUSAL, left
-            )  # the same indices, however many runs they are
+            )  # the same indices, in any number of segments
             return
         for cut in self._cut_causal(q, k, shift):
             if q[0] < cut < q[1]:
                 yield from self.cover((q[0], cut), k)
                 yield from self.cover((cut, q[1]), k)
                 return
-        # One segment of queries, the last of them sees the last key: the rest of a rectangle is a triangle.
+        # One segment of queries, the last of which sees the last key: a rectangle and a triangle.
         edge = k[1] - (q[1] - q[0])
         if k[0] < edge:
             yield Block(*is_nonempty(q), *is_nonempty((k[0], edge)), Kind.FULL)
         yield Block(*is_nonempty(q), *is_nonempty((edge, k[1])), Kind.CAUSAL, left)
 
     def _single_partial_stretch(self, q: Range, k: Range) -> list[Block]:
-        """Where all queries see every stretch of keys but one, of which they take one block; empty of all else."""
+        """Return blocks if all queries see every key segment but one, in which they need one block; else []."""
         parts = list(pairwise([k[0], *(at for at in index_boundaries(self._k_rows) if k[0] < at < k[1]), k[1]]))
         others = [part for part in parts if not self.verdict(q, part)]
         if len(others) != 1:
@@ -337,7 +361,7 @@ class _Planner:
         return blocks + [Block(*is_nonempty(q), *is_nonempty(part), Kind.FULL) for part in seen]
 
     def _cut_causal(self, q: Range, k: Range, shift: int) -> Iterator[int]:
-        """Where a row's keys are not one more than those of the row before."""
+        """Yield the rows that do not have exactly one key more than the previous row."""
         yield from index_boundaries(self._q_rows)
         first, _ = index_intervals(self._q_rows, *q)[0]
         stretches = index_intervals(self._k_rows, *k)
@@ -345,7 +369,7 @@ class _Planner:
             yield q[0] + index - shift - first
 
     def _best_cut(self, q: Range, k: Range, left: tuple[str, ...]) -> int | None:
-        """The row at which to cut a tile whose mask is too large, or whose halves have less to compute."""
+        """Return the row at which to cut a tile: its mask is too large, or its halves have less work."""
         if q[1] - q[0] < 2 or not any(is_query_symbol(name) for c in left for name in language.predicate_symbols(c)):
             return None
         cut = self._middle_cut(q)
@@ -357,7 +381,7 @@ class _Planner:
         return cut if halves <= MIN_CUT_SAVING * self._needed_keys(q, k) else None
 
     def _middle_cut(self, q: Range) -> int:
-        """A middle row: where a vector's value or the order of rows changes, if that is anywhere near."""
+        """Return a row near the middle, preferably where a vector's piece or a segment of rows begins."""
         low, high = q
         middle, slack = (low + high) // 2, (high - low) // 4
         places = list(index_boundaries(self._q_rows))
@@ -378,12 +402,12 @@ class _Planner:
         return (q[1] - q[0]) * sum(high - low for low, high in self._attended_parts(q, k))
 
     def _skip_unneeded(self, q: Range, k: Range, left: tuple[str, ...]) -> list[Range]:
-        """k, or the parts of it that are needed when much of it is not."""
+        """Return the required parts of k if much of it is not required, else [k]."""
         parts = self._attended_parts(q, k) if left else [k]
         return parts if sum(high - low for low, high in parts) <= MIN_CUT_SAVING * (k[1] - k[0]) else [k]
 
     def _attended_parts(self, q: Range, k: Range) -> list[Range]:
-        """The parts of k to which q may attend, in units of about TILE."""
+        """Return the parts of k to which q may attend, in units of about TILE_ROWS."""
         verdict = self.verdict(q, k)
         if verdict is False:
             return []
@@ -396,12 +420,12 @@ class _Planner:
         return before + after
 
     def _undecided_conditions(self, q: Range, k: Range) -> tuple[str, ...]:
-        """The conditions that do not hold for all pairs."""
+        """Return the conditions that do not hold for all pairs."""
         boxes = list(self._index_boxes(q, k))
         return tuple(c for c in self._conditions if not all(language.evaluate_over(c, box) for box in boxes))
 
     def verdict(self, q: Range, k: Range) -> Verdict:
-        """Of all conditions for all pairs; False if there is no pair."""
+        """Return the verdict of all conditions for all pairs; False if there is no pair."""
         verdicts = {self._box_verdict(box) for box in self._index_boxes(q, k)} or {False}
         return verdicts.pop() if len(verdicts) == 1 else None
 
@@ -415,7 +439,7 @@ class _Planner:
         return result
 
     def _index_boxes(self, q: Range, k: Range) -> Iterator[dict[str, tuple[int, int]]]:
-        """The bounds of all symbols, for each stretch of query indices and each of key indices."""
+        """Yield the bounds of all symbols for each pair of query and key segments."""
         keys = [
             {"k": ends} | {name: pieces.bounds_over(*ends) for name, pieces in self._cols.items()}
             for ends in index_intervals(self._k_rows, *k)
@@ -426,9 +450,9 @@ class _Planner:
 
 
 def _can_merge(first: CellPair, before: CellPair, tile: CellPair, ends: Sequence[int]) -> bool:
-    """May a block that begins with `first` and ends with `before`, which neighbours the tile, hold the tile too?
+    """Return True if a block from ``first`` to ``before`` may also contain the next tile.
 
-    ends: the keys behind which there is padding.
+    ends: ends of key ranges that are followed by padding.
     """
     if any(before.k[1] <= end <= tile.k[0] for end in ends):
         return False
@@ -439,7 +463,10 @@ def _can_merge(first: CellPair, before: CellPair, tile: CellPair, ends: Sequence
 def _linear_side(
     terms: Sequence[tuple[str, int]], index: str, vectors: Mapping[str, Pieces], first: int, last: int
 ) -> Any:
-    """(the value at the index `first`, slope) of one side of a linear condition, if it is a line to `last`; or None."""
+    """Return one side of a linear condition as (value at index ``first``, slope), or None.
+
+    None if it is not a line from ``first`` to ``last``.
+    """
     lines = [(first, 1) if name == index else vectors[name].line(first, last) for name, _ in terms]
     if None in lines:
         return None
@@ -447,7 +474,7 @@ def _linear_side(
 
 
 def _trim_part(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
-    """The rows of ``part`` without those at its ends that have no pair."""
+    """Remove the rows without pairs from the ends of ``part``."""
     if verdict(part) is False:
         return part[0], part[0]
     first, last = _find_edge(part, verdict, last=False), _find_edge(part, verdict, last=True)
@@ -455,7 +482,10 @@ def _trim_part(part: Range, verdict: Callable[[Range], Verdict]) -> Range:
 
 
 def _find_edge(part: Range, verdict: Callable[[Range], Verdict], last: bool) -> int:
-    """The first or last row that may have a pair, by bisection; never too far in, and past each other if none has."""
+    """Return the first or last row that may have a pair, by bisection.
+
+    The result never excludes a row with a pair; the first row is after the last one if there is none.
+    """
     low, high = part
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""What a plan is made of: blocks, calls for many sequences, and runs of queries and keys that become either.
+"""Define the elements of a plan: blocks, packed calls, and runs that become either.
 
-A run is all that a tile says whose pairs are known: queries, keys, and how far a query sees. On a kernel that knows
-windows it is one call, or a part of one; on any other, blocks that are full, causal or masked.
+A run is a tile whose pairs are known: queries, keys and a window. For a kernel that supports windows it is one call, or
+a part of one; for other kernels it is full, causal or masked blocks.
 """
 
 from __future__ import annotations
@@ -18,111 +18,140 @@ from .cells import LONG_ROWS, CellPair, Range
 
 
 class Kind(Enum):
+    """Kind of a block: the form of its mask."""
+
     FULL = "full"
+    """All pairs attend."""
     CAUSAL = "causal"
+    """Square; the i-th query attends to the first i + 1 keys."""
     BAND = "band"
+    """The pairs of a window attend."""
     PACKED = "packed"
+    """A call for packed sequences."""
     MASKED = "masked"
+    """Conditions are evaluated for each pair."""
 
 
 class Window(NamedTuple):
-    """How many keys a query sees before and behind the one of its own place, None for all. The last query and the last
-    key are of the same place, which is where kernels count from."""
+    """Numbers of keys that a query sees before and after its own position; None for no limit.
+
+    The last query and the last key have the same position, from which kernels count.
+    """
 
     left: int | None = None
+    """Number of keys before the query's position."""
     right: int | None = None
+    """Number of keys after the query's position."""
 
 
 FULL_WINDOW, CAUSAL_WINDOW, SELF_WINDOW = Window(), Window(None, 0), Window(0, 0)
 
 
 class Block(NamedTuple):
-    """Local query rows x local key rows. FULL: all pairs attend. CAUSAL: square, the i-th query attends to the
-    first i + 1 keys. BAND: those of a window, in which every query has a key and every key a query. MASKED: any other
-    case. The pairs attend for which all ``conditions`` hold, of those of a BAND no more is said than its window."""
+    """A block of local query rows x local key rows.
+
+    The pairs attend for which all ``conditions`` hold; the window determines the pairs of a BAND, in which every query
+    has a key and every key a query.
+    """
 
     q_off: int
+    """Offset of the first query row."""
     q_len: int
+    """Number of query rows."""
     k_off: int
+    """Offset of the first key row."""
     k_len: int
+    """Number of key rows."""
     kind: Kind
+    """Form of the mask."""
     conditions: tuple[str, ...] = ()
+    """Predicates that must be evaluated for each pair."""
     window: Window = FULL_WINDOW
+    """Window of a BAND."""
 
     @property
     def query_rows(self) -> tuple[int, int]:
-        """(offset, length)"""
+        """Return the query rows as (offset, length)."""
         return self.q_off, self.q_len
 
     @property
     def key_rows(self) -> tuple[int, int]:
-        """(offset, length)"""
+        """Return the key rows as (offset, length)."""
         return self.k_off, self.k_len
 
 
 class PackedCall(NamedTuple):
-    """What one call of a kernel for many sequences takes (its cu_seqlens), all with one window.
+    """Arguments (cu_seqlens) of one kernel call for packed sequences with one window.
 
-    The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]), as far as the window lets them.
-    Rows that lie between two sequences are some of their own, without the others.
+    The queries [queries[i], queries[i + 1]) attend to the keys [keys[i], keys[i + 1]) within the window. Rows between
+    two sequences are sequences of their own that have only queries or only keys.
     """
 
     window: Window
+    """Window of all sequences."""
     queries: tuple[int, ...]
+    """Boundaries of the sequences' query rows."""
     keys: tuple[int, ...]
+    """Boundaries of the sequences' key rows."""
     kind: Kind = Kind.PACKED
+    """Always PACKED."""
 
     @property
     def query_rows(self) -> tuple[int, int]:
-        """(offset, length) of all sequences together."""
+        """Return the query rows of all sequences as (offset, length)."""
         return is_nonempty((self.queries[0], self.queries[-1]))
 
     @property
     def key_rows(self) -> tuple[int, int]:
-        """(offset, length) of all sequences together."""
+        """Return the key rows of all sequences as (offset, length)."""
         return is_nonempty((self.keys[0], self.keys[-1]))
 
     def runs(self) -> list[AttendedRun]:
-        """Its sequences, without those that have only queries or only keys."""
+        """Return the sequences that have both queries and keys."""
         sides = zip(pairwise(self.queries), pairwise(self.keys))
         return [AttendedRun(q, k, self.window) for q, k in sides if q[0] < q[1] and k[0] < k[1]]
 
     @property
     def square(self) -> bool:
-        """Whether each of its sequences has as many queries as keys."""
+        """Return True if each sequence has the same number of queries and keys."""
         return all(run.q[1] - run.q[0] == run.k[1] - run.k[0] for run in self.runs())
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Which kernel calls there are: one a block, or one for many sequences and one for each of the other blocks.
+    """Kernel calls of one attention: one per block, or packed calls and one per other block.
 
     Each attendable pair is in exactly one of ``blocks``, and in exactly one of ``packed`` and ``others``. ``blocks``
-    ask nothing of kernels: none is a BAND, and those with the same ``q_off`` follow each other and have the same
-    ``q_len``; all others have no query in common, but for those of keys behind padding. ``packed`` and ``others`` are
-    for kernels that know windows.
+    work with every kernel: none is a BAND. Blocks with the same ``q_off`` are consecutive and have the same ``q_len``;
+    other blocks share no query, except for keys after padding. ``packed`` and ``others`` are for kernels that support
+    windows.
     """
 
     packed: tuple[PackedCall, ...] = ()
+    """Calls for packed sequences."""
     others: tuple[Block, ...] = ()
+    """Blocks that are in no packed call."""
     cover: Callable[[], Iterable[Block]] = tuple
-    """Makes ``blocks``."""
+    """Create ``blocks``."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Made when first asked for: of a window there are many."""
+        """Return the blocks, created on first use, because a window has many."""
         return tuple(self.cover())
 
 
 class AttendedRun(NamedTuple):
-    """Queries and keys that attend to each other within a window; none of them is without any."""
+    """Queries and keys that attend to each other within a window; each of them has a partner."""
 
     q: Range
+    """Query rows."""
     k: Range
+    """Key rows."""
     window: Window
+    """Window of the queries."""
 
     def can_use_window(self, window: Window) -> bool:
-        """Whether the same pairs attend in another window, for a kernel as well (`supports_window`)."""
+        """Return True if the same pairs attend in another window that kernels support (`supports_window`)."""
         if window == self.window:
             return True
         if self.q[1] - self.q[0] > self.k[1] - self.k[0] + 1:
@@ -137,7 +166,7 @@ class AttendedRun(NamedTuple):
 
 
 def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """The pairs of a tile, if it has any; None if only the predicate knows them."""
+    """Return the pairs of a tile as runs; None if only the predicate determines them."""
     if not tile.left:
         return [AttendedRun(tile.q, tile.k, FULL_WINDOW)]
     if tile.band is None:
@@ -146,9 +175,9 @@ def tile_runs(tile: CellPair) -> list[AttendedRun] | None:
 
 
 def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
-    """The pairs with lower <= key - query <= upper, both counted from their beginnings."""
+    """Return the pairs with lower <= key - query <= upper, relative to the first key and query, as runs."""
     rows, keys = q[1] - q[0], k[1] - k[0]
-    # The queries that have a key, and of the keys those that have a query.
+    # The queries that have a key, and the keys that have a query.
     first, behind = max(0, -upper), min(rows, keys - lower)
     if first >= behind or lower > upper:
         return []
@@ -160,17 +189,22 @@ def _band_runs(q: Range, k: Range, lower: int, upper: int) -> list[AttendedRun]:
     window = Window(left, right)
     if n <= m + 1 or supports_window(window, n, m):
         return [AttendedRun(q, k, window)]
-    # The queries that see the first key, those that see neither, or both, and those that see the last.
+    # Queries that see the first key; those that see neither or both ends; those that see the last key.
     last, no_first = 0 if right is None else n - 1 - right, n if left is None else n - m + left + 1
     cuts = sorted({0, n, *(cut for cut in (last, no_first) if 0 < cut < n)})
     return [run for a, b in pairwise(cuts) for run in _band_runs((q[0] + a, q[0] + b), k, lower + a, upper + a)]
 
 
 def supports_window(window: Window, queries: int, keys: int) -> bool:
-    """Whether FlashAttention takes a window of more queries than keys, by two at least, for what it is.
+    """Return True if FlashAttention applies a window correctly to at least two more queries than keys.
 
-    It counts from the last key, and takes a right side of all keys or more for `keys`. The first of more queries than
-    keys then see too few keys, or, without a left side, too many.
+    FlashAttention counts from the last key, and clips the right side to ``keys``. The first queries of more queries
+    than keys then see too few keys, or, without a left limit, too many.
+
+    Args:
+        window: The window.
+        queries: The number of queries.
+        keys: The number of keys, at most queries - 2.
     """
     left, right = window
     if left is not None:
@@ -179,7 +213,10 @@ def supports_window(window: Window, queries: int, keys: int) -> bool:
 
 
 def split_run(run: AttendedRun) -> list[AttendedRun]:
-    """Queries behind the first that sees all keys by themselves: what is left is causal, and one call with others."""
+    """Split off the queries that see all keys.
+
+    The remaining run is causal, and can share a call with others.
+    """
     left, right = run.window
     if left is not None or not right:
         return [run]
@@ -188,7 +225,7 @@ def split_run(run: AttendedRun) -> list[AttendedRun]:
 
 
 def part_runs(tile: CellPair) -> list[AttendedRun] | None:
-    """The runs of a tile's parts, or of itself if it has none; None if one of them is not known."""
+    """Return the runs of a tile's parts, or of the tile without parts; None if one is unknown."""
     found = list[AttendedRun]()
     for part in tile.parts or (tile,):
         known = tile_runs(part)
@@ -199,7 +236,10 @@ def part_runs(tile: CellPair) -> list[AttendedRun] | None:
 
 
 def separate_runs(runs: list[AttendedRun] | None) -> list[AttendedRun] | None:
-    """The runs of several cells as they are; None unless each is full or causal, and they share all queries or none."""
+    """Return the runs of several cells unchanged if blocks without windows can compute them, else None.
+
+    Each must be full or causal, and two runs must share all queries or none.
+    """
     if runs is None or any(run.window not in (FULL_WINDOW, CAUSAL_WINDOW) for run in runs):
         return None
     queries = list(dict.fromkeys(run.q for run in runs))
@@ -207,11 +247,12 @@ def separate_runs(runs: list[AttendedRun] | None) -> list[AttendedRun] | None:
 
 
 def has_masked(blocks: Sequence[Block]) -> bool:
+    """Return True if a block is MASKED."""
     return any(block.kind is Kind.MASKED for block in blocks)
 
 
 def block_of(run: AttendedRun) -> Block:
-    """One block, whatever its window."""
+    """Return a run as one block, with any window."""
     square = run.q[1] - run.q[0] == run.k[1] - run.k[0]
     kind = (
         Kind.FULL if run.window == FULL_WINDOW else Kind.CAUSAL if run.window == CAUSAL_WINDOW and square else Kind.BAND
@@ -220,7 +261,10 @@ def block_of(run: AttendedRun) -> Block:
 
 
 def as_band(block: Block) -> Block:
-    """The same as a BAND: documents tell its shape, which is another each time, and some kernels are built for one."""
+    """Return a FULL or CAUSAL block as a BAND.
+
+    Its shape depends on the documents and changes with each call, which is slow in kernels that are built per shape.
+    """
     if block.kind is Kind.MASKED:
         return block
     return block._replace(
@@ -229,7 +273,7 @@ def as_band(block: Block) -> Block:
 
 
 def run_blocks(run: AttendedRun, left: tuple[str, ...]) -> Iterator[Block]:
-    """Without a band."""
+    """Yield the FULL and CAUSAL blocks of a run."""
     if run.window == FULL_WINDOW:
         yield Block(*is_nonempty(run.q), *is_nonempty(run.k), Kind.FULL)
         return
@@ -240,12 +284,12 @@ def run_blocks(run: AttendedRun, left: tuple[str, ...]) -> Iterator[Block]:
 
 
 def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
-    """The runs of each window, in few calls."""
+    """Return the runs of each window in few packed calls."""
     runs = [one for run in runs for one in _split_single_rows(run)]
     own: dict[Window, list[AttendedRun]] = {}
     for run in runs:
         own.setdefault(run.window, []).append(run)
-    windows = sorted(own, key=lambda window: window.count(None))  # the widest last
+    windows = sorted(own, key=lambda window: window.count(None))  # the widest windows last
     narrowest: dict[Window, list[AttendedRun]] = {window: [] for window in windows}
     for run in runs:
         narrowest[next(window for window in windows if run.can_use_window(window))].append(run)
@@ -254,7 +298,7 @@ def packed_calls(runs: Sequence[AttendedRun]) -> list[PackedCall]:
 
 
 def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
-    """The queries of a few that see one key each by themselves: any window will do for them."""
+    """Split a short run whose queries see one key each into its rows, which fit any window."""
     rows = run.q[1] - run.q[0]
     if run.window != SELF_WINDOW or rows > LONG_ROWS or rows != run.k[1] - run.k[0]:
         return [run]
@@ -265,13 +309,15 @@ def _split_single_rows(run: AttendedRun) -> list[AttendedRun]:
 
 
 def _group_calls(of: Mapping[Window, Sequence[AttendedRun]]) -> list[PackedCall]:
+    """Return the packed calls of the runs of each window."""
     return [merge_runs(runs, window) for window, alike in of.items() for runs in _chain_runs(alike)]
 
 
 def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
-    """Runs in order of their queries, as few lists in which each follows on the one before it in keys as well.
+    """Group runs, sorted by queries, into few lists in which both queries and keys ascend.
 
-    A document that lies in both of a rank's chunks is several runs, and all documents behind it would be a call more.
+    A document in both chunks of a rank is several runs. Without the grouping, all documents after it would need another
+    call.
     """
     chains = list[list[AttendedRun]]()
     for run in runs:
@@ -284,7 +330,7 @@ def _chain_runs(runs: Sequence[AttendedRun]) -> list[list[AttendedRun]]:
 
 
 def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
-    """Runs that this window fits, of which each follows on the one before it in queries and in keys."""
+    """Merge runs with ascending queries and keys, which fit the window, into one packed call."""
     queries, keys = list[int](), list[int]()
     for run in runs:
         for q, k in ((run.q[0], keys[-1] if keys else run.k[0]), (run.q[0], run.k[0]), (run.q[1], run.k[1])):
@@ -295,12 +341,12 @@ def merge_runs(runs: Sequence[AttendedRun], window: Window) -> PackedCall:
 
 
 def count_pairs(plan: BlockPlan) -> int:
-    """How many (query, key) pairs attend. All of a MASKED block count: only its predicate knows which do."""
+    """Return the number of attending (query, key) pairs; all pairs of a MASKED block count."""
     return sum(_count_attended(run, run.q[1]) for run in _single_calls(plan))
 
 
 def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
-    """For each of these query rows, in order: how many pairs of `count_pairs` are of queries before it."""
+    """Return, for each of these sorted query rows, the number of pairs of queries before it."""
     ended, inside = [0] * (len(rows) + 1), [0] * len(rows)
     for run in _single_calls(plan):
         begin, end = bisect_right(rows, run.q[0]), bisect_left(rows, run.q[1])
@@ -311,7 +357,7 @@ def count_pairs_before(plan: BlockPlan, rows: Sequence[int]) -> list[int]:
 
 
 def _single_calls(plan: BlockPlan) -> Iterator[AttendedRun]:
-    """The calls for one sequence each; of a MASKED one as if all pairs attended."""
+    """Yield the blocks and the sequences of packed calls as runs; MASKED blocks count as full."""
     for b in plan.others:
         yield AttendedRun((b.q_off, b.q_off + b.q_len), (b.k_off, b.k_off + b.k_len), _block_window(b))
     for call in plan.packed:
@@ -324,7 +370,7 @@ def _block_window(block: Block) -> Window:
 
 
 def _count_attended(run: AttendedRun, row: int) -> int:
-    """Pairs of the queries before the row, one of the run's; its window counts from the last query and key."""
+    """Count the pairs of a run's queries before ``row``; the window counts from the last query and key."""
     queries, keys, (left, right) = row - run.q[0], run.k[1] - run.k[0], run.window
     shift = keys - (run.q[1] - run.q[0])
     most = queries * keys if right is None else _count_reached(queries, keys, shift + right)
@@ -332,9 +378,10 @@ def _count_attended(run: AttendedRun, row: int) -> int:
 
 
 def _count_reached(queries: int, keys: int, distance: int) -> int:
-    """Pairs in which the key's number is at most the query's and so many more."""
+    """Count the pairs whose key index is at most the query index plus ``distance``."""
 
-    def below(stop: int) -> int:  # the sum over x < stop of x, but at least 0 and at most all keys
+    def below(stop: int) -> int:  # the sum over x < stop of x, clamped to [0, keys]
+        """Return the sum over x < stop of x, clamped to [0, keys]."""
         every = max(stop - keys, 0)
         return (max(stop, 0) - every) * (min(max(stop, 0), keys) - 1) // 2 + every * keys
 
@@ -342,4 +389,5 @@ def _count_reached(queries: int, keys: int, distance: int) -> int:
 
 
 def is_nonempty(part: Range) -> tuple[int, int]:
+    """Convert a range (low, high) to (offset, length)."""
     return part[0], part[1] - part[0]

@@ -1,10 +1,11 @@
-"""Tiles between cells: the rows in which every vector is one line against the keys in which it is, all at one time.
+"""Find tiles of cells: rows and keys in which every vector is one line, evaluated together.
 
-    Eq(row0, col0) & (col1 <= row1), packed documents     a cell of queries is (a part of) a document, and meets the
-                                                          cell of keys that is one: a tile, full or causal, or nothing
-    Ne(col0, 0) & (k <= q), padding behind                one cell of queries, two of keys, of which one is met
+    Eq(row0, col0) & (col1 <= row1), packed documents     a query cell is (a part of) a document, and meets the key
+                                                          cell of the same document: a tile, full or causal, or none
+    Ne(col0, 0) & (k <= q), padding at the end            one query cell, two key cells, of which one is met
 
-All here is arrays over cells and over pairs of cells that may meet; there are about as many of either as documents.
+All computation is on arrays over cells and over pairs of cells that may meet; the size of both is about the number of
+documents.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from .spans import Rows
 Range = tuple[int, int]
 """Local rows [low, high)."""
 Band = tuple[int, int]
-"""The least and the greatest distance of a key behind its query, both inclusive."""
+"""Minimum and maximum of the key's offset minus the query's, both inclusive."""
 
 
 class Cells(NamedTuple):
-    """Local rows in their order, cut where a piece of a vector ends or the index jumps; arrays with an entry a cell."""
+    """Cells of local rows in order, cut where a vector's piece ends or the index is not consecutive."""
 
     offsets: Ints
+    """Local offset of each cell."""
     lengths: Ints
+    """Number of rows of each cell."""
     lines: dict[str, tuple[Ints, Ints, Ints]]
-    """(lows, highs, slopes) of each symbol, from the cell's first row on."""
+    """(lows, highs, slopes) of each symbol, relative to the cell's first row."""
 
     def bounds(self, i: int) -> dict[str, tuple[int, int]]:
-        """The inclusive bounds of all symbols in one cell."""
+        """Return the inclusive bounds of all symbols in one cell."""
         found = {}
         for name, (lows, highs, slopes) in self.lines.items():
             rise = int(slopes[i] * (self.lengths[i] - 1))
@@ -44,7 +47,13 @@ class Cells(NamedTuple):
 
 
 def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
-    """All cells of a local tensor; `index`: the symbol of a row's index."""
+    """Return all cells of a local tensor.
+
+    Args:
+        rows: The valid rows.
+        vectors: The vectors that the predicate reads, by symbol.
+        index: The symbol of a row's index.
+    """
     firsts, offsets, lengths = [], [], []
     for first, offset, length in rows:
         inside = [p.starts[slice(*np.searchsorted(p.starts, (first + 1, first + length)))] for p in vectors.values()]
@@ -58,24 +67,29 @@ def cells_of(rows: Rows, vectors: Mapping[str, Pieces], index: str) -> Cells:
 
 
 def valid_segments(rows: Rows) -> list[Range]:
-    """The local rows between padding."""
+    """Return the ranges of local rows between padding."""
     cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if a.offset + a.length < b.offset]
     groups = [rows[a:b] for a, b in pairwise([0, *cuts, len(rows)])] if rows else []
     return [(group[0].offset, group[-1].offset + group[-1].length) for group in groups]
 
 
 class _ConditionSide(NamedTuple):
-    """One side of a linear condition, in every cell."""
+    """One side of a linear condition in every cell."""
 
     lows: Ints
+    """Lower bound in the cell."""
     highs: Ints
+    """Upper bound in the cell."""
     firsts: Ints
-    """The value at the first row, where it is known."""
+    """Value at the first row, where it is known."""
     slopes: Ints
+    """Step from each row to the next."""
     known: Flags
+    """Whether the value is exactly a line."""
 
 
 def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _ConditionSide:
+    """Return the sum of the terms in every cell."""
     zeros = np.zeros_like(cells.offsets)
     lows, highs, slopes = zeros, zeros, zeros
     for name, factor in terms:
@@ -86,26 +100,32 @@ def _sum_linear_terms(cells: Cells, terms: Sequence[tuple[str, int]]) -> _Condit
 
 
 class CellPair(NamedTuple):
-    """Cells of local queries and keys that meet, and the conditions that do not hold for all of their pairs."""
+    """Cells of local queries and keys that meet."""
 
     q: Range
+    """Query rows."""
     k: Range
+    """Key rows."""
     left: tuple[str, ...] = ()
+    """Conditions that do not hold for all pairs."""
     band: Band | None = None
-    """The i-th query attends to the keys from i + band[0] to i + band[1] and no other; None if that is not known."""
+    """The i-th query attends exactly to the keys from i + band[0] to i + band[1]; None if unknown."""
     parts: tuple[CellPair, ...] = ()
-    """Of which pairs it is made, if of several and at most MOST_PARTS."""
+    """The pairs of which it consists, if there are several and few (see MAX_PARTS)."""
 
 
 MAX_PARTS, LONG_ROWS = 4, 128
-"""Two stretches of queries and two of keys: a rank's share of the zigzag layout. Of at least LONG_ROWS queries on the
-average any number: a document's share of the balanced one."""
+"""Maximum number of parts of a tile, unless parts have at least LONG_ROWS queries on average.
+
+Four parts are two query ranges and two key ranges: a rank's share of the zigzag layout. Longer parts occur as a
+document's share of the balanced layout.
+"""
 MAX_CELL_PAIRS = 8
-"""Where cells meet more than so many others, on the average, they are not looked at by pairs."""
+"""Pairs of cells are not examined if cells meet more than this number of others on average."""
 
 
 class CellGrid:
-    """Which cells meet, by the conditions of one predicate. fixed: the bounds of its sizes."""
+    """Pairs of cells that meet under the conditions of one predicate."""
 
     def __init__(
         self,
@@ -115,6 +135,15 @@ class CellGrid:
         k: Cells,
         fixed: Mapping[str, Range],
     ) -> None:
+        """Evaluate the linear conditions in every cell.
+
+        Args:
+            conditions: The conditions of the predicate.
+            linears: Each condition in linear form; None if it is not linear.
+            q: The query cells.
+            k: The key cells.
+            fixed: The bounds of the predicate's sizes.
+        """
         self._conditions, self._linears, self._fixed, self._q, self._k = conditions, linears, fixed, q, k
         self._sums = [
             None if one is None else (_sum_linear_terms(q, one.of_query), _sum_linear_terms(k, one.of_key))
@@ -122,10 +151,13 @@ class CellGrid:
         ]
 
     def tiles(self) -> list[CellPair] | None:
-        """All attendable pairs, each in one tile, by queries. None where cells meet too many others.
+        """Return tiles, sorted by queries, that contain each attendable pair once.
 
-        Queries that meet one cell of keys are a tile with it. Neighbours that meet several are one tile together, with
-        all keys between the first and the last of these, in which every condition is left.
+        Queries that meet one key cell form a tile with it. Adjacent queries that meet several form one tile together,
+        with all keys between the first and the last of these, in which every condition remains.
+
+        Returns:
+            The tiles; None if cells meet too many others.
         """
         met = self._meeting_pairs()
         if met is None:
@@ -140,7 +172,10 @@ class CellGrid:
         return self._join_pairs(rows, keys, left)
 
     def _meeting_pairs(self) -> tuple[Ints, Ints] | None:
-        """Pairs of cells (queries, keys), by queries, with all that meet among them: by an equation if there is one."""
+        """Return candidate pairs of cells (queries, keys), sorted by queries; None if there are too many.
+
+        All pairs that meet are among them. An equation limits the candidates if there is one.
+        """
         n, m = len(self._q.offsets), len(self._k.offsets)
         most, best = MAX_CELL_PAIRS * (n + m), None
         if n * m <= most:
@@ -162,7 +197,7 @@ class CellGrid:
         return np.repeat(np.arange(n), counts), order[np.arange(counts.sum()) + np.repeat(first - begins, counts)]
 
     def _verdicts(self, c: int, rows: Ints, keys: Ints) -> tuple[Flags, Flags]:
-        """(the condition holds for all pairs of the cells, it may hold for some), for each pair of cells."""
+        """Return two flags per pair of cells: the condition holds for all pairs; it may hold for some."""
         one, sums = self._linears[c], self._sums[c]
         if one is None or sums is None:
             text, q, k = self._conditions[c], self._q, self._k
@@ -179,6 +214,7 @@ class CellGrid:
         return (zero, ~never) if one.relation == "==" else (never, ~zero)
 
     def _join_pairs(self, rows: Ints, keys: Ints, left: Flags) -> list[CellPair]:
+        """Join the pairs of cells that meet into tiles, sorted by queries."""
         bands, unsure = self._bands(rows, keys, left), left.T.tolist()
         lows = self._k.offsets[keys]
         stretches = list(zip(lows.tolist(), (lows + self._k.lengths[keys]).tolist()))
@@ -186,7 +222,7 @@ class CellGrid:
         ends, cells = np.append(begins[1:], len(rows)).tolist(), rows[begins]
         starts = self._q.offsets[cells]
         queries = zip(starts.tolist(), (starts + self._q.lengths[cells]).tolist())
-        tiles, several = list[CellPair](), False  # does the last tile have queries that meet several cells of keys?
+        tiles, several = list[CellPair](), False  # whether the last tile's queries meet several key cells
         for q, begin, end in zip(queries, begins.tolist(), ends):
             met = [
                 CellPair(q, stretches[i], tuple(compress(self._conditions, unsure[i])), bands[i])
@@ -209,7 +245,7 @@ class CellGrid:
         return tiles
 
     def _bands(self, rows: Ints, keys: Ints, left: Flags) -> list[Band | None]:
-        """The band of each pair of cells; None where it is not all that the conditions say."""
+        """Return the band of each pair of cells; None if it does not cover all conditions."""
         lower, upper, every = -self._q.lengths[rows], self._k.lengths[keys], np.ones(len(rows), np.bool_)
         for c, (one, sums) in enumerate(zip(self._linears, self._sums)):
             if one is None or sums is None or one.relation not in ("<=", "=="):
@@ -228,7 +264,7 @@ class CellGrid:
 
 
 def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPair]:
-    """The tile, or what it has of each of these ranges of keys, if it has some of several."""
+    """Yield the parts of a tile inside these key ranges."""
     for low, high in between:
         k = max(low, tile.k[0]), min(high, tile.k[1])
         if k == tile.k:
@@ -242,7 +278,7 @@ def without_padding(tile: CellPair, between: Sequence[Range]) -> Iterator[CellPa
 
 
 def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
-    """The cells of keys that some queries meet; neighbours that these see in full are one."""
+    """Merge adjacent key cells that some queries see in full."""
     before = met[0]
     for pair in met[1:]:
         if before.left or pair.left or before.k[1] != pair.k[0]:
@@ -254,5 +290,6 @@ def _merge_cells(met: list[CellPair]) -> Iterator[CellPair]:
 
 
 def _has_few_parts(parts: tuple[CellPair, ...]) -> tuple[CellPair, ...]:
+    """Return the parts if they are few or long, else ()."""
     rows = sum(pair.q[1] - pair.q[0] for pair in parts)
     return parts if rows >= len(parts) * LONG_ROWS or len(parts) <= MAX_PARTS else ()

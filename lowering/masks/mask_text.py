@@ -1,4 +1,7 @@
-"""Text -> sympy, by a table of what a text may say. It may come from a file, so nothing of it is ever executed."""
+"""Parse text to sympy expressions by a table of allowed nodes.
+
+The text may come from a file, so it is never executed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ SHOWN_CHARACTERS = 1000  # characters of a text, in an error message
 
 
 def bounded_power(base: Any, exponent: Any) -> Any:
-    """Of numbers a small one: a few characters could ask for one that fills the memory. Raises ValueError."""
+    """Return base**exponent if numbers are small; large ones could fill the memory.
+
+    Raises:
+        ValueError: If the base or the exponent is too large.
+    """
     if base.is_Rational and exponent.is_Rational and (abs(exponent) > 64 or max(abs(base.p), base.q) >= 1 << 64):
         raise ValueError("no such power")
     return base**exponent
@@ -26,23 +33,29 @@ ARITHMETIC_NODES: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Pow: bounded_power,
     ast.USub: operator.neg,
 }
+"""Arithmetic operations, by AST class."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """What a text may say. symbol, number: a name's symbol and a constant's value, ValueError where there is none.
-
-    operations: by the class of the operator. functions: by name.
-    """
+    """Symbols, constants, operations and functions that a text may use."""
 
     symbol: Callable[[str], Any]
+    """Return the symbol of a name; raise ValueError for unknown names."""
     number: Callable[[Any], Any]
+    """Return the value of a constant; raise ValueError for unsupported ones."""
     operations: Mapping[type[ast.AST], Callable[..., Any]]
+    """Operations, by AST class of the operator."""
     functions: Mapping[str, Callable[..., Any]]
+    """Functions, by name."""
 
 
 def read_text(text: str, language: Language) -> Any:
-    """The sympy expression of the text. Raises ValueError for what is not in the language."""
+    """Parse a text to a sympy expression.
+
+    Raises:
+        ValueError: If the text is not in the language.
+    """
     try:
         return _read_node(ast.parse(text.strip(), mode="eval").body, language)
     except (SyntaxError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -1,14 +1,14 @@
-"""What masks look up, as lines: a vector is cut where it is not affine in the position, and its pieces are few.
+"""Represent mask vectors as few pieces, in each of which the vector is affine in the position.
 
     documents  0 0 0 1 1 1 1 2 2     3 pieces, of slope 0
     positions  0 1 2 0 1 2 3 0 1     3 pieces, of slope 1
     arange                           1 piece
 
-A piece that starts at position s and has (low, high, slope) says that the value at p, in every batch entry, is at
-least low + slope * (p - s) and at most high + slope * (p - s): it is known where low == high. Data without lines is
-only bounded, cell by cell, so that a table is a fraction of its vector and plans cost what they are worth.
+A piece that starts at position s with (low, high, slope) means: the value at p, in every batch entry, is at least
+low + slope * (p - s) and at most high + slope * (p - s). The value is known where low == high. Irregular data is only
+bounded, cell by cell, so that a table is a fraction of its vector and plans stay cheap.
 
-``sp::pieces`` brings vectors to the host and finds their pieces. It is all that waits for the device: a graph has one
+``sp::pieces`` copies vectors to the host and computes their pieces. It is the only synchronization: a graph has one
 such call at its beginning, and every attention reads the tables.
 """
 
@@ -32,28 +32,35 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 CELL, MAX_PIECES = 256, 32
-"""Where more than MOST_PIECES start in a cell of CELL positions, one piece that bounds their values stands for them."""
+"""If more than MAX_PIECES start in a cell of CELL positions, one piece that bounds their values replaces them."""
 FAR_VALUE = 1 << 58
-"""Values from here on tell nothing, so that sums of a few of them are still int64."""
-_SCAN_CHUNK = 1 << 15  # positions that are compared at a time, in a cache
-_HEADER = 5  # pieces, batch, length, and 16 bytes that tell tables apart
+"""Values from this magnitude on are treated as unknown, so that sums of a few values fit int64."""
+_SCAN_CHUNK = 1 << 15  # positions compared at a time, which fit a cache
+_HEADER = 5  # number of pieces, batch, length, and a digest of 16 bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of a (batch, length) vector. Equal where the tables are, which costs a comparison of two digests."""
+    """The pieces of a (batch, length) vector, compared by the digests of their tables."""
 
     digest: tuple[int, int]
+    """Digest of the table."""
     batch: int
+    """Number of batch entries."""
     length: int
+    """Number of positions."""
     starts: Ints
+    """First position of each piece."""
     lows: Ints
+    """Lower bound at the first position."""
     highs: Ints
+    """Upper bound at the first position."""
     slopes: Ints
+    """Step from each position to the next."""
 
     @staticmethod
     def of(table: Tensor) -> Pieces:
-        """Those that a table of ``sp::pieces`` holds, which are not copied."""
+        """Return the pieces of a table of ``sp::pieces`` without a copy."""
         words = table.numpy()
         count, batch, length, *digest = words[:_HEADER].tolist()
         return Pieces((digest[0], digest[1]), batch, length, *words[_HEADER : _HEADER + 4 * count].reshape(4, count))
@@ -66,17 +73,17 @@ class Pieces:
 
     @property
     def table(self) -> Ints:
-        """(4, pieces): starts, lows, highs, slopes."""
+        """Return starts, lows, highs and slopes as (4, pieces)."""
         return np.stack([self.starts, self.lows, self.highs, self.slopes])
 
     def lines(self, at: Ints) -> tuple[Ints, Ints, Ints]:
-        """(lows, highs, slopes) from these positions on, as far as their pieces go."""
+        """Return (lows, highs, slopes) at these positions, each valid to the end of its piece."""
         piece = np.searchsorted(self.starts, at, "right") - 1
         rise = self.slopes[piece] * (at - self.starts[piece])
         return self.lows[piece] + rise, self.highs[piece] + rise, self.slopes[piece]
 
     def line(self, first: int, last: int) -> tuple[int, int] | None:
-        """(the value at `first`, slope) of a stretch that is one known line; None of any other."""
+        """Return (value at ``first``, slope) if [first, last] is one known line, else None."""
         i = bisect_right(self._starts_array, first) - 1
         if (i + 1 < len(self._starts_array) and self._starts_array[i + 1] <= last) or self.lows[i] != self.highs[i]:
             return None
@@ -84,7 +91,7 @@ class Pieces:
         return int(self.lows[i]) + slope * (first - self._starts_array[i]), slope
 
     def bounds_over(self, first: int, last: int) -> tuple[int, int]:
-        """The inclusive bounds of the values at the positions [first, last], in the time of a binary search."""
+        """Return the inclusive bounds of the values at the positions [first, last], by binary search."""
         i, j = bisect_right(self._starts_array, first) - 1, bisect_right(self._starts_array, last) - 1
         if i == j:
             return self._bounds_within(i, first, last)
@@ -98,7 +105,7 @@ class Pieces:
         return min(low for low, _ in parts), max(high for _, high in parts)
 
     def nearest_starts(self, wanted: int) -> list[int]:
-        """The starts next to ``wanted`` on either side."""
+        """Return the starts next to ``wanted`` on both sides."""
         at = bisect_left(self._starts_array, wanted)
         return self._starts_array[max(at - 1, 0) : at + 1]
 
@@ -108,7 +115,7 @@ class Pieces:
 
     @cached_property
     def _bound_levels(self) -> list[list[tuple[int, int]]]:
-        """Level p holds the bounds of every 2 ** p neighbouring pieces."""
+        """Return levels of bounds; level p has the bounds of every 2 ** p consecutive pieces."""
         lows, highs = _piece_extremes(self.table, self.length)
         levels = []
         while True:
@@ -125,7 +132,7 @@ class Pieces:
 
 
 def table_size(length: Any) -> Any:
-    """The int64 words of a table for so many positions: 0.14 a position, and 41."""
+    """Return the number of int64 elements of a table for ``length`` positions: 0.14 per position, plus 41."""
     return _HEADER + 4 * (MAX_PIECES + 1) * (length // CELL + 1)
 
 
@@ -135,16 +142,21 @@ def _fake_pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 @opaque("pieces(Tensor[] vectors) -> Tensor[]", _fake_pieces, replays=False)
 def pieces(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Replicate -> Replicate, on the CPU: for each vector a table of its pieces, all for one wait for the device.
+    """Compute a table of pieces for each replicated vector, with one synchronization.
 
-    Shapes: int or bool (B, S) each, on any device -> int64 (table_size(S),) each, as long as S alone tells; the rest
-    of it is zeros. Bytes between ranks: none.
+    Args:
+        vectors: int or bool (B, S) each, on any device, replicated.
+
+    Returns:
+        int64 (table_size(S),) each, on the CPU; the size depends on S only, and the rest is zeros.
+
+    Bytes: none.
     """
     return [_html_table(x.to(torch.int64).numpy()) for x in _copy_to_host(vectors)]
 
 
 def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """All copies are on their way before the one wait."""
+    """Copy tensors to the host asynchronously, then synchronize once."""
     copies = [x.detach().to("cpu", non_blocking=True) for x in vectors]
     for device in {x.device for x in vectors if x.device.type != "cpu"}:
         torch.accelerator.current_stream(device).synchronize()
@@ -152,7 +164,7 @@ def _copy_to_host(vectors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_async(host: Tensor, device: torch.device) -> Tensor:
-    """What the host has, on a device; the host goes on before it has arrived."""
+    """Copy a host tensor to a device without synchronization."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
@@ -162,8 +174,14 @@ def _html_table(values: Ints) -> Tensor:
 
 
 def pad_table(found: Ints, batch: int, length: int) -> Tensor:
-    """A table of ``sp::pieces`` from (4, pieces): starts, lows, highs, slopes."""
-    words = np.zeros(table_size(length), np.int64)  # the system hands out zeros page by page, when they are touched
+    """Return the table of ``sp::pieces`` from pieces.
+
+    Args:
+        found: Starts, lows, highs and slopes, int64 (4, pieces).
+        batch: The number of batch entries.
+        length: The number of positions.
+    """
+    words = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
     if found.size:
         found = _coarsen(found, length)
         end = _HEADER + found.size
@@ -175,14 +193,14 @@ def pad_table(found: Ints, batch: int, length: int) -> Tensor:
 
 
 def _fit_pieces(values: Ints) -> Ints:
-    """(4, pieces): starts, lows, highs, slopes. Greedy, so that no table of lines is shorter."""
+    """Fit pieces (4, pieces): starts, lows, highs, slopes. Greedy, which is optimal for lines."""
     length = values.shape[1]
-    # Stretches of one step: the i-th has the positions starts[i] to ends[i], and each shares one with the next.
+    # Runs of one step: the i-th has the positions starts[i] to ends[i]; adjacent runs share one position.
     starts = np.concatenate([[0], _slope_changes(values)])
     ends = np.append(starts[1:], length - 1)
     number, long = np.arange(len(starts)), ends - starts > 1
     last_long = np.maximum.accumulate(np.where(long, number, -1))
-    # Of short ones in a row every second is a piece of two; one behind a long one is the jump to the next piece.
+    # Of consecutive short runs every second is a piece of two; a short run after a long one is the jump to the next.
     taken = (number - last_long) % 2 == (last_long < 0)
     starts = (starts + np.append(False, taken[:-1]))[taken]
     if not taken[-1]:
@@ -196,9 +214,10 @@ def _fit_pieces(values: Ints) -> Ints:
 
 
 def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
-    """Of each piece but the last: is its last position on the line of the next one, and that one with it the longer?
+    """Return, for each piece but the last, whether its last position fits the next piece's line better.
 
-    The number of a document of one token is on a line with that of the next document's first, which is not what it is.
+    It does if it is on that line and the next piece is then the longer one. The number of a one-token document is on a
+    line with the first position of the next document, to which it does not belong.
     """
     spans = ends - starts
     here, there = ends[:-1], starts[1:]
@@ -208,7 +227,7 @@ def _continues_line(values: Ints, starts: Ints, ends: Ints) -> Flags:
 
 
 def _slope_changes(values: Ints) -> Ints:
-    """The positions p > 0 from which the step to the next value is not that which leads to p, in any batch entry."""
+    """Return the positions p > 0 where the step changes in any batch entry."""
     found = []
     for row in values:
         steps, differ = np.empty(_SCAN_CHUNK + 1, np.int64), np.empty(_SCAN_CHUNK, np.bool_)
@@ -225,13 +244,16 @@ def _slope_changes(values: Ints) -> Ints:
 
 
 def sorted_unique(x: Ints) -> Ints:
-    """The values of x in order, each once; np.unique hashes, which takes 20 times as long."""
+    """Return the sorted unique values of x; np.unique hashes, which takes 20 times as long."""
     ordered = np.sort(x)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])]
 
 
 def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[Ints, Ints, Ints]:
-    """(lows, highs, slopes) over the batch: lines of one slope, or bounds where slopes differ or ints may wrap."""
+    """Return (lows, highs, slopes) over the batch.
+
+    Lines of one slope, or bounds where slopes differ or integers may overflow.
+    """
     alike = (slopes == slopes[:1]).all(0)
     lows = np.where(alike, first.min(0), np.minimum(first, last).min(0))
     highs = np.where(alike, first.max(0), np.maximum(first, last).max(0))
@@ -242,14 +264,14 @@ def _batch_bounds(first: Ints, last: Ints, slopes: Ints, spans: Ints) -> tuple[I
 
 
 def _piece_extremes(table: Ints, length: int) -> tuple[Ints, Ints]:
-    """The least and the greatest value of each piece."""
+    """Return the minimum and maximum value of each piece."""
     starts, lows, highs, slopes = table
     rise = slopes * (np.append(starts[1:], length) - 1 - starts)
     return lows + np.minimum(rise, 0), highs + np.maximum(rise, 0)
 
 
 def _coarsen(table: Ints, length: int) -> Ints:
-    """One piece, which only bounds, for each cell of too many; those that say the same as their neighbour go."""
+    """Replace the pieces of crowded cells by one bounding piece each, and merge equal neighbors."""
     busy = np.bincount(table[0] // CELL, minlength=length // CELL + 2) > MAX_PIECES
     if not busy.any():
         return table
@@ -270,7 +292,7 @@ def _coarsen(table: Ints, length: int) -> Ints:
 
 
 def cut_pieces(table: Ints, at: Ints) -> Ints:
-    """The pieces, (4, pieces), cut at these positions too."""
+    """Cut the pieces (4, pieces) at these positions too."""
     starts, lows, highs, slopes = table
     places = sorted_unique(np.concatenate([starts, at]))
     piece = np.searchsorted(starts, places, "right") - 1

@@ -1,16 +1,15 @@
-"""The language of masks: which query attends to which key, as text that is never a tensor of S x S.
+"""Parse and evaluate mask predicates, which describe as text the keys that a query attends to.
 
 A predicate is the ``str`` of a sympy Boolean over integer symbols: ``q`` and ``k``, the indices of the query
 and the key; ``row0, row1, ...``, a vector's value at this query; ``col0, col1, ...``, a vector's value at
-this key; ``n0, n1, ...``, sizes. True: may attend. ``""`` forbids nothing. Bool vectors count as 0 and 1.
+this key; ``n0, n1, ...``, sizes. True: may attend. ``""`` allows every pair. Bool vectors count as 0 and 1.
 
->>> over("(k <= q) & (q - k < 4)", {"q": (8, 11), "k": (0, 3)})  # inclusive bounds: no pair
+>>> evaluate_over("(k <= q) & (q - k < 4)", {"q": (8, 11), "k": (0, 3)})  # inclusive bounds: no pair
 False
 
-What a mask predicate means: one walk over its expression, and two kinds of values to walk with.
-
-With *intervals* a symbol has inclusive bounds and a condition holds for all values (True), for none (False)
-or perhaps for some (None). With *tensors* a condition is a bool tensor.
+One traversal of the expression evaluates a predicate with one of two algebras. With *intervals* a symbol has
+inclusive bounds, and a condition holds for all values (True), for none (False) or perhaps for some (None). With
+*tensors* a condition is a bool tensor.
 """
 
 from __future__ import annotations
@@ -32,25 +31,36 @@ from sp_compile.lowering.base.errors import SpError
 from .mask_text import ARITHMETIC_NODES, SHOWN_CHARACTERS, Language, bounded_power, read_text
 
 Bounds = tuple[Any, Any]
-"""The least and the greatest value, both inclusive."""
+"""Minimum and maximum value, both inclusive."""
 Verdict = bool | None
+"""True if a condition holds for all pairs, False if for none, None if unknown."""
 Meaning = Callable[[Mapping[str, Any]], Any]
-"""From the symbols' values to the expression's."""
+"""A function from the symbols' values to the expression's value."""
 
 
 class Algebra(NamedTuple):
-    """How the values of one kind are combined, by sympy class. Functions of one operand ignore the second."""
+    """Operations on values of one kind, by sympy class. Functions of one operand ignore the second."""
 
     number: Callable[[int], Any]
+    """Return the value of an integer."""
     functions: dict[type, Callable[[Any, Any], Any]]
+    """Arithmetic operations."""
     relations: dict[type, Callable[[Any, Any], Any]]
+    """Comparisons."""
     both: Callable[[Any, Any], Any]
+    """Return the conjunction of two conditions."""
     either: Callable[[Any, Any], Any]
+    """Return the disjunction of two conditions."""
     negated: Callable[[Any], Any]
+    """Return the negation of a condition."""
 
 
 def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
-    """The meaning of a sympy Boolean. SpError for what the algebra does not know."""
+    """Compile a sympy Boolean to a function of the symbols' values.
+
+    Raises:
+        SpError: If the algebra does not support a node.
+    """
     if expr in (sympy.true, sympy.false):
         constant = bool(expr)
         return lambda values: constant
@@ -68,10 +78,10 @@ def evaluate_condition(expr: Any, algebra: Algebra) -> Meaning:
 
 
 def _split_relation(expr: Any) -> tuple[Any, Any]:
-    """The terms of the query on the left, all others on the right, without fractions.
+    """Split a relation into query terms on the left and other terms on the right, without fractions.
 
-    So every symbol of a linear condition stands once, which makes intervals exact, and the only tensor
-    operation of the size of a block is the comparison of a column with a row.
+    Each symbol of a linear condition then occurs once, so intervals are exact. The only tensor operation of the size of
+    a block is the comparison of a column with a row.
     """
     terms = sympy.Add.make_args(sympy.expand(expr.lhs - expr.rhs))
     denominator = sympy.ilcm(1, *(term.as_coeff_Mul()[0].q for term in terms))
@@ -81,12 +91,12 @@ def _split_relation(expr: Any) -> tuple[Any, Any]:
 
 
 def is_query_symbol(name: str) -> bool:
-    """Whether a symbol has a value for each query."""
+    """Return True if a symbol has a value for each query."""
     return name == "q" or name.startswith("row")
 
 
 def _evaluate_number(expr: Any, algebra: Algebra) -> Meaning:
-    """The meaning of an integer expression."""
+    """Compile an integer expression to a function of the symbols' values."""
     if expr.is_Symbol:
         return operator.itemgetter(str(expr))
     if expr.is_Integer:
@@ -116,11 +126,11 @@ def _unknown_node_error(expr: Any) -> SpError:
 # Intervals.
 
 _FAR_BOUND = 1 << 62
-"""Beyond every index, size and value."""
+"""Greater than every index, size and value."""
 
 
 def _interval_extremes(operation: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds:
-    """Of an operation that is monotone in each operand."""
+    """Return the bounds of an operation that is monotone in each operand."""
     ends = [operation(x, y) for x in a for y in b]
     return min(ends), max(ends)
 
@@ -175,6 +185,7 @@ INTERVALS = Algebra(
     either=lambda a, b: True if a or b else None if a is None or b is None else False,
     negated=_interval_not,
 )
+"""Algebra of inclusive bounds."""
 
 
 # Tensors, and ints for sizes.
@@ -186,7 +197,8 @@ def _negate_mask(mask: Any) -> Any:
 
 def _choose_tensor(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     def chosen(a: Any, b: Any) -> Tensor:
-        if isinstance(a, Tensor) != isinstance(b, Tensor):  # where a kernel is traced, the number is on its device
+        """Apply the operation to tensors; convert numbers first."""
+        if isinstance(a, Tensor) != isinstance(b, Tensor):  # in a traced kernel the number must be on its device
             a, b = (a, a.new_full((), b)) if isinstance(a, Tensor) else (b.new_full((), a), b)
         return choose(torch.as_tensor(a), torch.as_tensor(b))
 
@@ -216,13 +228,14 @@ TENSORS = Algebra(
     either=operator.or_,
     negated=_negate_mask,
 )
+"""Algebra of tensors, and of ints for sizes."""
 
 
 _PREDICATE_SYMBOL = re.compile(r"q|k|(row|col|n)\d+")
 _STRICT = (sympy.StrictLessThan, sympy.StrictGreaterThan)
 _WEAK = (sympy.LessThan, sympy.GreaterThan)
 _LINEAR = {(*_STRICT, *_WEAK): "<=", (sympy.Eq,): "==", (sympy.Ne,): "!="}
-_FACTOR_NODES, _CONSTANT_NODE = 16, 1 << 58  # of what is added up in int64
+_FACTOR_NODES, _CONSTANT_NODE = 16, 1 << 58  # limits, so that int64 sums do not overflow
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -271,7 +284,11 @@ _PREDICATE_LANGUAGE = Language(_symbol, _predicate_constant, _OPERATIONS, _PREDI
 
 @lru_cache(maxsize=1024)
 def parse_predicate(text: str) -> Any:
-    """The sympy Boolean of ``text``. SpError when it is not a predicate or names an unknown symbol."""
+    """Parse a predicate to a sympy Boolean.
+
+    Raises:
+        SpError: If the text is not a predicate or uses an unknown symbol.
+    """
     if not text:
         return sympy.true
     try:
@@ -295,7 +312,7 @@ def _is_condition(expr: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def split_conjuncts(text: str) -> tuple[str, ...]:
-    """The conditions that must all hold, as predicates."""
+    """Return the conditions that must all hold, as sorted predicates."""
     expr = parse_predicate(text)
     parts = expr.args if isinstance(expr, sympy.And) else (expr,)
     return tuple(sorted(str(part) for part in parts if part != sympy.true))
@@ -303,13 +320,13 @@ def split_conjuncts(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def predicate_symbols(text: str) -> frozenset[str]:
-    """The names of the symbols that the predicate reads."""
+    """Return the names of the symbols that the predicate reads."""
     return frozenset(str(symbol) for symbol in parse_predicate(text).free_symbols)
 
 
 @lru_cache(maxsize=1024)
 def position_conditions(text: str) -> str:
-    """Its conditions that read no vector: what is known of a mask where vectors have no values."""
+    """Return the conditions that read no vector, for a mask whose vectors have no values."""
     known = [
         c for c in split_conjuncts(text) if not any(name.startswith(("row", "col")) for name in predicate_symbols(c))
     ]
@@ -318,7 +335,7 @@ def position_conditions(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_within_documents(text: str) -> bool:
-    """Has what is looked up by a query to be what is looked up by its key, as the number of a document?"""
+    """Return True if a query value must equal a key value, as document numbers do."""
     return any(_compares_lookups(part) for part in split_conjuncts(text) if isinstance(parse_predicate(part), sympy.Eq))
 
 
@@ -328,26 +345,28 @@ def _compares_lookups(text: str) -> bool:
 
 
 def check_known(text: str, known: Collection[str]) -> None:
-    """SpError when the predicate reads a symbol that has no value."""
+    """Raise SpError if the predicate reads a symbol that has no value."""
     if missing := sorted(predicate_symbols(text) - set(known)):
         raise SpError("SP443", f"mask predicate: {text!r} reads {', '.join(missing)}, which has no value.")
 
 
 class Linear(NamedTuple):
-    """A condition: the query's terms + the key's terms + constant is at most 0 ("<="), 0 ("==") or not ("!=")."""
+    """A linear condition: query terms + key terms + constant is <= 0, == 0 or != 0."""
 
     relation: str
+    """"<=", "==" or "!="."""
     of_query: tuple[tuple[str, int], ...]
-    """(symbol, coefficient)."""
+    """Query terms (symbol, coefficient)."""
     of_key: tuple[tuple[str, int], ...]
+    """Key terms (symbol, coefficient)."""
     constant: int
 
 
 @lru_cache(maxsize=1024)
 def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
-    """The predicate as one linear condition on the symbols of a query and of a key; None for every other one.
+    """Return the predicate as one linear condition on the symbols of a query and a key, or None.
 
-    >>> linear("(k - q)/2 < n0", (3,))
+    >>> as_linear("(k - q)/2 < n0", (3,))
     Linear(relation='<=', of_query=(('q', -1),), of_key=(('k', 1),), constant=-5)
     """
     expr = parse_predicate(text)
@@ -370,7 +389,7 @@ def as_linear(text: str, sizes: tuple[int, ...]) -> Linear | None:
 
 @lru_cache(maxsize=1024)
 def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
-    """Do all its conditions ask how far a key is from its query, and not where both are?"""
+    """Return True if all conditions depend only on the distance of key and query."""
     found = [as_linear(c, sizes) for c in split_conjuncts(text)]
     return all(
         one is not None
@@ -381,16 +400,28 @@ def depends_on_distance(text: str, sizes: tuple[int, ...]) -> bool:
 
 
 def evaluate_over(text: str, box: Mapping[str, Bounds]) -> Verdict:
-    """Three-valued: True when all pairs of the box may attend, False when none may, None when unsure.
+    """Return True if all pairs of the box may attend, False if none may, None if unknown.
 
-    ``box`` gives every symbol of the predicate its inclusive bounds. Exact for a condition in which every symbol
-    stands once, as linear ones, and for a conjunction of bounds on q - k; elsewhere None may stand for either.
+    Exact for a condition in which every symbol occurs once, such as a linear one, and for a conjunction of bounds on q
+    - k; otherwise the result may be None instead of True or False.
+
+    Args:
+        text: The predicate.
+        box: The inclusive bounds of every symbol of the predicate.
     """
     return _evaluate_text(text, tensors=False)(box)
 
 
 def evaluate_mask(text: str, values: Mapping[str, Tensor | int]) -> Tensor | bool:
-    """The mask of one block: bool, of the shape to which the values broadcast; a bool if it reads no tensor."""
+    """Evaluate the mask of one block.
+
+    Args:
+        text: The predicate.
+        values: The values of its symbols, which broadcast.
+
+    Returns:
+        A bool tensor of the broadcast shape, or a bool if the predicate reads no tensor.
+    """
     return _evaluate_text(text, tensors=True)(values)
 
 

@@ -1,12 +1,12 @@
-"""What becomes of a scaled score before the softmax, as text: soft-caps, and biases that positions and heads give.
+"""Evaluate and differentiate score functions, which modify scaled scores before the softmax.
 
-    30.0*tanh(s/30.0)             the scores of Gemma 2
-    s + head0*(k - q)             ALiBi: head0 has a slope for each query head
+    30.0*tanh(s/30.0)             the soft-cap of Gemma 2
+    s + head0*(k - q)             ALiBi: head0 is a slope per query head
 
 A text is the ``str`` of a sympy expression over ``s``, the score; ``q`` and ``k``, the indices of the query and the
 key; ``head0, head1, ...``, a vector's value at the query head; ``row<i>`` and ``col<i>``, a vector's value at the query
-and at the key. ``""`` leaves scores as they are. What no expression says is a program (`score_program.py`), which the
-functions here take as well.
+and at the key. ``""`` does not change scores. Functions without such an expression are programs (`score_program.py`),
+which the functions here accept as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from . import score_program as program
 from .mask_text import ARITHMETIC_NODES, SHOWN_CHARACTERS, Language, read_text
 
 SCORE_NAME = sympy.Symbol("s", real=True)
+"""Symbol of the score."""
 _SCORE_SYMBOL = re.compile(r"s|q|k|(head|row|col)\d+")
 _SCORE_FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
     "tanh": (sympy.tanh, torch.tanh),
@@ -35,11 +36,15 @@ _SCORE_FUNCTIONS: dict[str, tuple[type, Callable[[Any], Tensor]]] = {
     "sign": (sympy.sign, torch.sign),
 }
 FUNCTIONS: dict[str, type] = {name: function for name, (function, _) in _SCORE_FUNCTIONS.items()}
-"""What a text may call."""
+"""Functions that a text may call."""
 
 
 def score_symbol(name: str) -> sympy.Symbol:
-    """The symbol of a name; all are real. Raises ValueError for one that no text has."""
+    """Return the real symbol of a name.
+
+    Raises:
+        ValueError: If no text may use the name.
+    """
     if not _SCORE_SYMBOL.fullmatch(name):
         raise ValueError(f"unknown symbol {name}; known are s, q, k, head<i>, row<i> and col<i>")
     return sympy.Symbol(name, real=True)
@@ -56,7 +61,11 @@ _SCORE_LANGUAGE = Language(score_symbol, _score_constant, ARITHMETIC_NODES, FUNC
 
 @lru_cache(maxsize=1024)
 def parse_score(text: str) -> Any:
-    """The sympy expression of ``text``. SpError when it is none; nothing of it is ever executed."""
+    """Parse a text to a sympy expression without executing it.
+
+    Raises:
+        SpError: If the text is malformed.
+    """
     try:
         return read_text(text, _SCORE_LANGUAGE)
     except ValueError as error:
@@ -65,19 +74,19 @@ def parse_score(text: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def score_symbols(text: str) -> frozenset[str]:
-    """The symbols that a text reads, but for the score itself."""
+    """Return the names of the symbols that a text reads, except the score."""
     if program.is_program(text):
         return program.program_names(text)
     return frozenset(str(one) for one in parse_score(text).free_symbols - {SCORE_NAME}) if text else frozenset()
 
 
 def num_saved_tensors(text: str) -> int:
-    """How many times the tensors of scores that a kernel keeps by itself a backward keeps of the text's."""
+    """Return the factor by which a text multiplies the score tensors that a backward saves."""
     return max(1, len(program.parse_program(text)) // 4) if program.is_program(text) else 1
 
 
 def rename_score(text: str, names: Mapping[str, str]) -> str:
-    """The text with other symbols."""
+    """Rename the symbols of a text."""
     if program.is_program(text):
         return program.rename_program(text, names)
     return (
@@ -94,9 +103,17 @@ def evaluate_score(
     functions: Mapping[str, Callable[[Tensor], Tensor]] = {},
     lookup: program.TableLookup = torch.ops.aten.index.Tensor,
 ) -> Tensor:
-    """The scores that the softmax reads, of the scaled ones; ``values`` broadcast to them.
+    """Evaluate a score function.
 
-    functions: what computes one of `FUNCTIONS` in the place of torch's. lookup: what reads a table.
+    Args:
+        text: The score function.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other symbols, which broadcast to the scores.
+        functions: Replacements of torch's implementations of `FUNCTIONS`.
+        lookup: A replacement of the table lookup.
+
+    Returns:
+        The modified scores.
     """
     if program.is_program(text):
         return program.run_program(text, score, values, lookup)
@@ -106,20 +123,34 @@ def evaluate_score(
 def score_vjp(
     text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
-    """The gradient of the scaled scores, given that of what the softmax reads. Those of tables are added to totals."""
+    """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
+
+    Args:
+        text: The score function.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other symbols.
+        grad: The gradient of the modified scores.
+        totals: Tensors to which the gradients of tables are added, by name.
+    """
     if program.is_program(text):
         return program.program_vjp(text, score, values, grad, totals)
     return grad * score_slope(text, score, values)
 
 
 def score_slope(text: str, score: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-    """How much these change with the scaled ones: the derivative, which broadcasts to the scores."""
+    """Return the derivative of the modified scores by the scaled ones, which broadcasts to the scores.
+
+    Args:
+        text: The score function, an expression.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other symbols.
+    """
     return _evaluate_expr(_derivative(text), {**values, "s": score}, score)
 
 
 @lru_cache(maxsize=1024)
 def _derivative(text: str) -> Any:
-    """SpError for what has none that can be computed."""
+    """Return the derivative as an expression; raise SpError if it cannot be computed."""
     found = parse_score(text).diff(SCORE_NAME)
     known = (sympy.Add, sympy.Mul, sympy.Pow, *FUNCTIONS.values())
     strange = [one for one in sympy.preorder_traversal(found) if one.args and not isinstance(one, known)]
@@ -129,7 +160,7 @@ def _derivative(text: str) -> Any:
 
 
 def check_score(text: str) -> None:
-    """SpError for a text that is none, or that has no derivative."""
+    """Raise SpError if a text is malformed or has no derivative."""
     if not program.is_program(text):
         _derivative(text)
         return

@@ -1,15 +1,16 @@
-"""What becomes of a score, as a program: the operations of a user's function, which round as on one device.
+"""Parse, run and differentiate score programs: the operations of a user's score function as text.
 
     t0 = aten.sub.Tensor(k, q); t1 = aten.add.Tensor(t0, 12); t2 = aten.index.Tensor(table0, [head0, t1])
     aten.add.Tensor(s, t2)                          (lines are separated by "; ", the last one is the result)
 
 Names: ``s``, the score; ``b``, ``q`` and ``k``, the indices of the batch entry, the query and the key; ``head<i>``,
 ``row<i>`` and ``col<i>``, a vector's value at the query head, the query and the key; ``table<i>``, a tensor that is
-looked up by any of these, or one number. Values are elements of all pairs at once, or of one pair; every operation is
-pointwise or looks up a table. It may come from a file, so nothing but these operations is ever executed.
+indexed by any of these, or one number. Values are elements of all pairs at once, or of one pair; every operation is
+pointwise or indexes a table, and rounds as on a single device. A program may come from a file, so no other code is ever
+executed.
 
-"fills; " in front says that what it gives may be large and finite in place of -inf (`sharding/attention.py`): of a row
-of nothing else no log-sum-exp tells how many keys there are, so each row is computed with all of its keys at once.
+The prefix "fills; " means that results may be large and finite in place of -inf (`sharding/attention.py`). The
+log-sum-exp of a row of fills does not encode the number of its keys, so each row is computed with all keys at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .mask_text import SHOWN_CHARACTERS
 
 aten = torch.ops.aten
 TableLookup = Callable[[Tensor, list[Tensor]], Tensor]
+"""A function from a table and its indices to elements of the table."""
 _NAME_PATTERN = re.compile(r"s|b|q|k|(head|row|col|table|t)\d+")
 _FACTORY_OPS = re.compile(r"t\d+")
 _FLOAT_TYPES = {"inf": float("inf"), "nan": float("nan")}
@@ -45,25 +47,32 @@ _COMPARISON_OPS = {getattr(aten, name) for name in ("eq", "ne", "lt", "le", "gt"
 
 
 class ProgramLine(NamedTuple):
-    """name = op(*args, **kwargs); without an op the constant args[0] of dtype args[1]. Names in arguments: `Name`."""
+    """A line ``name = op(*args, **kwargs)``.
+
+    Without an op it is the constant args[0] of dtype args[1]. Names among the arguments are `Name`.
+    """
 
     name: str
+    """Name of the value."""
     op: Any
+    """The aten operator; None for a constant."""
     args: list[Any]
+    """Positional arguments."""
     kwargs: dict[str, Any]
+    """Keyword arguments."""
 
 
 class Name(str):
-    """A value's name among arguments."""
+    """Name of a value among arguments."""
 
 
 def is_program(text: str) -> bool:
-    """Is it one of these, and no expression (`score.py`)?"""
+    """Return True if the text is a program, False if it is an expression (`score.py`)."""
     return "aten." in text
 
 
 def is_known_op(op: Any) -> bool:
-    """May a program call it?"""
+    """Return True if a program may call the op."""
     if not isinstance(op, OpOverload):
         return False
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -72,7 +81,11 @@ def is_known_op(op: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def parse_program(text: str) -> tuple[ProgramLine, ...]:
-    """The lines of a program. Raises ValueError when it is none; nothing of it is ever executed."""
+    """Parse the lines of a program without executing it.
+
+    Raises:
+        ValueError: If the text is not a program.
+    """
     try:
         body = ast.parse(text.removeprefix(_FILL_OPS).replace("; ", "\n")).body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -127,14 +140,14 @@ def _parse_argument(node: ast.AST, known: set[str]) -> Any:
 
 
 def call_text(op: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
-    """A call as a line has it; names are `Name`s."""
+    """Return the text of a call in a line; names are `Name`."""
     return (
         f"{op}({', '.join([*map(_format_argument, args), *(f'{k}={_format_argument(v)}' for k, v in kwargs.items())])})"
     )
 
 
 def typed_constant(value: float, dtype: torch.dtype) -> str:
-    """A number that takes part in promotion as a tensor of this dtype does."""
+    """Return the text of a number that is promoted as a tensor of this dtype."""
     return f"constant({_format_argument(value)}, {dtype})"
 
 
@@ -146,7 +159,7 @@ def _format_argument(x: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def program_names(text: str) -> frozenset[str]:
-    """What it reads, but for the score itself."""
+    """Return the names that a program reads, except the score."""
     lines = parse_program(text)
     return frozenset(str(x) for line in lines for x in _line_names(line)) - {line.name for line in lines} - {"s"}
 
@@ -158,9 +171,10 @@ def _line_names(line: ProgramLine) -> list[Name]:
 
 
 def rename_program(text: str, names: Mapping[str, str]) -> str:
-    """The program with other names for what it reads."""
+    """Rename the inputs of a program."""
 
     def new(x: Any) -> Any:
+        """Replace the names in an argument."""
         if isinstance(x, list):
             return [new(y) for y in x]
         return Name(names.get(x, x)) if isinstance(x, Name) else x
@@ -174,17 +188,17 @@ def rename_program(text: str, names: Mapping[str, str]) -> str:
 
 
 def may_have_fills(text: str) -> bool:
-    """Is it said that numbers of its result may be fills, large ones that are finite?"""
+    """Return True if the program is marked: its results may be fills, large and finite."""
     return text.startswith(_FILL_OPS)
 
 
 def mark_fills(text: str) -> str:
-    """The program, of which that is said."""
+    """Mark the program: its results may be fills."""
     return text if may_have_fills(text) else _FILL_OPS + text
 
 
 def adds_fills(text: str) -> bool:
-    """May its constants be fills? Not those that only tell where something is looked up, or whether."""
+    """Return True if constants of the program may be fills, except constants in indices or conditions."""
     wanted = {"result"}
     for name, op, args, kwargs in reversed(parse_program(text)):
         if name not in wanted or getattr(op, "overloadpacket", None) in _COMPARISON_OPS:
@@ -204,15 +218,23 @@ def _is_fill(x: Any) -> bool:
 def run_program(
     text: str, score: Tensor, values: Mapping[str, Tensor], lookup: TableLookup = aten.index.Tensor
 ) -> Tensor:
-    """The scores that the softmax reads, of the scaled ones and in their dtype; ``values`` broadcast to them.
+    """Evaluate a program.
 
-    lookup: table, indices -> elements of it, in the place of torch's.
+    Args:
+        text: The program.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other names, which broadcast to the scores.
+        lookup: A replacement of the table lookup.
+
+    Returns:
+        The modified scores, in the dtype and shape of ``score``.
     """
-    # A number of no dims would not take part in promotion beside what has dims, as it does beside a single score.
+    # A 0-dim tensor would not promote larger tensors, although it promotes a single score.
     ones = (1,) * score.ndim
     known = {name: x.reshape(ones) if not x.ndim else x for name, x in values.items()} | {"s": score}
 
     def given(x: Any) -> Any:
+        """Return an argument with names replaced by their values."""
         if isinstance(x, list):
             return [given(y) for y in x]
         return known[x] if isinstance(x, Name) else x
@@ -224,7 +246,7 @@ def run_program(
         elif op is aten.index.Tensor:
             known[name] = lookup(*operands)
         else:
-            # A size that another call may change was a number where the program was written, and is a tensor.
+            # A size that other calls may change was a number when the program was written, and is a tensor here.
             sized = any(isinstance(x, Name) and x.startswith("table") for x in args)
             call = op.overloadpacket if sized else op
             known[name] = call(*operands, **{k: given(v) for k, v in kwargs.items()})
@@ -234,7 +256,15 @@ def run_program(
 def program_vjp(
     text: str, score: Tensor, values: Mapping[str, Tensor], grad: Tensor, totals: Mapping[str, Tensor]
 ) -> Tensor:
-    """The gradient of the scaled scores, of that of what the softmax reads. Those of tables are added to totals."""
+    """Return the gradient of the scaled scores, and add the gradients of tables to ``totals``.
+
+    Args:
+        text: The program.
+        score: The scaled scores, any floating dtype.
+        values: Values of the other names.
+        grad: The gradient of the modified scores.
+        totals: Tensors to which the gradients of tables are added, by name.
+    """
     looked_up: list[tuple[str, list[Tensor], Tensor]] = []
     with enable_autograd():
         leaves = {name: values[name].detach().requires_grad_() for name in totals}
