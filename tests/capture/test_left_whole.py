@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
 import sp_compile
-from sp_compile import backend, split
+from sp_compile import split
 from sp_compile.lowering.base.errors import CaptureError
 from sp_compile.lowering.torch_compat import preserve_thread_state
 from sp_compile.passes.capture import trace

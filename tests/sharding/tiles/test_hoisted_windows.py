@@ -251,4 +251,6 @@ logsumexp: [2, 2] = aten.logsumexp(tanh_default, [-1])
 sum_1: [] = aten.sum(logsumexp)
 return (sum_1,)""",
         )
-        self.assertExpectedInline("\n".join(f"{note.label} {note.node}" for note in notes), """hoist_slices tanh_default""")
+        self.assertExpectedInline(
+            "\n".join(f"{note.label} {note.node}" for note in notes), """hoist_slices tanh_default"""
+        )
