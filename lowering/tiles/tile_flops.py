@@ -95,7 +95,7 @@ def node_flops(node: Node) -> int:
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Return True if the node multiplies groups of rows by their own matrices, or reduces groups to matrices."""
+    """Return True if a node multiplies groups of rows by own matrices, or reduces groups to matrices."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 

@@ -70,7 +70,7 @@ def _run_tiles(
     made: Sequence[TileValue],
     cotangents: TileOperands,
 ) -> TileOperands:
-    """Call the part that computes these values for each tile, with the rows of the cotangents if there are any.
+    """Call the part that computes these values for each tile, with rows of any cotangents.
 
     Each tile draws from its own generator state, derived from `seed`. A backward that recomputes it restores that
     state.
