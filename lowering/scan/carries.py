@@ -35,19 +35,13 @@ sp = torch.ops.sp
 
 
 class CarryExchange(NamedTuple):
-    """Direction of a scan, the ranks that share its rows, and the exchange of carries.
+    """Direction of a scan, the ranks that share its rows, and the exchange of carries."""
 
-    Attributes:
-        dim: The dim of the chunks; their rows are in dim + 1.
-        folds: Number of chunks of a rank.
-        exchange: "gather" or "steps".
-    """
-
-    dim: int
+    dim: int  # the dim of the chunks; their rows are in dim + 1
     reverse: bool
     n: int = 1
-    folds: int = 1
-    exchange: str = "gather"
+    folds: int = 1  # number of chunks of a rank
+    exchange: str = "gather"  # "gather" or "steps"
     group: str = ""
 
     @property

@@ -22,19 +22,13 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Monoid:
-    """An operation and its neutral element.
-
-    Attributes:
-        neutral: 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value.
-        cumulative: The scan of torch.
-        floating: True if it is defined for floating-point numbers only.
-    """
+    """An operation and its neutral element."""
 
     name: str
     combine: Combine
-    neutral: float
-    cumulative: Callable[..., Tensor | Pair]
-    floating: bool = False
+    neutral: float  # 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value
+    cumulative: Callable[..., Tensor | Pair]  # the scan of torch
+    floating: bool = False  # True if it is defined for floating-point numbers only
 
     @property
     def has_index(self) -> bool:

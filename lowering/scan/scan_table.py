@@ -20,29 +20,22 @@ from sp_compile.lowering.base.registry import Table
 
 
 class ScanProblem(NamedTuple):
-    """Properties of a scan by which the table selects an implementation.
+    """Properties of a scan by which the table selects an implementation."""
 
-    Attributes:
-        kind: "scan", "extremes", "linear" or "linear_total".
-        dtype: The dtype of x, which is (outer, length, inner).
-        result: The dtype of the result.
-        total: True if the total of a scan is requested.
-    """
-
-    kind: str
+    kind: str  # "scan", "extremes", "linear" or "linear_total"
     device: str
     outer: int
     length: int
     inner: int
-    dtype: torch.dtype
-    result: torch.dtype
+    dtype: torch.dtype  # the dtype of x, which is (outer, length, inner)
+    result: torch.dtype  # the dtype of the result
     accumulate: torch.dtype
     op: str = ""
     segmented: bool = False
     exclusive: bool = False
     reverse: bool = False
     lagged: bool = False
-    total: bool = True
+    total: bool = True  # True if the total of a scan is requested
 
     @classmethod
     def of(cls, kind: str, x: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: Any) -> ScanProblem:

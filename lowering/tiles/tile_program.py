@@ -35,19 +35,14 @@ def resolve_shape(shape: Sequence[Any], of: Extents) -> list[Any]:
 
 @dataclass(eq=False)
 class TilePart:
-    """A graph of tensors, without autograd, that is called once per tile.
-
-    Attributes:
-        inputs: Fake tensors as the graph takes them; rows are contiguous.
-        run: The graph, or its compiled form.
-        fits: True for operands of sizes that `run` supports, if sizes are symbols.
-    """
+    """A graph of tensors, without autograd, that is called once per tile."""
 
     graph: GraphModule
-    inputs: list[Tensor]
-    run: Callable[..., Any] = field(init=False)
+    inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
+    run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
     compiler_key: Any = None
     strides: list[tuple[int, ...] | None] = field(init=False)
+    # True for operands of sizes that `run` supports, if sizes are symbols
     fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,21 +83,13 @@ def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class TileValue:
-    """A result or a gradient over all tiles.
+    """A result or a gradient over all tiles."""
 
-    Attributes:
-        dim: The dim of its rows; None for a sum over the tiles.
-        shape: Of ints, and of symbols that `TileProgram.sizes` resolves.
-        adds: How a tile adds its part to the sum, a name of `TILE_SUMS`.
-        dtype: The returned dtype; a sum over the tiles accumulates in at least float32.
-        order: The dims from the slowest to the fastest, if not in order.
-    """
-
-    shape: tuple[Extent, ...]
-    dtype: torch.dtype
-    dim: int | None
-    adds: str = ""
-    order: tuple[int, ...] = ()
+    shape: tuple[Extent, ...]  # of ints, and of symbols that `TileProgram.sizes` resolves
+    dtype: torch.dtype  # the returned dtype; a sum over the tiles accumulates in at least float32
+    dim: int | None  # the dim of its rows; None for a sum over the tiles
+    adds: str = ""  # how a tile adds its part to the sum, a name of `TILE_SUMS`
+    order: tuple[int, ...] = ()  # the dims from the slowest to the fastest, if not in order
 
     def sizes(self, of: Extents) -> list[Any]:
         """Return the shape in a call."""
@@ -131,16 +118,11 @@ class TileValue:
 
 @dataclass(frozen=True)
 class TileBody:
-    """The parts for tiles of one length.
+    """The parts for tiles of one length."""
 
-    Attributes:
-        forward: Maps rows and shared operands to results.
-        gradients: Maps the same and the cotangents of the results to gradients. If a program computes them at once:
-        maps
-            rows and shared operands to results, and gradients for a cotangent of 1.
-    """
-
-    forward: TilePart
+    forward: TilePart  # maps rows and shared operands to results
+    # Maps the same and the cotangents of the results to gradients. If a program computes them at once: maps rows and
+    # shared operands to results, and gradients for a cotangent of 1.
     gradients: TilePart | None = None
 
     @property

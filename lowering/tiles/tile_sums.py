@@ -20,17 +20,11 @@ from sp_compile.lowering.torch_compat import size_hint
 
 @dataclass(frozen=True)
 class TileSum:
-    """Accumulation of the parts of a tile into a sum.
+    """Accumulation of the parts of a tile into a sum."""
 
-    Attributes:
-        parts: Number of tensors that a tile returns.
-        add: Adds the parts to the sum in place: (sum, *parts).
-        flops: FLOPs of the addition, from the shapes of the parts.
-    """
-
-    parts: int
-    add: Callable[..., Any]
-    flops: Callable[..., int] = lambda *shapes: 0
+    parts: int  # number of tensors that a tile returns
+    add: Callable[..., Any]  # adds the parts to the sum in place: (sum, *parts)
+    flops: Callable[..., int] = lambda *shapes: 0  # FLOPs of the addition, from the shapes of the parts
 
 
 def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:

@@ -46,45 +46,25 @@ REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks
 
 @dataclass(frozen=True)
 class Variant:
-    """One configuration of a training step.
+    """One configuration of a training step."""
 
-    Attributes:
-        ranks: Number of ranks that share the sequence.
-        attention: The strategy of attention.
-        layout: The layout of the sequence.
-        checkpoint: True if each layer is recomputed in the backward.
-        tiles: Number of tiles; "auto" for the number that the memory requires, "never" for none.
-        offload: The share of saved values on the host.
-        host: Bytes of these values.
-        state: "sharded" over the ranks by FSDP, or "on every rank".
-        memory: Bytes of a rank at the peak.
-        phase: The phase of the peak.
-        kept: Bytes that the forward saves for the backward, on the device and the host.
-        seconds: Seconds of a step.
-        tokens: Tokens of the sequence.
-        fits: True if the memory is sufficient.
-        is_measured: True if predicted with exactly these options; False if estimated from others.
-        most_tiles: The largest number of tiles of a region.
-        given: The options passed to `plan`.
-    """
-
-    ranks: int
-    attention: str
-    layout: str
-    checkpoint: bool
-    tiles: int | str
-    offload: float
-    host: float
-    state: str
-    memory: float
-    phase: str
-    kept: float
-    seconds: float
-    tokens: int
-    fits: bool
-    is_measured: bool = True
-    most_tiles: int = 0
-    given: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int  # number of ranks that share the sequence
+    attention: str  # the strategy of attention
+    layout: str  # the layout of the sequence
+    checkpoint: bool  # True if each layer is recomputed in the backward
+    tiles: int | str  # number of tiles; "auto" for the number that the memory requires, "never" for none
+    offload: float  # the share of saved values on the host
+    host: float  # bytes of these values
+    state: str  # "sharded" over the ranks by FSDP, or "on every rank"
+    memory: float  # bytes of a rank at the peak
+    phase: str  # the phase of the peak
+    kept: float  # bytes that the forward saves for the backward, on the device and the host
+    seconds: float  # seconds of a step
+    tokens: int  # tokens of the sequence
+    fits: bool  # True if the memory is sufficient
+    is_measured: bool = True  # True if predicted with exactly these options; False if estimated from others
+    most_tiles: int = 0  # the largest number of tiles of a region
+    given: Mapping[str, Any] = field(default_factory=dict)  # the options passed to `plan`
 
     @property
     def config(self) -> PlanConfig:
@@ -116,25 +96,17 @@ class Variant:
 
 @dataclass
 class StepPlan:
-    """The result of `plan`; `str(plan)` is a table.
+    """The result of `plan`; `str(plan)` is a table."""
 
-    Attributes:
-        memory: Bytes of a device.
-        weights: Bytes of the model.
-        rows: The variants of each number of ranks, the fastest first.
-        changes: The required change for each number of ranks on which nothing fits.
-        notes: Variants that were not tried, and the reasons.
-        unit: The unit of sizes in the table.
-        host_memory: Bytes of the host for each rank; None for no limit.
-    """
-
-    memory: float
-    weights: ModelBytes
-    rows: list[Variant] = field(default_factory=list)
+    memory: float  # bytes of a device
+    weights: ModelBytes  # bytes of the model
+    rows: list[Variant] = field(default_factory=list)  # the variants of each number of ranks, the fastest first
+    # the required change for each number of ranks on which nothing fits
     changes: dict[int, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # variants that were not tried, and the reasons
+    # the unit of sizes in the table
     unit: SizeUnit = SizeUnit("GB")  # noqa: RUF009  (it does not change)
-    host_memory: float | None = None
+    host_memory: float | None = None  # bytes of the host for each rank; None for no limit
 
     @property
     def best(self) -> Variant:

@@ -198,16 +198,11 @@ RUN_BYTES = 128
 
 @dataclass(frozen=True)
 class State:
-    """States of some places of every line, (places, lines).
-
-    Attributes:
-        second: The factor of a recurrence, or the index.
-        flag: int8, 1 if a segment begins there.
-    """
+    """States of some places of every line, (places, lines)."""
 
     value: Tensor
-    second: Tensor | None = None
-    flag: Tensor | None = None
+    second: Tensor | None = None  # the factor of a recurrence, or the index
+    flag: Tensor | None = None  # int8, 1 if a segment begins there
 
     def rows(self, begin: int, end: int | None = None) -> State:
         """Return the states of the places from begin to end."""
@@ -225,24 +220,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift.
-
-    Attributes:
-        op: "sum", "prod", "max", "min", or one of LEAF_KINDS.
-        neutral: The identity of the operation in x; 1 for "linear", whose x are the factors.
-        second: The summands of a recurrence, or the indices of x if they are not its times.
-        compute: A key of TRITON_TYPES, the type of all states.
-        index: int32 or int64.
-        starts: bool or int8, (outer|1, length, inner|1).
-    """
+    """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift."""
 
     x: Tensor
-    op: str
-    neutral: float
-    compute: torch.dtype
-    index: torch.dtype
-    second: Tensor | None = None
-    starts: Tensor | None = None
+    op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
+    neutral: float  # the identity of the operation in x; 1 for "linear", whose x are the factors
+    compute: torch.dtype  # a key of TRITON_TYPES, the type of all states
+    index: torch.dtype  # int32 or int64
+    second: Tensor | None = None  # the summands of a recurrence, or the indices of x if they are not its times
+    starts: Tensor | None = None  # bool or int8, (outer|1, length, inner|1)
     shift: bool = False
     reverse: bool = False
 
