@@ -133,25 +133,17 @@ class TileBody:
 
 @dataclass(frozen=True, eq=False)
 class TileProgram:
-    """A program for the rows of one tile.
-
-    Attributes:
-        bodies: By the length of a tile, at most two, or one for ANY_LENGTH.
-        rows: The dim of the rows in each operand that has them.
-        wanted: The operands, rows first, that have a gradient.
-        gradients: Their gradients.
-        at_once: True if these are computed with the results, for a cotangent of 1 of the only differentiable one.
-        places: The operand and its dim for each symbol in the shapes of the values.
-    """
+    """A program for the rows of one tile."""
 
     name: str
-    bodies: dict[int, TileBody]
-    rows: tuple[int, ...]
+    bodies: dict[int, TileBody]  # by the length of a tile, at most two, or one for ANY_LENGTH
+    rows: tuple[int, ...]  # the dim of the rows in each operand that has them
     results: tuple[TileValue, ...]
     differentiable: tuple[int, ...]
-    wanted: tuple[int, ...]
-    gradients: tuple[TileValue, ...]
-    at_once: bool
+    wanted: tuple[int, ...]  # the operands, rows first, that have a gradient
+    gradients: tuple[TileValue, ...]  # their gradients
+    at_once: bool  # True if these are computed with the results, for a cotangent of 1 of the only differentiable one
+    # the operand and its dim for each symbol in the shapes of the values
     symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:

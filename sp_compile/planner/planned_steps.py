@@ -55,15 +55,15 @@ GC_THRESHOLD = 50_000
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Options with which a model is lowered; `again` is True if each layer is recomputed."""
+    """Options with which a model is lowered."""
 
-    ranks: int
+    ranks: int  # number of ranks
     attention: str
     layout: str
-    checkpoint: bool
+    checkpoint: bool  # True if each layer is recomputed in the backward
     tiles: int | str
     state: str
-    offload: float = 0.0
+    offload: float = 0.0  # the share of saved values on the host
 
     @property
     def key(self) -> tuple[str, str]:
@@ -82,10 +82,10 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """One strategy and layout for all attentions of a model, with the candidate and count of each."""
+    """One strategy and layout for all attentions of a model."""
 
-    key: tuple[str, str]
-    found: Sequence[tuple[Candidate, float]] = ()
+    key: tuple[str, str]  # the strategy and the layout
+    found: Sequence[tuple[Candidate, float]] = ()  # each candidate and the number of attentions
 
     @property
     def seconds(self) -> float:
@@ -153,14 +153,11 @@ class _PeakMemory:
 
 @dataclass
 class PlannedStep:
-    """Result of examining a configuration.
-
-    exact: True if a few layers represent all, so that any share on the host is a number of layers.
-    """
+    """Result of examining a configuration."""
 
     config: PlanConfig
     dry_run: DryRunResult
-    exact: bool
+    exact: bool  # True if a few layers represent all, so any share on the host is a number of layers
     _known: dict[float, _PeakMemory] = field(default_factory=dict)
 
     @property
@@ -254,24 +251,19 @@ class PlannedStep:
 
 @dataclass
 class StepPlanner:
-    """A model, and the variants to examine.
-
-    blocks: modules to checkpoint. shares: the shares of saved values that may go to the host, from 0; offload: the
-    fixed share, if one is passed. host: bytes of the host for a rank. options: those of all variants. per_weight: bytes
-    of optimizer state for a byte of parameters. tokens: of a step.
-    """
+    """A model, and the variants to examine."""
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     machine: Machine
-    options: Mapping[str, Any]
-    shares: Sequence[float]
-    per_weight: float
-    tokens: int
-    blocks: Sequence[nn.Module]
-    offload: float = 0.0
-    host: float = math.inf
+    options: Mapping[str, Any]  # options of all variants
+    shares: Sequence[float]  # the shares of saved values that may go to the host, from 0
+    per_weight: float  # bytes of optimizer state for a byte of parameters
+    tokens: int  # tokens of a step
+    blocks: Sequence[nn.Module]  # modules to checkpoint
+    offload: float = 0.0  # the fixed share on the host, if one is passed
+    host: float = math.inf  # bytes of the host for a rank
     _steps: dict[PlanConfig, PlannedStep] = field(default_factory=dict)
     _choices: dict[int, list[AttentionChoice]] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)

@@ -31,15 +31,12 @@ OffloadedBytes = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class _RepeatedLayer:
-    """A layer of the program.
-
-    kept: values that each represented layer saves. may: names of the offloadable ones. made: bytes of its gradients.
-    """
+    """A layer of the program."""
 
     path: str
-    saved: Sequence[LiveValue]
-    can_offload: frozenset[str]
-    gradients: int = 0
+    saved: Sequence[LiveValue]  # values that each represented layer saves
+    can_offload: frozenset[str]  # names of the offloadable ones
+    gradients: int = 0  # bytes of its gradients
 
 
 @dataclass(frozen=True)
@@ -52,14 +49,11 @@ class _WalkRange:
 
 @dataclass
 class _Unrolled(LivenessWalk):
-    """The unrolled moments.
-
-    of: the index of each moment in the walk of the program. more: the values that are alive in addition.
-    """
+    """The unrolled moments."""
 
     walk: LivenessWalk = field(default_factory=LivenessWalk)
-    of: list[int] = field(default_factory=list)
-    more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)
+    of: list[int] = field(default_factory=list)  # the index of each moment in the walk of the program
+    more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)  # the values that are alive in addition
 
     def alive(self, moment: int) -> list[LiveValue]:
         return sorted([*self.walk.alive(self.of[moment]), *self.more[moment]()], key=lambda held: -held.nbytes)
@@ -67,17 +61,13 @@ class _Unrolled(LivenessWalk):
 
 @dataclass(frozen=True)
 class Unroll:
-    """The step of one graph for all layers, for any share on the host.
-
-    layers: those of the program, in execution order. order: all layers, each by the index of its representative. rest:
-    bytes of saved values that belong to no layer.
-    """
+    """The step of one graph for all layers, for any share on the host."""
 
     graph: GraphStep
-    layers: tuple[_RepeatedLayer, ...]
-    order: tuple[int, ...]
+    layers: tuple[_RepeatedLayer, ...]  # layers of the program, in execution order
+    order: tuple[int, ...]  # all layers, each by the index of its representative
     machine: Machine
-    rest: int
+    rest: int  # bytes of saved values that belong to no layer
 
     @staticmethod
     def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
@@ -228,7 +218,7 @@ def _suffix_sums(numbers: Sequence[int]) -> list[int]:
 def _extra_values(
     kept: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], made: int, behind: bool
 ) -> list[LiveValue]:
-    """Return the saved values, the first `count`, and gradients, without those of the program's own layers."""
+    """Return the first `count` saved values and gradients, without those of these layers."""
     origin = "saved" if behind else "result"
     own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.saved]
     found = [replace(held, origin=origin) for held in [*kept[:count], *own]]

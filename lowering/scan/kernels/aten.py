@@ -1,6 +1,7 @@
 """Run the scans of torch along the last dim.
 
-A forward scan is one pass; a reverse scan flips the rows in two more."""
+A forward scan is one pass; a reverse scan flips the rows in two more.
+"""
 
 from __future__ import annotations
 

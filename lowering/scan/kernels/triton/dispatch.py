@@ -21,17 +21,11 @@ from .walk import scan_in_parts, scan_single_pass
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tile sizes and thresholds of the schedules.
+    """Tile sizes and thresholds of the schedules."""
 
-    Attributes:
-        walk: Bytes of states that a program stores at once, and its number of warps.
-        programs: Programs per multiprocessor if a length is divided.
-        enough: Programs per multiprocessor from which lengths are not divided.
-    """
-
-    walk: tuple[int, int] = (8192, 4)
-    programs: int = 16
-    min_tiles: int = 4
+    walk: tuple[int, int] = (8192, 4)  # bytes of states that a program stores at once, and its number of warps
+    programs: int = 16  # programs per multiprocessor if a length is divided
+    min_tiles: int = 4  # programs per multiprocessor from which lengths are not divided
 
 
 WARP_BYTES = 1024
