@@ -32,11 +32,11 @@ from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
 TILE_COUNTS = 16
-"""That work on rows is done in, where as many as the memory asks for are too few."""
+"""Numbers of tiles for work on rows, tried if the number that the memory requires is too small."""
 MAX_PLAN_ROUNDS = 4
 """Of looks at what seems to be best."""
 NEAR_RATIO = 1.1
-"""Of the memory: what an estimate says to be no more than that is looked at where nothing faster fits."""
+"""Share of the memory; estimates up to it are examined if nothing faster fits."""
 EQUAL_RATIO = 1.01
 """Times the seconds that nothing can be below."""
 MAX_PLAN_ROWS = 8
@@ -191,7 +191,7 @@ MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "s/step": lambda r: f"{r.seconds:.3g}",
     "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
 }
-"""Of a plan's table, before and behind the memory."""
+"""Columns of the table of a plan, before and after the memory."""
 
 
 def plan(

@@ -45,12 +45,12 @@ from .explain import explain_configs, find_attentions, similar_layers
 
 SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
 OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))
-"""Of what is kept, to the host."""
+"""Shares of saved values that may go to the host."""
 SAMPLE_SHARE = 2
-"""Ranks on which the model's attentions are looked for."""
+"""Number of ranks of the dry run that finds the attentions of a model."""
 AUTO = "auto", "auto"
 GC_THRESHOLD = 50_000
-"""Objects that come before the garbage collector does."""
+"""New objects after which the garbage collector runs."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sp_compile.passes.cost.step_memory import GraphStep
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
 
 OffloadedBytes = Counter[tuple[str, str]]
-"""By a layer's path and the name of what it keeps: how many that it stands for, the first ones, send theirs."""
+"""By layer path and value name: the number of represented layers, from the first, that offload the value."""
 
 
 @dataclass(frozen=True)
