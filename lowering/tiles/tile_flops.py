@@ -25,7 +25,7 @@ GROUPED_PRODUCT_OPS = {
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
 }
-"""Products that a grouped one is. torch has no formula for it, and gets none of ours: its counters are the user's."""
+"""Grouped products. torch has no formula for them; none is registered, because its counters belong to the user."""
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)

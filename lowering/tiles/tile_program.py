@@ -21,7 +21,7 @@ from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_sym
 from .tile_sums import TILE_SUMS
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""In the shape of a value: how many rows there are."""
+"""The number of rows, in the shape of a value."""
 Extent: TypeAlias = int | sympy.Expr
 Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -166,4 +166,4 @@ ANY_LENGTH = 0
 """The length of tiles whose number of rows is a symbol."""
 
 PROGRAMS: dict[str, TileProgram] = {}
-"""By name."""
+"""Programs by name."""

@@ -9,7 +9,7 @@ from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 MIN_BYTES = 10
-"""Of a number without a unit, in the unit that it is shown in."""
+"""Minimum of a number without a unit, in the unit in which it is printed."""
 
 
 @dataclass(frozen=True)

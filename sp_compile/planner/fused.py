@@ -28,7 +28,7 @@ FLASH_OP, EFFICIENT_OP = (
     aten._scaled_dot_product_efficient_attention.default,
 )
 MAX_HEAD_DIM = 256
-"""Numbers of a head that flash attention takes."""
+"""Maximum head dim of flash attention."""
 
 
 def fuse_on_meta(gm: GraphModule) -> None:

@@ -42,7 +42,7 @@ PURPOSES = {
     "all_reduce": "partial sums of the ranks",
     "shard": "nothing: a rank slices its rows out of a replicated value",
 }
-"""What an exchange is for, where its name is not enough."""
+"""Purposes of exchanges, if their names are not sufficient."""
 COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 
 

@@ -32,15 +32,15 @@ from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
 TILE_COUNTS = 16
-"""Numbers of tiles for work on rows, tried if the number that the memory requires is too small."""
+"""Number of tiles for work on rows, tried if the number that the memory requires is too small."""
 MAX_PLAN_ROUNDS = 4
-"""Of looks at what seems to be best."""
+"""Maximum number of rounds of dry runs of the best variants."""
 NEAR_RATIO = 1.1
-"""Share of the memory; estimates up to it are examined if nothing faster fits."""
+"""Multiple of the memory; estimates up to it are examined if nothing faster fits."""
 EQUAL_RATIO = 1.01
-"""Times the seconds that nothing can be below."""
+"""Ratio of seconds up to which two variants count as equally fast."""
 MAX_PLAN_ROWS = 8
-"""Of a table, for each number of ranks."""
+"""Maximum rows of the table for each number of ranks."""
 REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
 
 

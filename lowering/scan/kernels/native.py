@@ -42,7 +42,7 @@ OPERATORS = {"sum": "Add", "prod": "Multiply", "max": "Select<true>", "min": "Se
 
 PAGE, MADV_HUGEPAGE = 1 << 21, 14
 GRAIN = 1 << 15
-"""Elements from which on threads are worth their start."""
+"""Elements from which starting threads is worthwhile."""
 POINTERS = ("x", "b", "starts", "out", "indices", "states")
 
 _compile_lock = threading.Lock()

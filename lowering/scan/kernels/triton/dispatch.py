@@ -32,7 +32,7 @@ WARP_BYTES = 1024
 """Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90."""
 
 INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
-"""In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
+"""Tile sizes in Triton's interpreter: small, so that small tensors have several tiles."""
 
 
 SERIES = ("one", "parts")

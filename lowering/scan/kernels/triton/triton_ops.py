@@ -178,4 +178,4 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 LEAF_KINDS = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
-"""What makes the state of one element, see `tiles._leaf`; of the other operations it is its "value"."""
+"""Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations."""

@@ -193,7 +193,7 @@ def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
 RUN_BYTES = 128
-"""Of neighbouring lines a tile is at least this wide, where the tensor is."""
+"""Minimum bytes of neighboring lines of a tile, if the tensor has them."""
 
 
 @dataclass(frozen=True)
