@@ -1,6 +1,6 @@
-"""The command line: `python -m sp_compile explain|verify|plan module:function`.
+"""Run the command line: `python -m sp_compile explain|verify|plan module:function`.
 
-The function gives (model, args) or (model, args, kwargs): the model and what it is called with, whole.
+The function returns (model, args) or (model, args, kwargs): the model and its arguments, with global shapes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ TOLERANCE = 1e-3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 1 where `verify` finds a larger error than allowed or `plan` that nothing fits.
+    """Run a command and return its exit status.
 
-    2: bad input, said in one line.
+    Args:
+        argv: The arguments; those of the process by default.
+
+    Returns:
+        0 on success; 1 if `verify` finds a larger error than allowed or `plan` finds that nothing fits; 2 for invalid
+        input, with an error of one line.
     """
     args, others = _make_parser().parse_known_args(argv)
     try:
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in filter(None, (args.json, args.html)):
             _check_writable(path)
         return _run_command(args)
-    except OSError as error:  # what the check before has not seen
+    except OSError as error:  # errors that the earlier check did not detect
         sys.stderr.write(f"sp_compile {args.command}: {_cannot_write(error.filename, error)}\n")
         return 2
     except SpError as error:
@@ -77,7 +82,10 @@ def _memory_command(args: argparse.Namespace) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises SpError: no file can be there. Before the work, which may take minutes."""
+    """Raise SpError if the file cannot be written.
+
+    The check runs before the work, which may take minutes.
+    """
     there = path.exists()
     try:
         with path.open("a"):
@@ -119,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """What the function gives. Raises SpError: there is none, or it gives something else."""
+    """Return the result of the function; raise SpError if it is missing or returns something else."""
     module, _, name = target.partition(":")
     sys.path[:0] = [""] if "" not in sys.path else []
     try:
@@ -134,7 +142,7 @@ def _call_target(target: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
 
 
 def _parse_ranks(words: Sequence[str]) -> list[int]:
-    """Numbers, with commas or spaces between them."""
+    """Parse numbers separated by commas or spaces."""
     found = [one for word in words for one in word.split(",") if one]
     if not found or not all(one.isdecimal() for one in found):
         raise SpError("SP711", f"--ranks: expected numbers of ranks such as 8 16 64, got {' '.join(words)!r}.")

@@ -1,3 +1,3 @@
-"""Prefix scans: one table of implementations, and the ``sp::`` operators over it."""
+"""Register the implementations of prefix scans, and the ``sp::`` operators that use them."""
 
 from . import local, scan_ops  # noqa: F401  (registers the operators)

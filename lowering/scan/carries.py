@@ -1,17 +1,18 @@
-"""What crosses from one chunk of a sharded sequence to the next: a carry for each, from a summary of each.
+"""Compute the carries between the chunks of a sharded sequence, from a summary of each chunk.
 
-A chunk is what a rank holds, or in zigzag frames half of it. Its summary is what its own scan makes of it: the total
-of a scan, the map of a recurrence, the running extreme. The carry into a chunk combines the summaries of those before
-it in scan order.
+A chunk is the shard of a rank, or half of it in a zigzag frame. Its summary is the result of its local scan: the total
+of a scan, the affine map of a recurrence, or the running extreme. The carry into a chunk combines the summaries of all
+earlier chunks in scan order.
 
-    exchange="gather"   one all-gather, and every rank scans the n (or 2n) summaries: (n - 1) * C bytes, C a rank's
-    exchange="steps"    ceil(log2 n) shifts, step k to the rank 2^k further on: at most ceil(log2 n) * C bytes
+    exchange="gather"   one all-gather; every rank scans the n (or 2n) summaries: (n - 1) * C bytes, C of a rank
+    exchange="steps"    ceil(log2 n) shifts, step k to the rank 2^k later: at most ceil(log2 n) * C bytes
 
-Summaries are (folds, ...), in the order of the chunks that this rank holds. Nothing here is differentiable.
+Summaries have shape (folds, ...), in the order of the chunks of this rank. Nothing here is differentiable, except
+where a docstring declares it.
 
-``sp::to_bytes`` and ``sp::from_bytes``: values of several dtypes in one buffer, so that one collective carries them.
-
-Opaque, because what a compiler makes of reading bytes as numbers depends on their alignment. Not differentiable.
+``sp::to_bytes`` and ``sp::from_bytes`` pack values of several dtypes into one buffer, so that one collective exchanges
+them. They are opaque, because the code that a compiler generates for reinterpreted bytes depends on their alignment.
+They are not differentiable.
 """
 
 from __future__ import annotations
@@ -34,43 +35,43 @@ sp = torch.ops.sp
 
 
 class CarryExchange(NamedTuple):
-    """Which way a scan runs, and over whose rows.
+    """Direction of a scan, the ranks that share its rows, and the exchange of carries."""
 
-    dim: that of the chunks; their rows are dim + 1. folds: chunks a rank. exchange: "gather" or "steps".
-    """
-
-    dim: int
+    dim: int  # the dim of the chunks; their rows are in dim + 1
     reverse: bool
     n: int = 1
-    folds: int = 1
-    exchange: str = "gather"
+    folds: int = 1  # number of chunks of a rank
+    exchange: str = "gather"  # "gather" or "steps"
     group: str = ""
 
     @property
     def rows(self) -> int:
+        """Return the dim of the rows."""
         return self.dim + 1
 
     @property
     def is_single(self) -> bool:
+        """Return True if a single rank has all chunks."""
         return self.n == 1
 
     @property
     def backward(self) -> CarryExchange:
+        """Return the exchange of a scan in the other direction."""
         return self._replace(reverse=not self.reverse)
 
     @property
     def frame(self) -> list[int]:
-        """Of one row a chunk."""
+        """Return the frame of one row per chunk."""
         chunks = self.n * self.folds
         return [1, chunks, 0, chunks, self.folds]
 
     def chunk_indices(self, device: torch.device) -> Tensor:
-        """Indices of this rank's chunks, int64 (folds,): read when the program runs."""
+        """Return the indices of the chunks of this rank, int64 (folds,); they are read at run time."""
         rank = sp.rank(self.group, device)
         return torch.stack([rank, 2 * self.n - 1 - rank][: self.folds])
 
     def scan_positions(self, device: torch.device) -> Tensor:
-        """The same counted in scan order."""
+        """Return the positions of the chunks of this rank in scan order, int64 (folds,)."""
         own = self.chunk_indices(device)
         return self.n * self.folds - 1 - own if self.reverse else own
 
@@ -78,11 +79,17 @@ class CarryExchange(NamedTuple):
 def scan_carry(
     total: Tensor, stops: Tensor | None, ends: Pair | None, op: str, way: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
-    """What a scan carries into this rank's chunks, and whether a segment begins there.
+    """Return the carry of a scan into the chunks of this rank, and whether a segment begins there.
 
-    total (folds, ...): of the last segment. stops: bool, does a segment begin in the chunk? Broadcasts to total.
-    ends: the first and the last segment id in scan order, like stops, if nobody has compared them yet. Results are like
-    total and stops; without ends nothing is compared (None).
+    Args:
+        total: (folds, ...), the total of the last segment of each chunk.
+        stops: bool, broadcasts to total; True if a segment begins in the chunk.
+        ends: The first and the last segment id in scan order, shaped like stops, if they are not compared yet.
+        op: The name of the monoid.
+        way: The direction and the exchange.
+
+    Returns:
+        The carry, like total, and a bool tensor like stops, or None without ends.
     """
     if way.exchange == "steps":
         return _scan_in_steps(total, stops, ends, op, way)
@@ -100,7 +107,17 @@ def scan_carry(
 
 
 def extremes_carry(value: Tensor, index: Tensor, op: str, way: CarryExchange) -> Pair:
-    """The extreme before this rank's chunks and its index, like value and index, which are those of its chunks."""
+    """Return the extreme before the chunks of this rank and its index.
+
+    Args:
+        value: (folds, ...), the extreme of each chunk.
+        index: (folds, ...), int64, its position.
+        op: "max" or "min".
+        way: The direction and the exchange.
+
+    Returns:
+        Tensors like value and index.
+    """
     identity = MONOIDS[op].identity(value.dtype)
     if way.exchange == "steps":
         first = torch.full_like(value, identity), torch.zeros_like(index)
@@ -115,10 +132,17 @@ def extremes_carry(value: Tensor, index: Tensor, op: str, way: CarryExchange) ->
 def recurrence_carry(
     factor: Tensor, state: Tensor, initial: Tensor | None, way: CarryExchange
 ) -> tuple[Tensor, Tensor | None]:
-    """What a recurrence carries into this rank's chunks, and what comes out of the last chunk of all.
+    """Return the carry of a recurrence into the chunks of this rank, and the state after the last chunk.
 
-    factor, state (folds, ...): the map of a chunk. initial (...): what goes into the first. Exchanged in steps, only
-    the last rank could know what comes out (None).
+    Args:
+        factor: (folds, ...), of the affine map of each chunk.
+        state: (folds, ...), of the same map.
+        initial: (...), the state before the first chunk.
+        way: The direction and the exchange.
+
+    Returns:
+        The carry, (folds, ...), and the final state, (...). The final state is None with exchange="steps", because only
+        the last rank could compute it.
     """
     first = state.new_zeros(state.shape[1:]) if initial is None else initial.to(state.dtype)
     if way.exchange == "steps":
@@ -134,7 +158,13 @@ def recurrence_carry(
 
 
 def previous_ends(ends: Tensor, first: Tensor, way: CarryExchange) -> Tensor:
-    """The ends (folds, ...) of the chunks before this rank's, `first` (...) before them all. Differentiable."""
+    """Return the ends of the chunks before those of this rank. Differentiable.
+
+    Args:
+        ends: (folds, ...), the end of each chunk.
+        first: (...), the value before the first chunk.
+        way: The direction and the exchange.
+    """
     (first,) = sp.reduce_grad([first], "reduce", way.n, way.group)
     rows = sp.all_gather(ends, 0, way.frame, way.n, way.group)
     rows = rows.flip(0) if way.reverse else rows
@@ -142,13 +172,13 @@ def previous_ends(ends: Tensor, first: Tensor, way: CarryExchange) -> Tensor:
 
 
 def last_end(ends: Tensor, way: CarryExchange) -> Tensor:
-    """The end (...) of the last chunk of all, invariant, of ends (folds, ...). Differentiable."""
+    """Return the end (...) of the last chunk, an invariant value, from ends (folds, ...). Differentiable."""
     rows = sp.unshard(ends, 0, way.frame, way.n, way.group)
     return rows[0] if way.reverse else rows[-1]
 
 
 def _gather_parts(parts: list[Tensor], way: CarryExchange) -> list[Tensor]:
-    """All chunks' parts, (n * folds, ...) each, in scan order."""
+    """Gather the parts of all chunks, (n * folds, ...) each, in scan order."""
     sent = parts[0] if len(parts) == 1 else sp.to_bytes(parts)
     rows = to_sequence_order(current_communicator().all_gather(sent, way.n, way.group), way.frame, way.n)
     rows = rows.flip(0) if way.reverse else rows
@@ -156,7 +186,7 @@ def _gather_parts(parts: list[Tensor], way: CarryExchange) -> list[Tensor]:
 
 
 def _shift_results(inclusive: Tensor, identity: float, places: Tensor) -> Tensor:
-    """Of the running results of all chunks, those before the chunks at these places."""
+    """Return the running results before the chunks at these places."""
     first = torch.full_like(inclusive[:1], identity)
     return torch.cat([first, inclusive[:-1]]).index_select(0, places)
 
@@ -181,7 +211,10 @@ def _scan_in_steps(
 
 
 def _exclusive_combine(state: Any, empty: Any, combine: Combine, way: CarryExchange) -> Any:
-    """The combination of all earlier ranks' states, `empty` on the first: each step doubles how many are seen."""
+    """Return the combination of the states of all earlier ranks; `empty` on the first rank.
+
+    Each step doubles the number of combined ranks.
+    """
     place = way.scan_positions(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
     while step < way.n:
@@ -201,7 +234,7 @@ def _select(known: Tensor, new: Any, old: Any) -> Any:
 
 
 def _shift_state(state: Any, step: int, way: CarryExchange) -> Any:
-    """The state of the rank `step` before this one in scan order, in one shift; the first ones get the last ones'."""
+    """Return the state of the rank `step` before this one in scan order, by one cyclic shift."""
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
     route = routes.shift_route(way.group, -step if way.reverse else step)
@@ -218,7 +251,10 @@ def _part_bytes(part: Tensor) -> int:
     lambda parts: parts[0].new_empty((parts[0].shape[0], sum(map(_part_bytes, parts))), dtype=torch.uint8),
 )
 def to_bytes(parts: list[Tensor]) -> Tensor:
-    """Rows of several tensors side by side: (k, ...) of any dtypes -> (k, bytes) uint8. Source: views and one copy."""
+    """Pack the rows of several tensors of any dtypes: (k, ...) each -> (k, bytes) uint8.
+
+    Source: views and one copy.
+    """
     rows = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
     none = parts[0].new_empty((parts[0].shape[0], 0), dtype=torch.uint8)
     return torch.cat([none, *(_align_rows(row).view(torch.uint8) for row in rows if row.numel())], 1)
@@ -229,7 +265,12 @@ def to_bytes(parts: list[Tensor]) -> Tensor:
     lambda message, parts: [part.new_empty((message.shape[0], *part.shape[1:])) for part in parts],
 )
 def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """Undo `to_bytes`: (m, bytes) -> tensors (m, ...) with the further sizes and the dtypes of `parts`."""
+    """Undo `to_bytes`: (m, bytes) uint8 -> tensors (m, ...).
+
+    Args:
+        message: (m, bytes), uint8.
+        parts: Tensors that define the other sizes and the dtypes.
+    """
     rows = message.split([_part_bytes(part) for part in parts], 1)
     shapes = [(message.shape[0], *part.shape[1:]) for part in parts]
     return [
@@ -239,5 +280,5 @@ def from_bytes(message: Tensor, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _align_rows(rows: Tensor) -> Tensor:
-    """A copy that starts where numbers may start, with the strides that reading other numbers needs even of one row."""
+    """Return an aligned copy, with the strides that views of other dtypes need even for one row."""
     return rows.clone(memory_format=torch.contiguous_format)

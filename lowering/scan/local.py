@@ -1,7 +1,7 @@
-"""The ``sp::local_*`` operators: scans of one tensor along any dim, run by what the lowering table chooses.
+"""Define the ``sp::local_*`` operators: scans of one tensor along any dim, run by the lowering table.
 
-Opaque and without derivatives; ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan`` have them. Results are
-contiguous. starts: bool, (length,) or broadcast to x; True where, in scan order, a segment begins.
+They are opaque and have no derivatives; ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan`` have them. Results are
+contiguous. starts: bool, (length,) or broadcast to x; True where a segment begins in scan order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def local_scan(
     """Scan x along dim by one of `monoids.MONOIDS`.
 
     Shapes: x (..., S, ...) -> out like x in dtype, and the combination of the last segment in scan order, x's shape
-    without dim, in accumulate; with total=False that is an empty tensor, which spares some kernels a pass over x.
+    without dim, in accumulate. With total=False the total is an empty tensor, which saves some kernels a pass over x.
     x is rounded to dtype before it is combined, as in torch.cumsum(x, dim, dtype=...).
     Source: the lowering table.
     """
@@ -57,7 +57,7 @@ def local_scan(
     lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)),
 )
 def local_extremes(x: Tensor, starts: Tensor | None, dim: int, op: str, reverse: bool) -> Pair:
-    """The running max or min of x along dim, and its index.
+    """Return the running max or min of x along dim, and its index.
 
     Shapes: x (..., S, ...) -> values like x, indices int64 like x. Of equal values the later in scan order wins, and
     NaN wins over all others, as in torch.cummax. Source: the lowering table.
@@ -84,7 +84,7 @@ def local_linear_scan(
     dtype: torch.dtype,
     accumulate: torch.dtype,
 ) -> Tensor:
-    """h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
+    """Return h with h_i = a_i * h_(i-1) + b_i, from h_(-1) = initial, or zeros.
 
     Shapes: a and b (..., S, ...) of one shape, initial that shape without dim -> h like b in dtype.
     lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i and s_(-1) = initial. Source: the lowering table.
@@ -106,10 +106,11 @@ def local_linear_scan(
     ),
 )
 def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bool, accumulate: torch.dtype) -> Pair:
-    """factor and state of the map that a linear scan makes of what it starts from: factor * initial + state.
+    """Return the factor and the state of a linear scan as a map of its initial state.
 
-    Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. The map gives the last
-    h, or if lagged the last s. Source: the lowering table.
+    The map is factor * initial + state. It returns the last h, or the last s if lagged.
+    Shapes: a and b (..., S, ...) of one shape -> two of that shape without dim, in accumulate. Source: the lowering
+    table.
     """
     a_rows, b_rows = _to_three_dims(a, dim), _to_three_dims(b, dim)
     problem = ScanProblem.of("linear_total", b_rows, accumulate, accumulate, reverse=reverse, lagged=lagged)
@@ -119,7 +120,7 @@ def local_linear_total(a: Tensor, b: Tensor, dim: int, reverse: bool, lagged: bo
 
 
 def _to_three_dims(x: Tensor, dim: int) -> Tensor:
-    """x as (outer, length, inner), contiguous."""
+    """Return x as (outer, length, inner), contiguous."""
     if x.ndim == 0:
         return x.reshape(1, 1, 1)
     dim %= x.ndim
@@ -128,7 +129,7 @@ def _to_three_dims(x: Tensor, dim: int) -> Tensor:
 
 
 def _compact_starts(starts: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
-    """(outer|1, length, inner|1): not repeated where it is the same for all outer or all inner."""
+    """Return starts as (outer|1, length, inner|1), not repeated where outer or inner share them."""
     if starts is None:
         return None
     dim %= max(x.ndim, 1)

@@ -1,4 +1,6 @@
-"""What a scan combines: the five operations, the segments laid over them, and the diagonal recurrence.
+"""Define the combine functions of scans.
+
+These are five operations, their segmented forms and the diagonal recurrence.
 
 All are associative, none needs to commute: ``combine(left, right)`` takes the earlier state first.
 """
@@ -20,25 +22,21 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Monoid:
-    """An operation and its neutral element.
-
-    neutral: 0 and 1, or -inf and inf, which stand for the least and the greatest value of a dtype without infinities.
-    cumulative: the scan that torch has. floating: defined for floating-point numbers only.
-    """
+    """An operation and its neutral element."""
 
     name: str
     combine: Combine
-    neutral: float
-    cumulative: Callable[..., Tensor | Pair]
-    floating: bool = False
+    neutral: float  # 0, 1, -inf or inf; for a dtype without infinities, the latter are its least and greatest value
+    cumulative: Callable[..., Tensor | Pair]  # the scan of torch
+    floating: bool = False  # True if it is defined for floating-point numbers only
 
     @property
     def has_index(self) -> bool:
-        """Is the result one of the operands, so that it has an index?"""
+        """Return True if the result is one of the operands, so that it has an index."""
         return self.name in ("max", "min")
 
     def identity(self, dtype: torch.dtype) -> float:
-        """e with combine(e, x) == x for every x of the dtype."""
+        """Return e with combine(e, x) == x for every x of the dtype."""
         if dtype.is_floating_point or abs(self.neutral) != torch.inf:
             return self.neutral
         if dtype is torch.bool:
@@ -60,7 +58,10 @@ MONOIDS = {
 
 
 def segment_combine(combine: Combine) -> Combine:
-    """States (start, values): nothing is carried into a state that holds the start of a segment."""
+    """Return a combine function of states (start, values).
+
+    Nothing is carried into a state that contains the start of a segment.
+    """
 
     def join(left: Any, right: Any) -> Any:
         start = right[0]
@@ -72,13 +73,16 @@ def segment_combine(combine: Combine) -> Combine:
 
 
 def is_later_extreme(op: str, later: Tensor, earlier: Tensor) -> Tensor:
-    """Under max or min, bool: the later of equal values wins, NaN over all, as in torch.cummax."""
+    """Return a bool tensor: True where `later` wins under max or min.
+
+    Of equal values the later wins, and NaN wins over all, as in torch.cummax.
+    """
     won = later >= earlier if op == "max" else later <= earlier
     return won | later.isnan() if later.is_floating_point() else won
 
 
 def select_combine(op: str) -> Combine:
-    """States (value, index) under max or min."""
+    """Return a combine function of states (value, index) under max or min."""
 
     def select(left: Pair, right: Pair) -> Pair:
         later = is_later_extreme(op, right[0], left[0])
@@ -88,12 +92,15 @@ def select_combine(op: str) -> Combine:
 
 
 def compose_affine(left: Pair, right: Pair) -> Pair:
-    """States (a, b) are maps h -> a * h + b; left is applied first."""
+    """Compose states (a, b), the maps h -> a * h + b; left is applied first."""
     return left[0] * right[0], torch.addcmul(right[1], right[0], left[1])
 
 
 def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
-    """What a scan adds in unless told otherwise: as torch, so float32 adds in float64 on a CPU."""
+    """Return the default dtype of a scan's accumulation.
+
+    It is that of torch, so float32 accumulates in float64 on a CPU.
+    """
     if op in ("max", "min"):
         return dtype
     if not dtype.is_floating_point:
@@ -104,12 +111,15 @@ def accumulate_dtype(op: str, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def is_scannable(dtype: torch.dtype) -> bool:
-    """Are there scans of it? Bool, uint8, int8 to int64, and floating-point numbers of 16 bits or more."""
+    """Return True if scans support the dtype.
+
+    These are bool, uint8, int8 to int64, and floating-point numbers of 16 bits or more.
+    """
     if dtype.is_floating_point:
         return dtype.itemsize > 1
     return not dtype.is_complex and (dtype.is_signed or dtype.itemsize == 1)
 
 
 def result_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a scan's result unless told otherwise: torch's."""
+    """Return the default dtype of a scan's result: that of torch."""
     return torch.int64 if op in ("sum", "prod") and not dtype.is_floating_point else dtype

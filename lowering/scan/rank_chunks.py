@@ -1,13 +1,13 @@
-"""Scans of a rank's chunks, with what other ranks carry into them: values only, no derivatives.
+"""Scan the chunks of a rank with the carries from other ranks: values only, no derivatives.
 
-Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag frame), the next one their rows.
+Tensors are chunked: dim `way.dim` counts the chunks (one, or two in a zigzag frame), the next dim their rows.
 
-    cuts    bool, like x but with a row more: True between two rows, in index order, where a segment ends and another
-            begins. Either end of a chunk counts; an end that nobody has compared with the next chunk yet is False.
+    cuts    bool, like x but with one row more: True between two rows, in index order, where a segment ends and another
+            begins. Both ends of a chunk count; an end that is not compared with the next chunk yet is False.
             Other dims may be 1.
-    first, last     the segment ids at the ends of each chunk in index order, (..., chunks, 1, ...), if that is so
+    first, last     the segment ids at the ends of each chunk in index order, (..., chunks, 1, ...), if not compared yet
 
-The carry is added as ordinary pointwise operations, which a compiler fuses into whatever reads the result.
+The carry is added as ordinary pointwise operations, which a compiler fuses into the consumers of the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sp = torch.ops.sp
 
 
 class ScanSpec(NamedTuple):
-    """What a scan is asked for. dtype: of the result."""
+    """Options of a scan; dtype is that of the result."""
 
     op: str
     exclusive: bool
@@ -36,7 +36,7 @@ class ScanSpec(NamedTuple):
 
 
 class RecurrenceSpec(NamedTuple):
-    """What a recurrence is asked for; see ``sp::local_linear_scan``."""
+    """Options of a recurrence; see ``sp::local_linear_scan``."""
 
     lagged: bool
     way: CarryExchange
@@ -45,18 +45,21 @@ class RecurrenceSpec(NamedTuple):
 
 
 def segment_starts(cuts: Tensor, way: CarryExchange) -> Tensor:
-    """Does a segment begin at the row, in scan order? cuts without the row behind the last one."""
+    """Return True for rows at which a segment begins in scan order: cuts without the last boundary."""
     return cuts.narrow(way.rows, int(way.reverse), cuts.shape[way.rows] - 1)
 
 
 def shift_rows(x: Tensor, carry: Tensor, way: CarryExchange) -> Tensor:
-    """At each row what stands at the row before, in scan order: `carry` (..., chunks, 1, ...) at a chunk's first."""
+    """Return the previous row of each row, in scan order.
+
+    The row before a chunk's first is its `carry`, (..., chunks, 1, ...).
+    """
     others = x.narrow(way.rows, int(way.reverse), x.shape[way.rows] - 1)
     return torch.cat([others, carry] if way.reverse else [carry, others], way.rows)
 
 
 def chunks_first(x: Tensor, way: CarryExchange) -> Tensor:
-    """(..., chunks, ...) without the dim of rows -> (chunks, ...)."""
+    """Move the chunks first: (..., chunks, ...) without the dim of rows -> (chunks, ...)."""
     return x.movedim(way.dim, 0)
 
 
@@ -66,22 +69,23 @@ def chunk_rows(x: Tensor, way: CarryExchange) -> Tensor:
 
 
 def last_rows(x: Tensor, way: CarryExchange) -> Tensor:
-    """Each chunk's last row in scan order as a summary, (chunks, ...)."""
+    """Return the last row of each chunk in scan order as a summary, (chunks, ...)."""
     return chunks_first(x.select(way.rows, 0 if way.reverse else -1), way)
 
 
 def scan_chunks(
     x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The scan in job.dtype; what is carried into the chunks; where segments begin in them (cut).
+    """Return the scan in job.dtype, the carries into the chunks, and where segments begin (cut).
 
-    The carry is None on one rank, the cut unless first and last were compared. Both are rows, (..., chunks, 1, ...).
+    The carry is None on one rank; the cut is None unless first and last were compared. Both are rows,
+    (..., chunks, 1, ...).
     """
     op, exclusive, way, dtype, accumulate = job
     begins, options = None if cuts is None else segment_starts(cuts, way), (op, exclusive, way.reverse)
     if way.is_single:
         return sp.local_scan(x, begins, way.rows, *options, dtype, accumulate, False)[0], None, None
-    # Not rounded before the carry is in: the sum may be small where both are large.
+    # Not rounded before the carry is added: the sum may be small where both are large.
     out, total = sp.local_scan(x, begins, way.rows, *options, accumulate, accumulate)
     total, stops = chunks_first(total, way), None
     if cuts is not None and begins is not None:
@@ -99,18 +103,18 @@ def scan_chunks(
 
 
 def join_boundaries(cuts: Tensor, cut: Tensor, way: CarryExchange) -> Tensor:
-    """cuts once the first row of each chunk, in scan order, has been compared with the row before."""
+    """Return cuts with the first row of each chunk, in scan order, compared with the row before it."""
     index, last = _row_indices(cuts, way), cuts.shape[way.rows] - 1
     return cuts | (cut & (index == (last if way.reverse else 0)))
 
 
 def _row_indices(x: Tensor, way: CarryExchange) -> Tensor:
-    """Of the rows, int64, broadcasts to x."""
+    """Return the indices of the rows, int64, broadcast to x."""
     return column_along(torch.arange(x.shape[way.rows], device=x.device), way.rows, x.ndim)
 
 
 def _carry_reach(begins: Tensor, cut: Tensor | None, way: CarryExchange) -> Tensor:
-    """The rows that the chunk before reaches: does no segment begin between its end and the row?"""
+    """Return True for rows that the carry reaches: no segment begins between the chunk start and the row."""
     index, size = _row_indices(begins, way), begins.shape[way.rows]
     if way.reverse:
         reached = index > torch.where(begins, index, -1).amax(way.rows, keepdim=True)
@@ -120,9 +124,9 @@ def _carry_reach(begins: Tensor, cut: Tensor | None, way: CarryExchange) -> Tens
 
 
 def extremum_chunks(x: Tensor, op: str, way: CarryExchange) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The running extreme, its position, and the extreme carried into the chunks.
+    """Return the running extreme, its position, and the extreme carried into the chunks.
 
-    The latter is None on one rank.
+    The carried extreme is None on one rank.
     """
     best, index = sp.local_extremes(x, None, way.rows, op, way.reverse)
     if way.is_single:
@@ -138,9 +142,10 @@ def extremum_chunks(x: Tensor, op: str, way: CarryExchange) -> tuple[Tensor, Ten
 def recurrence_chunks(
     a: Tensor, b: Tensor, initial: Tensor | None, job: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """h in job.dtype; what is carried into the chunks, (..., chunks, 1, ...); what comes out of the last of all.
+    """Return h in job.dtype, the carries into the chunks, and the state after the last chunk.
 
-    initial: like h without chunks and rows; so is what comes out. The latter two are None on one rank.
+    The carries are (..., chunks, 1, ...). `initial` and the final state are like h without chunks and rows. The carries
+    and the final state are None on one rank.
     """
     lagged, way, dtype, accumulate = job
     options = way.rows, way.reverse, lagged

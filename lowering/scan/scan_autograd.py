@@ -1,6 +1,6 @@
-"""Derivatives of scans, which are scans: one exchange forward, one backward, and shards kept in between.
+"""Differentiate scans by scans: one exchange forward, one backward; shards are saved in between.
 
-Every scan is a recurrence once it is linearised: y_i = a_i * y_(i-1) + c_i * x_i, so that with P_i the scan before i
+Every linearized scan is a recurrence: y_i = a_i * y_(i-1) + c_i * x_i, so that with P_i the scan before i
 
     op          a_i                 c_i
     prod        x_i                 P_i                 no division, so zeros are right
@@ -9,10 +9,10 @@ Every scan is a recurrence once it is linearised: y_i = a_i * y_(i-1) + c_i * x_
     sum         1                   1                   its adjoint is the sum the other way
     recurrence  a_i                 1                   and the cotangent of a_i is that of y_i times y_(i-1)
 
-and the cotangent of x_i is c_i * w_i with w_i = g_i + a_(i+1) * w_(i+1), the lagged recurrence the other way; if the
-result was exclusive, w_i = g_(i+1) + a_(i+1) * w_(i+1). Where a segment begins, a is 0 and P neutral. What stands
-before a rank's first row was carried into it, and is kept. Only second derivatives exchange it once more, because it
-depends on the other ranks' operands.
+and the cotangent of x_i is c_i * w_i with w_i = g_i + a_(i+1) * w_(i+1), the lagged recurrence in the other direction;
+if the result was exclusive, w_i = g_(i+1) + a_(i+1) * w_(i+1). Where a segment begins, a is 0 and P neutral. The state
+before a rank's first row was carried into it, and is saved. Only second derivatives exchange it again, because it
+depends on the operands of other ranks.
 
 Tensors are chunked, see `rank_chunks.py`.
 """
@@ -42,12 +42,12 @@ from .rank_chunks import (
 
 
 def scan_with_grad(x: Tensor, cuts: Tensor | None, first: Tensor | None, last: Tensor | None, job: ScanSpec) -> Tensor:
-    """The scan of x, in job.dtype. Differentiable in x as often as wanted."""
+    """Return the scan of x in job.dtype. Differentiable in x any number of times."""
     return _ScanFunction.apply(x, cuts, first, last, job)[0]
 
 
 def extremes_with_grad(x: Tensor, op: str, way: CarryExchange) -> Pair:
-    """The running extreme, differentiable, and its position, int64."""
+    """Return the running extreme, differentiable, and its position, int64."""
     best, index, _ = _ExtremesFunction.apply(x, op, way)
     return best, index
 
@@ -55,7 +55,10 @@ def extremes_with_grad(x: Tensor, op: str, way: CarryExchange) -> Pair:
 def recurrence_with_grad(
     a: Tensor, b: Tensor, initial: Tensor | None, job: RecurrenceSpec
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """h, and as in `recurrence_chunks` what is carried in and what comes out, of which h alone is differentiable."""
+    """Return h, the carries and the final state, as `recurrence_chunks` does.
+
+    Only h is differentiable.
+    """
     return _RecurrenceFunction.apply(a, b, initial, job)
 
 
@@ -129,7 +132,7 @@ class _RecurrenceFunction(Function):
             return None, None, None, None
         (a, h, carry, initial), job = ctx.saved_tensors, ctx.job
         wants_a, _, wants_initial, _ = ctx.needs_input_grad
-        # Exchanged in steps, one rank alone would know what comes out, which is the gradient of what goes in.
+        # With steps, only one rank would compute the final state, which is the gradient of the initial one.
         back = job.way.backward._replace(exchange="gather") if wants_initial else job.way.backward
         dtype = torch.promote_types(grad.dtype, torch.float32)
         w, carried, final = recurrence_with_grad(
@@ -146,7 +149,7 @@ class _RecurrenceFunction(Function):
 
 
 def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Tensor | None, job: ScanSpec) -> Tensor:
-    """The cotangent of x, from that of y."""
+    """Return the cotangent of x, from that of y."""
     way, neutral = job.way, MONOIDS[job.op].identity(y.dtype)
     begins = None if cuts is None else segment_starts(cuts, way)
     prior = y
@@ -167,10 +170,13 @@ def _scan_vjp(grad: Tensor, x: Tensor, y: Tensor, carry: Tensor | None, cuts: Te
 
 
 def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, way: CarryExchange) -> Tensor:
-    """What stands before each chunk's first row, (..., chunks, 1, ...): the end of the chunk before.
+    """Return the end of the chunk before each chunk, (..., chunks, 1, ...).
 
-    first (...): before the first of all, zeros if None. carry: the same as it came in the forward, in which it was not
-    differentiable.
+    Args:
+        y: The result of the scan.
+        carry: The same carries as the forward received them, not differentiable.
+        first: (...), the state before the first chunk; zeros if None.
+        way: The direction and the exchange.
     """
     if carry is not None and not (torch.is_grad_enabled() and y.requires_grad):
         return carry.to(y.dtype)
@@ -180,7 +186,7 @@ def _carried_states(y: Tensor, carry: Tensor | None, first: Tensor | None, way: 
 
 
 def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: CarryExchange) -> Tensor:
-    """What comes out of the last chunk of all."""
+    """Return the state after the last chunk."""
     if final is not None and not (torch.is_grad_enabled() and w.requires_grad):
         return final
     ends = last_rows(w, way) * last_rows(a, way) if lagged else last_rows(w, way)
@@ -188,13 +194,13 @@ def _final_state(a: Tensor, w: Tensor, final: Tensor | None, lagged: bool, way: 
 
 
 def _linearize_scan(op: str, x: Tensor, prior: Tensor, y: Tensor | None) -> Pair:
-    """a and c of the table above; prior: P."""
+    """Return a and c of the table above; prior is P."""
     if op == "prod":
         return x, prior
     if op in ("max", "min"):
         won = is_later_extreme(op, x, prior)
         return (~won).to(x.dtype), won
     y = torch.logaddexp(prior, x) if y is None else y
-    same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and what came before is all there is
+    same = (prior == y) & (y == torch.inf)  # where the difference would be NaN, and only the previous state counts
     y = y.masked_fill(y == -torch.inf, 0)
     return (prior - y).exp().masked_fill(same, 1), (x - y).exp()

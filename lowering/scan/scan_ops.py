@@ -1,10 +1,12 @@
-"""``sp::scan``, ``sp::extremes``, ``sp::linear_scan``: scans along a dim, of a whole tensor or of one that ranks share.
+"""Define ``sp::scan``, ``sp::extremes`` and ``sp::linear_scan``.
 
-Without a frame x is whole and nothing is communicated. With one, [1, size, start, length(, folds)], x is this rank's
-shard and the results are its shards of the scan of the whole sequence; exchange says how carries travel (see
-``carries.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each way, which is
-for contiguous frames. Bytes below are for "gather", C = elements of x without dim (twice those in zigzag frames).
-Raise ValueError for another exchange, or one that does not suit the frame.
+They scan a full or a sharded tensor along a dim.
+
+Without a frame, x is the full tensor and nothing is exchanged. With a frame, [1, size, start, length(, folds)], x is
+the shard of this rank and the results are shards of the scan of the full sequence. `exchange` selects how carries are
+exchanged (see ``carries.py``): "gather" in one all-gather forward and one backward, "steps" in ceil(log2 n) shifts each
+way, for contiguous frames. Bytes below are for "gather", with C = elements of x without dim (twice those in zigzag
+frames). The operators raise ValueError for another exchange, or for one that the frame does not support.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Cuts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ScanShards(NamedTuple):
-    """How ranks share operands and results: the last arguments of every operator here (``_SHARD_ARGUMENTS``)."""
+    """The frame of operands and results: the last arguments of every operator (``_SHARD_ARGUMENTS``)."""
 
     frame: FrameArg | None = None
     exchange: str = "gather"
@@ -37,7 +39,7 @@ class ScanShards(NamedTuple):
     group: str = ""
 
     def carry_exchange(self, x: Tensor, dim: int, reverse: bool) -> CarryExchange:
-        """Which way a scan of x runs."""
+        """Return the direction and the exchange of a scan of x."""
         if self.exchange not in ("gather", "steps"):
             raise ValueError(f"sp scan: exchange must be 'gather' or 'steps', got {self.exchange!r}")
         n = 1 if self.frame is None else self.n
@@ -47,11 +49,11 @@ class ScanShards(NamedTuple):
         return CarryExchange(dim % x.ndim, reverse, n, folds, self.exchange, self.group)
 
     def fill_padding(self, x: Tensor, dim: int, fill: float) -> Tensor:
-        """``fill`` in padding."""
+        """Write ``fill`` into the padding."""
         return x if self.frame is None else sp.mask(x, dim, self.frame, fill, self.n, self.group)
 
     def window(self, y: Tensor, dim: int) -> Tensor:
-        """A result whose padded rows hold the nearest valid row, and have zeros as cotangents."""
+        """Return a result whose padded rows repeat the nearest valid row, and have zero cotangents."""
         padded = self.frame is not None and is_padded(self.frame, self.n)
         return sp.window(y, dim, self.frame, self.n, self.group) if padded else y
 
@@ -72,13 +74,15 @@ def scan(
     accumulate: torch.dtype | None = None,
     *across: Any,
 ) -> Tensor:
-    """Shard(dim) -> Shard(dim): sum, prod, max, min or logsumexp of all elements up to each, or before it.
+    """Compute the sum, prod, max, min or logsumexp of all elements up to each, or before it.
 
+    Placement: Shard(dim) -> Shard(dim).
     Shapes: x (..., S, ...) -> the same. segments: int ids, (S,) or broadcast to x, sharded like x; nothing is carried
-    from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: what is added
-    in, ``monoids.accumulate_dtype`` if None; of no use to max and min. Bytes: (n - 1) * C * bytes(accumulate), with
-    segments those of two ids and a flag more; backward: of sum as many (and only the flag more), else twice as many.
-    Backward: a scan or a recurrence the other way, see ``scan_autograd.py``; differentiable again.
+    from one run of equal ids into the next. dtype: x is cast to it first; torch's defaults. accumulate: the dtype of
+    the accumulation, ``monoids.accumulate_dtype`` if None; unused for max and min. Bytes: (n - 1) * C *
+    bytes(accumulate); with segments, two ids and a flag more. Bytes of the backward: the same for sum (and only the
+    flag more), else twice. Backward: a scan or a recurrence in the other direction, see ``scan_autograd.py``;
+    differentiable again.
     """
     if x.ndim == 0:
         return sp.scan(x[None], segments, 0, op, exclusive, reverse, dtype, accumulate)[0]
@@ -90,7 +94,7 @@ def scan(
     if accumulate is None or MONOIDS[op].has_index:
         accumulate = accumulate_dtype(op, dtype, x.device)
     if shards.frame is None and segments is None and not _may_need_gradient(x):
-        # What follows would do the same, with a share of the time that short scans notice.
+        # The code below is equivalent, but its overhead is measurable for short scans.
         return sp.local_scan(x, None, way.dim, op, exclusive, reverse, dtype, accumulate, False)[0]
     x = x if torch.promote_types(x.dtype, dtype) == dtype else x.to(dtype)
     x = shards.fill_padding(x, way.dim, MONOIDS[op].identity(x.dtype))
@@ -103,11 +107,12 @@ def scan(
     f"extremes(Tensor x, int dim, str op, bool reverse=False, {_SHARD_ARGUMENTS}) -> (Tensor, Tensor)", padded="nearest"
 )
 def extremes(x: Tensor, dim: int, op: str, reverse: bool = False, *across: Any) -> Pair:
-    """Shard(dim) -> Shard(dim), Shard(dim): the running max or min, and its position in the window, int64.
+    """Compute the running max or min, and its position in the window, int64.
 
+    Placement: Shard(dim) -> Shard(dim), Shard(dim).
     Shapes: x (..., S, ...) -> twice the same. Of equal elements the last in scan order wins, and NaN over all, as in
-    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8); backward: (n - 1) * C * 2 * bytes(what sums of x are added in).
-    Backward: cotangents are summed where the winner stands, on whichever rank; differentiable again.
+    torch.cummax. Bytes: (n - 1) * C * (bytes(x) + 8); backward: (n - 1) * C * 2 * bytes(accumulation dtype of sums of
+    x). Backward: cotangents are summed at the position of the winner, on any rank; differentiable again.
     """
     if x.ndim == 0:
         best, index = sp.extremes(x[None], 0, op, reverse)
@@ -137,11 +142,12 @@ def linear_scan(
     accumulate: torch.dtype | None = None,
     *across: Any,
 ) -> Tensor:
-    """Shard(dim), Shard(dim), invariant -> Shard(dim): h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
+    """Compute h_i = a_i * h_(i-1) + b_i from h_(-1) = initial, or zeros.
 
-    Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, whole on every rank, broadcasts to that
-    shape without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), as many backward. A shard is read twice: for the map
-    that it is, and once its carry is known. Backward: the recurrence the other way; differentiable again.
+    Placement: Shard(dim), Shard(dim), invariant -> Shard(dim).
+    Shapes: a and b (..., S, ...), broadcast to one shape, which h has; initial, replicated, broadcasts to that shape
+    without dim. Bytes: (n - 1) * C * 2 * bytes(accumulate), the same backward. A shard is read twice: for its affine
+    map, and once its carry is known. Backward: the recurrence in the other direction; differentiable again.
     """
     a, b = torch.broadcast_tensors(a, b)
     dtype = torch.promote_types(a.dtype, b.dtype)
@@ -163,12 +169,12 @@ def linear_scan(
 
 
 def _to_chunks(x: Tensor, way: CarryExchange) -> Tensor:
-    """(..., S, ...) -> (..., chunks, rows, ...), a view."""
+    """View (..., S, ...) as (..., chunks, rows, ...)."""
     return x.unflatten(way.dim, (way.folds, x.shape[way.dim] // way.folds))
 
 
 def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
-    """The ids with as many dims as x; of sizes that broadcast, and S in dim."""
+    """Return the ids with the number of dims of x, sizes that broadcast, and S in dim."""
     if segments.ndim == 1:
         segments = column_along(segments, dim, x.ndim)
     segments = segments.view([1] * (x.ndim - segments.ndim) + list(segments.shape))
@@ -176,25 +182,28 @@ def _expand_segments(segments: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _segment_cuts(segments: Tensor | None, x: Tensor, way: CarryExchange) -> Cuts:
-    """cuts, and the two ends of the ids; see ``rank_chunks.py``."""
+    """Return cuts, and the two ends of the ids; see ``rank_chunks.py``."""
     if segments is None:
         return None, None, None
     ids = _to_chunks(_expand_segments(segments, x, way.dim), way)
     rows = ids.shape[way.rows]
     ends = ids.narrow(way.rows, 0, 1), ids.narrow(way.rows, rows - 1, 1)
-    # The ids are extended, not what comes of comparing them: Inductor's C++ has no comparison within padding.
+    # The ids are extended, not the result of comparing them: Inductor's C++ has no comparison within padding.
     ids = torch.cat([ends[0], ids, ends[1]], way.rows)
     cuts = ids.narrow(way.rows, 1, rows + 1) != ids.narrow(way.rows, 0, rows + 1)
     return (cuts, None, None) if way.is_single else (cuts, *ends)
 
 
 def _may_need_gradient(x: Tensor) -> bool:
-    """What functorch wraps may need one that its outside does not tell of."""
+    """Return True if x may need a gradient; a functorch wrapper does not expose this."""
     return is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
 
 
 def _saved_dtype(x: Tensor, op: str, dtype: torch.dtype, accumulate: torch.dtype) -> torch.dtype:
-    """The dtype that a scan's backward gets its result in: errors of exp(x - y) add up along its recurrence."""
+    """Return the dtype in which the backward of a scan receives its result.
+
+    Errors of exp(x - y) add up along its recurrence.
+    """
     if op in ("prod", "logsumexp") and _may_need_gradient(x):
         return torch.promote_types(dtype, accumulate)
     return dtype

@@ -1,11 +1,11 @@
-"""The lowering table: which implementation runs a scan.
+"""Select the implementation of a scan from the lowering table.
 
-A way registers itself, under a name and with a rank; the one of lowest rank that fits a problem runs it. It is a
-`ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
-linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them; it needs only those for
-which it fits. The ways here are of the modules of `kernels`, which imports them. They have rank 0 (torch, of what is
-small), 10 (C++), 20 (Triton), 30 (torch) and 40 (in blocks of torch operations, which always fits). One that only calls
-torch's own operator has is_torch=True.
+An implementation registers itself, under a name and with a rank; the one with the lowest rank that fits a problem runs
+it. It is a `ScanLowering` (or another object) with `fits(problem) -> bool` and the functions scan, extremes, linear and
+linear_total of a problem and its tensors, as `kernels.generic.GenericKernels` describes them. It needs only those for
+which it fits. The implementations in `kernels` have rank 0 (torch, for small problems), 10 (C++), 20 (Triton), 30
+(torch) and 40 (blocks of torch operations, which always fit). One that only calls an operator of torch has
+is_torch=True.
 """
 
 from __future__ import annotations
@@ -20,35 +20,32 @@ from sp_compile.lowering.base.registry import Table
 
 
 class ScanProblem(NamedTuple):
-    """What a row of the table decides by. kind: "scan", "extremes", "linear" or "linear_total".
+    """Properties of a scan by which the table selects an implementation."""
 
-    x is (outer, length, inner) of dtype, the result of result's. total: is a scan asked for its total?
-    """
-
-    kind: str
+    kind: str  # "scan", "extremes", "linear" or "linear_total"
     device: str
     outer: int
     length: int
     inner: int
-    dtype: torch.dtype
-    result: torch.dtype
+    dtype: torch.dtype  # the dtype of x, which is (outer, length, inner)
+    result: torch.dtype  # the dtype of the result
     accumulate: torch.dtype
     op: str = ""
     segmented: bool = False
     exclusive: bool = False
     reverse: bool = False
     lagged: bool = False
-    total: bool = True
+    total: bool = True  # True if the total of a scan is requested
 
     @classmethod
     def of(cls, kind: str, x: Tensor, result: torch.dtype, accumulate: torch.dtype, **options: Any) -> ScanProblem:
-        """The problem of x, (outer, length, inner)."""
+        """Return the problem of x, (outer, length, inner)."""
         outer, length, inner = x.shape
         return cls(kind, x.device.type, outer, length, inner, x.dtype, result, accumulate, **options)
 
 
 class ScanLowering(NamedTuple):
-    """A row of the table: functions of a problem and its tensors, None for kinds that it never fits."""
+    """A row of the table: functions of a problem and its tensors, None for kinds that never fit."""
 
     fits: Callable[[ScanProblem], bool]
     scan: Callable[..., Any] | None = None
@@ -58,7 +55,7 @@ class ScanLowering(NamedTuple):
     is_torch: bool = False
 
 
-SMALL_SCAN = 1 << 17  # elements; to call what Python launches takes longer than torch's loop over so few
+SMALL_SCAN = 1 << 17  # elements; up to here a launch from Python takes longer than torch's loop
 
 
 LOWERINGS: Table[Any] = Table("scan: the lowering table")
@@ -66,17 +63,20 @@ register_lowering, choose_lowering, using_lowering = LOWERINGS.register, LOWERIN
 
 
 def solve(problem: ScanProblem) -> Callable[..., Any]:
-    """The function that solves a problem."""
+    """Return the function that solves a problem."""
     return getattr(LOWERINGS[choose_lowering(problem)], problem.kind)
 
 
 def is_torch_lowering(problem: ScanProblem) -> bool:
-    """Is torch's own operator the first way that fits?"""
+    """Return True if the first implementation that fits is an operator of torch."""
     return getattr(LOWERINGS[choose_lowering(problem)], "is_torch", False)
 
 
 def start_strides(starts: Tensor | None) -> tuple[int, int, int]:
-    """From one outer, row and inner of (outer|1, length, inner|1) to the next: 0 where all share them."""
+    """Return the strides of starts (outer|1, length, inner|1) for outer, row and inner.
+
+    A stride is 0 for a dim of size 1, which all share.
+    """
     if starts is None:
         return 0, 0, 0
     outer, length, inner = starts.shape

@@ -1,4 +1,7 @@
-"""The FLOPs of tiled work, for torch.utils.flop_counter and all that asks it: those of a tile, times the tiles."""
+"""Count the FLOPs of tiled work: those of a tile, times the number of tiles.
+
+torch.utils.flop_counter uses these functions.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ GROUPED_PRODUCT_OPS = {
     "transformers::grouped_mm_fallback": 1,
     "transformers::grouped_mm_fallback_backward": 2,
 }
-"""Products that a grouped one is. torch has no formula for it, and gets none of ours: its counters are the user's."""
+"""Grouped products. torch has no formula for them; none is registered, because its counters belong to the user."""
 
 
 @register_flop_formula(torch.ops.sp.tiles_forward, get_raw=True)
 def tiles_forward_flops(
     rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
-    """Of the program. Shapes: those of ``sp::tiles_forward``."""
+    """Return the FLOPs of the program. Shapes: those of ``sp::tiles_forward``."""
     return _tiled_flops(rows, program, "forward")
 
 
@@ -37,7 +40,7 @@ def tiles_forward_flops(
 def tiles_at_once_flops(
     rows: list[Tensor], whole: Any, tiles: int, program: str, *_: Any, out_val: Any = None, **_meta: Any
 ) -> int:
-    """Of the program and its gradients."""
+    """Return the FLOPs of the program and its gradients."""
     return _tiled_flops(rows, program, "gradients")
 
 
@@ -52,7 +55,7 @@ def tiles_backward_flops(
     out_val: Any = None,
     **_meta: Any,
 ) -> int:
-    """Of the gradients, and of what is computed again for them."""
+    """Return the FLOPs of the gradients, and of the recomputation for them."""
     return _tiled_flops(rows, program, "gradients")
 
 
@@ -66,7 +69,7 @@ def _tiled_flops(rows: list[Tensor], program: str, part: str) -> int:
 
 
 def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
-    """Of the products that a loop adds to its sums, which a tile gives as matrices."""
+    """Return the FLOPs of the products that a loop adds to its sums, from matrices of a tile."""
     results = part.graph.graph.output_node().args[0]
     behind = iter(results[len(results) - sum(way.parts for way in sums) :])
     return sum(way.flops(*(next(behind).meta["val"].shape for _ in range(way.parts))) for way in sums)
@@ -74,12 +77,15 @@ def _accumulated_flops(part: TilePart, sums: list[TileSum]) -> int:
 
 @cache
 def _graph_flops(part: TilePart) -> int:
-    """Of the matrix products of a tile's graph."""
+    """Return the FLOPs of the matrix products of a tile's graph."""
     return sum(map(node_flops, part.graph.graph.nodes))
 
 
 def node_flops(node: Node) -> int:
-    """Of a matrix product or an attention, as torch counts them, and of a grouped product; 0 of all else."""
+    """Return the FLOPs of a matrix product or an attention, as torch counts them, or of a grouped product.
+
+    All other nodes count as 0.
+    """
     if is_grouped_product(node):
         return GROUPED_PRODUCT_OPS[schema_of(node.target).name] * _grouped_flops(*node.args[:2])
     if not isinstance(node.target, OpOverload) or node.target.overloadpacket not in flop_registry:
@@ -89,11 +95,14 @@ def node_flops(node: Node) -> int:
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Does it multiply each group of rows with a matrix of its own, or make one matrix of each?"""
+    """Return True if a node multiplies groups of rows by own matrices, or reduces groups to matrices."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).name in GROUPED_PRODUCT_OPS
 
 
 def _grouped_flops(a: Node, b: Node) -> int:
-    """(R, I), (E, I, O) or (I, R), (R, O): each row is in one group, so as of one product; of E, where both have E."""
+    """Return the FLOPs of a grouped product: (R, I), (E, I, O) or (I, R), (R, O).
+
+    Each row is in one group, so they are those of one product; of E products where both operands have E.
+    """
     x, y = (list(map(size_hint, n.meta["val"].shape)) for n in (a, b))
     return 2 * math.prod([*x, y[-1]] if len(x) == len(y) == 3 else [*x[-2:], y[-1]])

@@ -1,9 +1,10 @@
-"""``sp::run_tiled``: rows go through a program tile by tile, and so do their gradients; nothing of a tile's inside
-is kept.
+"""Define ``sp::run_tiled``: run rows through a program tile by tile, forward and backward.
 
-Operands are `rows`, cut along the dim that the program names, and `whole`, which every tile reads. A program is
-called once a tile by one loop, so what is compiled does not grow with the number of tiles, and what all tiles add to
-(the gradient of a weight, a sum over tokens) is added in place.
+No intermediate value of a tile is saved.
+
+Operands are `rows`, cut along the dim that the program names, and `whole`, which every tile reads. One loop calls the
+program once per tile, so the size of the compiled code does not depend on the number of tiles. Sums over the tiles
+(the gradient of a weight, a sum over tokens) are accumulated in place.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ TILE_ARGUMENTS = "Tensor[] rows, Tensor[] whole, int tiles, str program, Tensor?
 
 
 def tile_length(rows: int, tiles: int) -> int:
-    """Rows of every tile but the last, which may be shorter."""
+    """Return the rows of every tile but the last, which may be shorter."""
     return -(-rows // tiles)
 
 
 def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iterator[tuple[TileBody, int, int]]:
-    """(what runs it, its first row, how many rows) of each tile."""
+    """Yield the callable, the first row and the number of rows of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
-    if ANY_LENGTH in program.bodies:  # tiles of one row would be other programs: sizes of 1 broadcast
+    if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
         few = min(tiles, max(1, total // 2))
         lengths = [total // few + (i < total % few) for i in range(few)]
     else:
@@ -52,7 +53,7 @@ def _cut_tile(values: Sequence[Tensor], dims: Sequence[int | None], first: int, 
 
 @contextmanager
 def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
-    """The generators are the caller's again behind it."""
+    """Seed the generators within the context; restore the caller's state after it."""
     if seed is None:
         yield
         return
@@ -69,9 +70,10 @@ def _run_tiles(
     made: Sequence[TileValue],
     cotangents: TileOperands,
 ) -> TileOperands:
-    """Call the part that makes these values for each tile, with the cotangents' rows if there are any.
+    """Call the part that computes these values for each tile, with rows of any cotangents.
 
-    seed: of what tiles draw, each from a state of its own, which a backward that draws it again comes back to.
+    Each tile draws from its own generator state, derived from `seed`. A backward that recomputes it restores that
+    state.
     """
     given = [*rows, *whole, *cotangents]
     dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
@@ -87,7 +89,7 @@ def _run_tiles(
             parts = iter(part(_cut_tile(given, dims, first, length)))
             for value, total in zip(made, totals):
                 value.put(total, parts, first, length)
-            del parts  # or they would stay while the next tile's are made
+            del parts  # otherwise they are alive while those of the next tile are computed
     return [total.to(value.dtype) for value, total in zip(made, totals)]
 
 
@@ -109,9 +111,10 @@ def _fake_results(rows: TileOperands, whole: TileOperands, name: str, *kinds: st
 def tiles_forward(
     rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
-    """The results of all tiles: rows where the program gives rows, sums over the tiles where it gives sums.
+    """Return the results of all tiles: rows, or sums over the tiles.
 
-    Shapes: rows (.., R, ..), whole any -> as the program says. Peak: a tile's inside beside operands and results.
+    Shapes: rows (.., R, ..), whole any -> as the program defines. Peak: intermediate values of a tile, in addition to
+    operands and results.
     """
     found = PROGRAMS[program]
     return _run_tiles(found, rows, whole, tiles, seed, found.results, [])
@@ -125,7 +128,7 @@ def tiles_forward(
 def tiles_at_once(
     rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
-    """The results of all tiles, and behind them the gradients of what wants one, for a cotangent of 1 of the result.
+    """Return the results of all tiles, followed by gradients for a cotangent of 1.
 
     Shapes: as of ``tiles_forward``; gradients as their operands.
     """
@@ -141,7 +144,7 @@ def tiles_at_once(
 def tiles_backward(
     cotangents: TileOperands, rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None
 ) -> TileOperands:
-    """The gradients of what wants one; the inside of a tile is computed again.
+    """Return the gradients of the operands that need one; a tile is recomputed.
 
     Shapes: cotangents as the differentiable results; gradients as their operands.
     """
@@ -150,7 +153,7 @@ def tiles_backward(
 
 
 class _RecomputeFunction(torch.autograd.Function):
-    """Keeps the operands; the backward computes a tile's inside again."""
+    """Autograd function that saves the operands; the backward recomputes each tile."""
 
     @staticmethod
     def forward(
@@ -174,7 +177,7 @@ class _RecomputeFunction(torch.autograd.Function):
 
 
 class _AtOnceFunction(torch.autograd.Function):
-    """Keeps gradients for a cotangent of 1; the backward multiplies them by what it is given."""
+    """Autograd function that saves gradients for a cotangent of 1; the backward scales them."""
 
     @staticmethod
     def forward(
@@ -194,7 +197,7 @@ class _AtOnceFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found = PROGRAMS[ctx.program]
         (given,) = (grads[i].reshape(()) for i in found.differentiable)
-        # What has no gradient has none of a mean over no tokens either, though that sends back an infinity.
+        # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
         scaled = ((x * given).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
         made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, made)
@@ -211,18 +214,17 @@ def _grads_for_operands(operands: Sequence[Any], program: TileProgram, made: Til
 
 @composite(f"tiled({TILE_ARGUMENTS}) -> Tensor[]")
 def run_tiled(rows: TileOperands, whole: TileOperands, tiles: int, program: str, seed: Tensor | None) -> TileOperands:
-    """The program on all rows, tile by tile, differentiable once.
+    """Run the program on all rows, tile by tile, differentiable once.
 
-    seed: () int64 on the CPU, of what a program draws; None of one that draws nothing.
-
-    Shapes: rows (.., R, ..), whole any -> as the program says; tiles of ceil(R / tiles) rows, the last one shorter.
-    Bytes: none. Keeps: the operands, or, where all that the program gives is a number, the gradients for a cotangent
-    of 1, which are made in the same loop. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.
+    Shapes: rows (.., R, ..), whole any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
+    seed: () int64 on the CPU, of the random numbers of a program; None if it draws none.
+    Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
+    loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.
     """
     found = PROGRAMS[program]
     operands = [*rows, *whole]
     if not (torch.is_grad_enabled() and any(operands[i].requires_grad for i in found.wanted)):
-        with torch.no_grad():  # what a region reads under no_grad may want a gradient, which the operator has none of
+        with torch.no_grad():  # a value read under no_grad may require a gradient, which the operator does not compute
             return list(sp.tiles_forward.default(rows, whole, tiles, program, seed))
     step = _AtOnceFunction if found.at_once else _RecomputeFunction
     return list(step.apply(len(rows), tiles, program, seed, *operands))

@@ -1,7 +1,7 @@
-"""Programs of one tile, by name: what the loops of ``ops.py`` call, as it was traced and as a compiler has made it.
+"""Store programs of one tile by name, as traced and as compiled, for the loops of ``tile_ops.py``.
 
-A graph holds a program's name, which is a digest of its text. Each process traces a program before it runs the graph,
-whoever has compiled that, so code from a compiler's cache finds the same one.
+A graph contains the name of a program, which is a digest of its text. Each process traces a program before it runs
+the graph, so code from a compiler's cache finds the same program.
 """
 
 from __future__ import annotations
@@ -21,31 +21,28 @@ from sp_compile.lowering.torch_compat import check_guards, evaluate_expr, is_sym
 from .tile_sums import TILE_SUMS
 
 ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""In the shape of a value: how many rows there are."""
+"""The number of rows, in the shape of a value."""
 Extent: TypeAlias = int | sympy.Expr
 Extents: TypeAlias = Mapping[sympy.Expr, Any]
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 
 
 def resolve_shape(shape: Sequence[Any], of: Extents) -> list[Any]:
-    """The shape where the symbols are these."""
+    """Return the shape with these values for its symbols."""
     found = [of.get(x, x) if isinstance(x, sympy.Symbol) else x for x in shape]
     return [evaluate_expr(x, of) if isinstance(x, sympy.Expr) else x for x in found]
 
 
 @dataclass(eq=False)
 class TilePart:
-    """A graph of tensors, without autograd, that is called once a tile.
-
-    inputs: fake tensors as it takes them; rows lie without gaps. run: the graph, or what a compiler has made of it.
-    fits: whether operands of these sizes are what it was made for, where sizes are symbols.
-    """
+    """A graph of tensors, without autograd, that is called once per tile."""
 
     graph: GraphModule
-    inputs: list[Tensor]
-    run: Callable[..., Any] = field(init=False)
+    inputs: list[Tensor]  # fake tensors as the graph takes them; rows are contiguous
+    run: Callable[..., Any] = field(init=False)  # the graph, or its compiled form
     compiler_key: Any = None
     strides: list[tuple[int, ...] | None] = field(init=False)
+    # True for operands of sizes that `run` supports, if sizes are symbols
     fits: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +50,7 @@ class TilePart:
         self.strides = [None if is_symbolic(x) else tuple(x.stride()) for x in self.inputs]
 
     def __call__(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """given: of the shapes that the graph was traced with; strides are made those, too."""
+        """Run the graph on operands of the traced shapes; their strides are adapted."""
         given = [_with_strides(x, strides) for x, strides in zip(given, self.strides, strict=True)]
         return self.run(*given) if self._fits(given) else self.graph(*given)
 
@@ -66,7 +63,7 @@ class TilePart:
         return self.fits[extents]
 
     def compile(self, compiler: Compiler, key: Any) -> None:
-        """Let a compiler make it, once for each key."""
+        """Compile the graph, once for each key."""
         if self.compiler_key != key:
             with torch.no_grad(), torch.autocast(self.inputs[0].device.type, enabled=False):
                 self.run = compiler(self.graph, self.inputs)
@@ -86,38 +83,32 @@ def _with_strides(x: Tensor, strides: tuple[int, ...] | None) -> Tensor:
 
 @dataclass(frozen=True)
 class TileValue:
-    """A result or a gradient over all tiles. dim: where its rows lie, however many; None of a sum over the tiles.
+    """A result or a gradient over all tiles."""
 
-    shape: of ints, and of what `TileProgram.sizes` knows. adds: how a tile gives its part of the sum, a name of
-    `sums.TILE_SUMS`. dtype: that it is returned in; a sum over the tiles is added up in at least float32. order: its
-    dims
-    from the slowest to the fastest, where that is not theirs.
-    """
-
-    shape: tuple[Extent, ...]
-    dtype: torch.dtype
-    dim: int | None
-    adds: str = ""
-    order: tuple[int, ...] = ()
+    shape: tuple[Extent, ...]  # of ints, and of symbols that `TileProgram.sizes` resolves
+    dtype: torch.dtype  # the returned dtype; a sum over the tiles accumulates in at least float32
+    dim: int | None  # the dim of its rows; None for a sum over the tiles
+    adds: str = ""  # how a tile adds its part to the sum, a name of `TILE_SUMS`
+    order: tuple[int, ...] = ()  # the dims from the slowest to the fastest, if not in order
 
     def sizes(self, of: Extents) -> list[Any]:
-        """The shape in a call."""
+        """Return the shape in a call."""
         return resolve_shape(self.shape, of)
 
     def empty(self, of: Extents, like: Tensor) -> Tensor:
-        """Where it goes when it is whole, on the device of `like`."""
+        """Allocate the returned tensor on the device of `like`."""
         order, shape = self.order or range(len(self.shape)), self.sizes(of)
         made = like.new_empty([shape[d] for d in order], dtype=self.dtype)
         return made.permute([order.index(d) for d in range(len(shape))]) if self.order else made
 
     def begin(self, of: Extents, like: Tensor) -> Tensor:
-        """Where the tiles' parts go."""
+        """Allocate the tensor that accumulates the parts of the tiles."""
         if self.dim is not None:
             return self.empty(of, like)
         return replace(self, dtype=accumulation_dtype(self.dtype)).empty(of, like).zero_()
 
     def put(self, total: Tensor, parts: Iterator[Tensor], first: int, length: int) -> None:
-        """A tile's part of it."""
+        """Write or add the part of a tile."""
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(parts))
         else:
@@ -127,50 +118,43 @@ class TileValue:
 
 @dataclass(frozen=True)
 class TileBody:
-    """The parts for tiles of one length.
+    """The parts for tiles of one length."""
 
-    forward: rows and whole values -> results. gradients: the same and the results' cotangents -> gradients; of a
-    program that makes them at once: rows and whole values -> results, and gradients for a cotangent of 1.
-    """
-
-    forward: TilePart
+    forward: TilePart  # maps rows and shared operands to results
+    # Maps the same and the cotangents of the results to gradients. If a program computes them at once: maps rows and
+    # shared operands to results, and gradients for a cotangent of 1.
     gradients: TilePart | None = None
 
     @property
     def parts(self) -> list[TilePart]:
-        """Both."""
+        """Return both parts."""
         return [part for part in (self.forward, self.gradients) if part is not None]
 
 
 @dataclass(frozen=True, eq=False)
 class TileProgram:
-    """What is done with the rows of one tile.
-
-    bodies: by the length of a tile, of which there are two at most, or one for ANY_LENGTH. rows: the dim of the rows in
-    each operand that has them. wanted: the operands, rows and then whole ones, that have a gradient; gradients: theirs.
-    at_once: are these made with the results, for a cotangent of 1 of the only differentiable one? places: of symbols in
-    the values' shapes, the operand and its dim that they are the size of.
-    """
+    """A program for the rows of one tile."""
 
     name: str
-    bodies: dict[int, TileBody]
-    rows: tuple[int, ...]
+    bodies: dict[int, TileBody]  # by the length of a tile, at most two, or one for ANY_LENGTH
+    rows: tuple[int, ...]  # the dim of the rows in each operand that has them
     results: tuple[TileValue, ...]
     differentiable: tuple[int, ...]
-    wanted: tuple[int, ...]
-    gradients: tuple[TileValue, ...]
-    at_once: bool
+    wanted: tuple[int, ...]  # the operands, rows first, that have a gradient
+    gradients: tuple[TileValue, ...]  # their gradients
+    at_once: bool  # True if these are computed with the results, for a cotangent of 1 of the only differentiable one
+    # the operand and its dim for each symbol in the shapes of the values
     symbol_places: tuple[tuple[sympy.Symbol, tuple[int, int]], ...] = ()
 
     def sizes(self, operands: Sequence[Tensor]) -> dict[sympy.Expr, Any]:
-        """What the symbols are for these operands, rows and then whole ones."""
+        """Return the values of the symbols for these operands, rows first."""
         return {
             ROWS: operands[0].shape[self.rows[0]],
             **{symbol: operands[i].shape[d] for symbol, (i, d) in self.symbol_places},
         }
 
     def compile(self, compiler: Compiler, key: Any, learns: bool) -> None:
-        """Let a compiler make what a call runs, in training or not; the rest stays as it was traced."""
+        """Compile the parts that a call runs, in training or not; the others remain as traced."""
         for body in self.bodies.values():
             parts = [body.forward, body.gradients] if learns and self.wanted else [body.forward]
             for part in parts[1:] if self.at_once and len(parts) == 2 else parts:
@@ -182,4 +166,4 @@ ANY_LENGTH = 0
 """The length of tiles whose number of rows is a symbol."""
 
 PROGRAMS: dict[str, TileProgram] = {}
-"""By name."""
+"""Programs by name."""

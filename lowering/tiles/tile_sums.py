@@ -1,4 +1,4 @@
-"""How a tile gives its part of a sum over the tiles: so that a loop adds it in place, and no tile makes one of its own.
+"""Add the parts of tiles to a sum in place, without a temporary sum per tile.
 
 ""         x                                                   sum += x
 product    a (m, k), b (k, n)                                  sum += a @ b
@@ -20,11 +20,11 @@ from sp_compile.lowering.torch_compat import size_hint
 
 @dataclass(frozen=True)
 class TileSum:
-    """parts: tensors that a tile gives. add: (sum, *parts), in place. flops: of that, by the parts' shapes."""
+    """Accumulation of the parts of a tile into a sum."""
 
-    parts: int
-    add: Callable[..., Any]
-    flops: Callable[..., int] = lambda *shapes: 0
+    parts: int  # number of tensors that a tile returns
+    add: Callable[..., Any]  # adds the parts to the sum in place: (sum, *parts)
+    flops: Callable[..., int] = lambda *shapes: 0  # FLOPs of the addition, from the shapes of the parts
 
 
 def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
@@ -36,7 +36,7 @@ def _add_groups(total: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """In the dtype of the product, where the sum is of a wider one."""
+    """Add a product in its own dtype, if that of the sum is wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

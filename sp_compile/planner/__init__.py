@@ -1,1 +1,1 @@
-"""A training step planned before it runs, and what people look at: tables, JSON, a page, a picture, a command line."""
+"""Plan a training step before it runs, and render reports as tables, JSON and a page."""

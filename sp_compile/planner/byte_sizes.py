@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them."""
+"""Parse and format sizes of memory."""
 
 from __future__ import annotations
 
@@ -9,35 +9,47 @@ from sp_compile.lowering.base.errors import SpError
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 MIN_BYTES = 10
-"""Of a number without a unit, in the unit that it is shown in."""
+"""Minimum of a number without a unit, in the unit in which it is printed."""
 
 
 @dataclass(frozen=True)
 class SizeUnit:
-    """What a plan's sizes are shown in: that of the memory which somebody asked for."""
+    """The unit in which a plan prints sizes: that of the requested memory."""
 
     name: str
 
     def __call__(self, nbytes: float) -> str:
-        """For people: to a tenth, or to three digits of what is smaller."""
+        """Format bytes with one decimal, or three significant digits for small values."""
         value = nbytes / UNITS[self.name]
         return f"{value:.1f} {self.name}" if value >= 1 or not value else f"{value:.2g} {self.name}"
 
 
 def parse_bytes(memory: str | float, name: str = "memory") -> float:
-    """80e9 of "80GB". name: of the argument. Raises SpError: of what is no size."""
+    """Return the bytes of a size: 80e9 for "80GB".
+
+    Args:
+        memory: A number of bytes, or a number with a unit.
+        name: The name of the argument, for errors.
+
+    Raises:
+        SpError: The value is not a size.
+    """
     return _parse_size(memory, name)[0]
 
 
 def parse_unit(memory: str | float) -> SizeUnit:
-    """GB of "80GB", of 80e9 and of "80e9". Raises SpError: of what is no size."""
+    """Return the unit of a size: GB for "80GB", 80e9 and "80e9".
+
+    Raises:
+        SpError: The value is not a size.
+    """
     nbytes, unit = _parse_size(memory, "memory")
     decimal = [name for name, scale in UNITS.items() if "i" not in name and nbytes >= MIN_BYTES * scale]
     return SizeUnit(unit or max(decimal, key=UNITS.__getitem__, default="B"))
 
 
 def _parse_size(memory: str | float, name: str) -> tuple[float, str]:
-    """Bytes, and the unit if there is one."""
+    """Return the bytes, and the unit if there is one."""
     if isinstance(memory, int | float) and not isinstance(memory, bool) and 0 < memory < float("inf"):
         return float(memory), ""
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))

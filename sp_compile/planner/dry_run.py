@@ -1,4 +1,4 @@
-"""Dry runs: lower every graph of a model, in several configurations, without processes.
+"""Lower every graph of a model in several configurations, without processes.
 
 `explain`, `verify` and `plan` share them.
 """

@@ -1,4 +1,4 @@
-"""`explain`: the report of the backend on a model, without processes and without GPUs."""
+"""Report what the backend does to a model, without processes and without GPUs."""
 
 from __future__ import annotations
 

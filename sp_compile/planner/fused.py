@@ -1,10 +1,12 @@
-"""Attention on the meta device as a GPU runs it: torch itself traces it there as products, with all scores in memory.
+"""Replace attention on the meta device by the kernels that a GPU runs.
+
+torch itself traces it there as products, with all scores in memory.
 
     scaled_dot_product_attention(q, k, v)         ->  _scaled_dot_product_flash_attention(q, k, v)[0]      half types
-    scaled_dot_product_attention(q, k, v, mask)   ->  _scaled_dot_product_efficient_attention(...)[0]      all else
+    scaled_dot_product_attention(q, k, v, mask)   ->  _scaled_dot_product_efficient_attention(...)[0]      otherwise
 
-For a look at a model that is on no device: nothing of this runs. Leaves alone what no kernel of these takes: grouped
-heads in float32, and more or fewer than four dims.
+This is for dry runs of a model on the meta device; the result never runs. Attention without such a kernel remains:
+grouped heads in float32, and inputs that do not have four dims.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ FLASH_OP, EFFICIENT_OP = (
     aten._scaled_dot_product_efficient_attention.default,
 )
 MAX_HEAD_DIM = 256
-"""Numbers of a head that flash attention takes."""
+"""Maximum head dim of flash attention."""
 
 
 def fuse_on_meta(gm: GraphModule) -> None:
-    """Put kernels in the place of attention on the meta device, in place."""
+    """Replace attention on the meta device by kernels, in place."""
     edit = GraphEditor().edit(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=SDPA_META_OP):
         if node.meta["val"].device.type == "meta":
@@ -41,7 +43,7 @@ def fuse_on_meta(gm: GraphModule) -> None:
 
 
 def _fuse_node(edit: GraphEditor, node: Node) -> Node | None:
-    """The kernel's call; None if there is none."""
+    """Return the call of the kernel; None if there is none."""
     call = OpCall(node)
     q, k, v = call.operands[:3]
     mask, dropout, causal = (call[name] for name in ("attn_mask", "dropout_p", "is_causal"))

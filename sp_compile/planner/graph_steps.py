@@ -1,4 +1,4 @@
-"""The training step of one graph: its joint graph, partitioned and walked without running it."""
+"""Predict the training step of one graph: partition its joint graph and walk it without running it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ PURPOSES = {
     "all_reduce": "partial sums of the ranks",
     "shard": "nothing: a rank slices its rows out of a replicated value",
 }
-"""What an exchange is for, where its name is not enough."""
+"""Purposes of exchanges, if their names are not sufficient."""
 COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
 
 
@@ -66,7 +66,7 @@ def _template() -> jinja2.Template:
 
 
 def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a report beside its JSON."""
+    """Return the values that the template shows of a report in addition to its JSON."""
     gathered = {block["where"] for block in found["blocks"] if block["kind"] == "gathered"}
     rewrites = [
         {**row, "gathered": row["where"] in gathered}
@@ -95,7 +95,7 @@ def _report_values(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_values(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a plan beside its JSON: the rows of its table, with their marks."""
+    """Return the values that the template shows of a plan: the rows of its table, with marks."""
     unit, fastest = SizeUnit(found["unit"]), dict[int, int]()
     for i in sorted(range(len(found["ways"])), key=lambda i: found["ways"][i]["seconds"]):
         if found["ways"][i]["fits"]:
@@ -116,13 +116,13 @@ def _plan_values(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_equal(rows: Iterable[Mapping[str, Any]], *fields: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return equal rows once, each with how often it occurs; only these fields are compared and kept."""
+    """Return distinct rows with their counts; only these fields are compared and returned."""
     counted = Counter(tuple(row[field] for field in fields) for row in rows)
     return [(times, dict(zip(fields, row, strict=True))) for row, times in counted.items()]
 
 
 def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    """Yield what a rank holds, and the peak: first for the placement of the state, then for the other one."""
+    """Yield the memory of a rank and its peak: for the placement of the state, then for the other one."""
     n = memory["shards"]
     state = {"parameters": "parameters", "gradients": "gradients", "optimizer": "state of the optimizer"}
     if n == 1:

@@ -1,12 +1,12 @@
-"""`plan`: how a model could be trained on so many ranks: what fits, how long a step takes, and which options to give.
+"""Plan the training of a model on several numbers of ranks: what fits, seconds of a step, and options.
 
     sp_compile.plan(model, (ids,), labels=ids, memory="80GB", ranks=[8, 16, 64]).best.options
 
-Each number of ranks is looked at as `explain(memory=True)` does it, with the attention that the cost model takes to be
-the fastest: as the model is written; with its layers checkpointed, where that does not fit, or copies to the host take
-longer than all else; and in so many tiles, where that is so again. What another attention, or state on every rank,
-would hold is estimated from these; if such a way, or one with a share on the host, seems to be the best, it is looked
-at, too, until the best one has been (`planned_steps.py`), so its numbers are those of `explain`.
+Each number of ranks is examined as `explain(memory=True)` does it, with the fastest attention of the cost model. The
+model is lowered as it is written first. If that does not fit, or copies to the host dominate the step, its layers are
+checkpointed; if that is not enough, it runs in tiles. The memory of other attentions, and of replicated state, is
+estimated from these dry runs. If an estimated variant, or one with a share on the host, seems to be the best, it is
+examined, too, until the best one is not an estimate (`planned_steps.py`). So its numbers are those of `explain`.
 """
 
 from __future__ import annotations
@@ -32,92 +32,89 @@ from .dry_run import split_kwargs
 from .planned_steps import OFFLOAD_SHARES, PlanConfig, PlannedStep, StepPlanner, merge_options
 
 TILE_COUNTS = 16
-"""That work on rows is done in, where as many as the memory asks for are too few."""
+"""Number of tiles for work on rows, tried if the number that the memory requires is too small."""
 MAX_PLAN_ROUNDS = 4
-"""Of looks at what seems to be best."""
+"""Maximum number of rounds of dry runs of the best variants."""
 NEAR_RATIO = 1.1
-"""Of the memory: what an estimate says to be no more than that is looked at where nothing faster fits."""
+"""Multiple of the memory; estimates up to it are examined if nothing faster fits."""
 EQUAL_RATIO = 1.01
-"""Times the seconds that nothing can be below."""
+"""Ratio of seconds up to which two variants count as equally fast."""
 MAX_PLAN_ROWS = 8
-"""Of a table, for each number of ranks."""
+"""Maximum rows of the table for each number of ranks."""
 REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train. ranks: that share the sequence. memory: bytes of a rank at the peak; phase: when.
+    """One configuration of a training step."""
 
-    checkpoint: is each layer computed again in the backward? tiles: in how many; "auto" for as many as the memory asks
-    for, most_tiles of any one; "never" for none. offload: the share of what is kept that waits on the host, and host:
-    its bytes. state: "sharded" over the ranks by FSDP, or "on every rank". kept: bytes that the forward leaves for the
-    backward, wherever. seconds: of a step. tokens: of the sequence. looked: is it predicted with these very options, or
-    estimated from others? given: options that the plan was given.
-    """
-
-    ranks: int
-    attention: str
-    layout: str
-    checkpoint: bool
-    tiles: int | str
-    offload: float
-    host: float
-    state: str
-    memory: float
-    phase: str
-    kept: float
-    seconds: float
-    tokens: int
-    fits: bool
-    is_measured: bool = True
-    most_tiles: int = 0
-    given: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int  # number of ranks that share the sequence
+    attention: str  # the strategy of attention
+    layout: str  # the layout of the sequence
+    checkpoint: bool  # True if each layer is recomputed in the backward
+    tiles: int | str  # number of tiles; "auto" for the number that the memory requires, "never" for none
+    offload: float  # the share of saved values on the host
+    host: float  # bytes of these values
+    state: str  # "sharded" over the ranks by FSDP, or "on every rank"
+    memory: float  # bytes of a rank at the peak
+    phase: str  # the phase of the peak
+    kept: float  # bytes that the forward saves for the backward, on the device and the host
+    seconds: float  # seconds of a step
+    tokens: int  # tokens of the sequence
+    fits: bool  # True if the memory is sufficient
+    is_measured: bool = True  # True if predicted with exactly these options; False if estimated from others
+    most_tiles: int = 0  # the largest number of tiles of a region
+    given: Mapping[str, Any] = field(default_factory=dict)  # the options passed to `plan`
 
     @property
     def config(self) -> PlanConfig:
-        """How it is asked for."""
+        """Return the configuration of the dry run."""
         return PlanConfig(
             self.ranks, self.attention, self.layout, self.checkpoint, self.tiles, self.state, self.offload
         )
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `torch.compile(model, backend="sp", options=...)` is given. FSDP and checkpoints are the program's."""
+        """Return the options of `torch.compile(model, backend="sp", options=...)`.
+
+        FSDP and checkpoints are not options: the program applies them.
+        """
         return merge_options(self.given, self.config.options)
 
     @property
     def required_changes(self) -> str:
-        """What the program has to do beside the options."""
+        """Return the changes that the program needs in addition to the options."""
         words = ["torch.utils.checkpoint around each layer"] if self.checkpoint else []
         words += [f"fully_shard over the {self.ranks} ranks"] if self.state == "sharded" else []
         return " and ".join(words)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Return the tokens per second of all ranks together."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class StepPlan:
-    """What was found; `str(plan)` is a table. memory: of a device. host_memory: of the host, for each rank.
+    """The result of `plan`; `str(plan)` is a table."""
 
-    rows: of each number of ranks, the fastest first. changes: what would have to change, for numbers of ranks on which
-    nothing fits. notes: what was not tried, and why.
-    unit: that sizes are shown in.
-    """
-
-    memory: float
-    weights: ModelBytes
-    rows: list[Variant] = field(default_factory=list)
+    memory: float  # bytes of a device
+    weights: ModelBytes  # bytes of the model
+    rows: list[Variant] = field(default_factory=list)  # the variants of each number of ranks, the fastest first
+    # the required change for each number of ranks on which nothing fits
     changes: dict[int, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # variants that were not tried, and the reasons
+    # the unit of sizes in the table
     unit: SizeUnit = SizeUnit("GB")  # noqa: RUF009  (it does not change)
-    host_memory: float | None = None
+    host_memory: float | None = None  # bytes of the host for each rank; None for no limit
 
     @property
     def best(self) -> Variant:
-        """The fastest that fits, with the least on the host. Raises SpError: nothing does; it says what to change."""
+        """Return the fastest variant that fits, with the least memory on the host.
+
+        Raises:
+            SpError: Nothing fits; the error contains the required changes.
+        """
         fitting = [row for row in self.rows if row.fits]
         if not fitting:
             raise SpError(
@@ -126,11 +123,25 @@ class StepPlan:
         return min(fitting, key=_time_key)
 
     def of(self, ranks: int) -> Variant | None:
-        """The fastest on so many ranks; None if nothing fits."""
+        """Return the fastest variant on a number of ranks.
+
+        Args:
+            ranks: The number of ranks.
+
+        Returns:
+            The variant; None if nothing fits.
+        """
         return min((r for r in self.rows if r.ranks == ranks and r.fits), key=_time_key, default=None)
 
     def fits_on_device(self, ranks: int) -> bool:
-        """Does anything fit on so many ranks with nothing on the host?"""
+        """Return True if a variant fits with nothing on the host.
+
+        Args:
+            ranks: The number of ranks.
+
+        Returns:
+            True if such a variant exists.
+        """
         return any(row.fits and not row.offload for row in self.rows if row.ranks == ranks)
 
     def __str__(self) -> str:
@@ -161,7 +172,7 @@ class StepPlan:
 
 
 def _time_key(row: Variant) -> tuple[float, float]:
-    """Seconds; of ways that take as long, what waits on the host."""
+    """Return the sort key: seconds, then bytes on the host."""
     return row.seconds, row.host
 
 
@@ -180,7 +191,7 @@ MORE_COLUMNS: dict[str, Callable[[Variant], Any]] = {
     "s/step": lambda r: f"{r.seconds:.3g}",
     "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
 }
-"""Of a plan's table, before and behind the memory."""
+"""Columns of the table of a plan, before and after the memory."""
 
 
 def plan(
@@ -195,16 +206,27 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> StepPlan:
-    """What fits on so many ranks of so much memory, and how fast it is. The model may be on "meta", so that none runs.
+    """Find the configurations of a training step that fit into memory, and predict their seconds.
 
-    inputs: of the model, whole: a tensor, several, or a dict of keyword arguments. memory: of a device, in bytes or as
-    "80GB", "75GiB". host_memory: of the host for each rank, for what waits there; None: as much as it takes. ranks:
-    numbers of ranks that share the sequence and, by FSDP, parameters, gradients and the optimizer's state. optimizer:
-    as for `explain`. cost: constants of the cost model, of an H100 but for those given (a CPU where the model is on
-    one). config: other fields of SPConfig, which then are in the options of every way, and keyword arguments of the
-    model; those that are called as one of these go into `kwargs`. attention, layout, tiles, offload and state are
-    tried, unless they are given. Raises SpError as `explain` does, for a memory or ranks that are none, and for a
-    model that is no module.
+    The model may be on the "meta" device; nothing of it runs then. Attention, layout, tiles, offload and state are
+    varied unless they are passed as options.
+
+    Args:
+        model: The model.
+        inputs: Its global inputs: a tensor, a sequence, or a dict of keyword arguments.
+        memory: Memory of a device, in bytes or as "80GB" or "75GiB".
+        ranks: Numbers of ranks that share the sequence and, by FSDP, parameters, gradients and optimizer state.
+        host_memory: Memory of the host for each rank, for offloaded values; None for no limit.
+        optimizer: The optimizer or its class, as for `explain`.
+        cost: Constants that replace those of the cost model, an H100 (a CPU if the model is on one).
+        kwargs: Keyword arguments of the model whose names are also arguments of this function or fields of `SPConfig`.
+        **config: Other fields of `SPConfig`, which all variants contain, and keyword arguments of the model.
+
+    Returns:
+        The plan.
+
+    Raises:
+        SpError: As `explain` does; also for an invalid memory or number of ranks, and if the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")
@@ -243,9 +265,10 @@ def plan(
 
 
 def _is_settled(found: StepPlan, n: int) -> bool:
-    """Can no checkpoints and no smaller tiles be better? It fits; or copies to the host take no longer than the rest.
+    """Return True if neither checkpoints nor smaller tiles can be faster.
 
-    As it is written, a step takes no longer than with anything computed again, or in more tiles.
+    That is so if the variant fits, or if copies to the host take no longer than the rest. A step without changes takes
+    no longer than one with recomputation or more tiles.
     """
     best = found.of(n)
     least = min((row.seconds for row in found.rows if row.ranks == n and not row.checkpoint), default=0.0)
@@ -253,14 +276,14 @@ def _is_settled(found: StepPlan, n: int) -> bool:
 
 
 def _tokens(values: Iterable[Any]) -> int:
-    """Positions of the program's largest input of integers, or of its first dims."""
+    """Return the number of elements of the largest integer input, or of the first dims of another one."""
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.ndim]
     ids = [x.numel() for x in tensors if not x.is_floating_point()]
     return max(ids or [x.shape[:2].numel() for x in tensors], default=0)
 
 
 def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], asked_tiles: int | str | None) -> None:
-    """At each number of ranks with the fastest attention, until it fits with nothing on the host."""
+    """Examine each number of ranks with the fastest attention, until it fits with nothing on the host."""
     tiles = "auto" if asked_tiles is None else asked_tiles
     attends = {n: planner.attention_choices(n) for n in wanted if planner.constant(n) < found.memory}
     tiled: dict[int, int] = {}
@@ -280,7 +303,7 @@ def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], as
             found.notes += [note for note in _graph_breaks(step) if note not in found.notes]
             for attend in attends[step.config.ranks]:
                 found.rows += [_make_variant(planner, **row) for row in planner.plan_rows(step, attend)]
-        # An estimate settles nothing: what it says to fit may not.
+        # An estimate is not final: a variant that it predicts to fit may not fit.
         _refine_best(planner, found, [n for n in left if _is_settled(found, n)], near=False)
         if not again and tiles != TILE_COUNTS and not found.rows:
             return
@@ -299,7 +322,7 @@ def _plan_first(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], as
 
 
 def _graph_breaks(looked: PlannedStep) -> list[str]:
-    """Where the program is several graphs."""
+    """Return the places where the program is split into graphs."""
     return [
         f"{one.where}: {one.text}; {SEVERAL_GRAPHS}" for one in looked.dry_run.report.find_notes(NoteKind.GRAPH_BREAK)
     ]
@@ -327,7 +350,10 @@ def _make_variant(planner: StepPlanner, way: PlanConfig, **found: Any) -> Varian
 
 
 def _refine_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], near: bool = True) -> None:
-    """Until what seems best on each of these numbers of ranks was looked at. near: and once at what nearly fits."""
+    """Examine variants until the best one on each number of ranks is not an estimate.
+
+    If near, variants that almost fit are examined once, too.
+    """
     missed: set[int] = set()
     for left in reversed(range(MAX_PLAN_ROUNDS)):
         if not (open_ways := [row for n in wanted for row in _unplanned_best(found, n, near and n not in missed)]):
@@ -337,7 +363,10 @@ def _refine_best(planner: StepPlanner, found: StepPlan, wanted: Sequence[int], n
 
 
 def _unplanned_best(found: StepPlan, n: int, near: bool = True) -> list[Variant]:
-    """What seems to be best on so many ranks. near: and of what would be faster and nearly fits, what holds least."""
+    """Return the estimated variant that seems to be the best on a number of ranks.
+
+    If near, this includes the smallest of the faster variants that almost fit.
+    """
     best = found.of(n)
     rows = [row for row in found.rows if row.ranks == n and not row.fits and row.memory <= NEAR_RATIO * found.memory]
     faster = [row for row in rows if best is None or EQUAL_RATIO * row.seconds < best.seconds]
@@ -346,9 +375,9 @@ def _unplanned_best(found: StepPlan, n: int, near: bool = True) -> list[Variant]
 
 
 def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant], refines: bool) -> None:
-    """Look at these, and have what was seen in their place; and another share, where that is enough.
+    """Examine these variants and replace their rows; try another share on the host if that is enough.
 
-    refines: where it only seems to be, too.
+    If refines, another share is also tried for estimates.
     """
     seen = {step.config: step for step in planner.plan_steps([row.config for row in rows])}
     for row in rows:
@@ -374,14 +403,17 @@ def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant],
 
 
 def _without_offload(row: Variant) -> PlanConfig:
-    """The same with nothing on the host."""
+    """Return the variant with nothing on the host."""
     return replace(row.config, offload=0.0)
 
 
 def _share_that_fits(
     planner: StepPlanner, known: Mapping[float, Variant], made: Variant, memory: float
 ) -> float | None:
-    """The least share that is not known yet with which a way fits, if what it holds falls evenly; None of none."""
+    """Return the least new share with which a variant fits; None if there is none.
+
+    Memory is assumed to decrease linearly with the share.
+    """
     if (here := known.get(0.0)) is None or here.memory <= made.memory:
         return None
     wanted = made.offload * (here.memory - memory) / (here.memory - made.memory)
@@ -390,7 +422,7 @@ def _share_that_fits(
 
 
 def _required_change(planner: StepPlanner, found: StepPlan, n: int) -> str:
-    """What would have to change for one number of ranks."""
+    """Return the change that is required for one number of ranks."""
     rows = [row for row in found.rows if row.ranks == n]
     more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more)}" if more else ""

@@ -1,9 +1,9 @@
-"""What a plan looks at: a model lowered with certain options, and what other ways would hold and take beside that.
+"""Examine a model lowered with certain options, and estimate memory and seconds of other options from it.
 
-What a rank holds is what `explain` says (`StepMemory`, of layers that are unrolled). With another attention, moments at
-its lines hold as much more or less as the cost model says of that. Seconds are products at `flops`, other kernels at
-`memory_bandwidth`, attention and exchanges as the cost model has them, and one pass of the optimizer over its state.
-Where a way does not fit, the least share of what is kept goes to the host with which it does; copies hide behind all.
+The memory of a rank is that of `explain` (`StepMemory`, with all layers). For another attention, the moments at its
+lines change by the difference in the cost model. Seconds are products at `flops`, other kernels at `memory_bandwidth`,
+attention and exchanges by the cost model, and one pass of the optimizer over its state. If a variant does not fit, the
+least sufficient share of saved values goes to the host; copies overlap with all other work.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ from .explain import explain_configs, find_attentions, similar_layers
 
 SHARDED_STATE, REPLICATED_STATE = STATES = ("sharded", "on every rank")
 OFFLOAD_SHARES = tuple(i / 20 for i in range(1, 21))
-"""Of what is kept, to the host."""
+"""Shares of saved values that may go to the host."""
 SAMPLE_SHARE = 2
-"""Ranks on which the model's attentions are looked for."""
+"""Number of ranks of the dry run that finds the attentions of a model."""
 AUTO = "auto", "auto"
 GC_THRESHOLD = 50_000
-"""Objects that come before the garbage collector does."""
+"""New objects after which the garbage collector runs."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a model is lowered. again: is each of its layers computed again in the backward?"""
+    """Options with which a model is lowered."""
 
-    ranks: int
+    ranks: int  # number of ranks
     attention: str
     layout: str
-    checkpoint: bool
+    checkpoint: bool  # True if each layer is recomputed in the backward
     tiles: int | str
     state: str
-    offload: float = 0.0
+    offload: float = 0.0  # the share of saved values on the host
 
     @property
     def key(self) -> tuple[str, str]:
-        """Of its attention."""
+        """Return the key of its attention."""
         return self.attention, self.layout
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the backend."""
+        """Return the options of the backend."""
         asked = {"attention": self.attention, "layout": self.layout, "tiles": self.tiles}
         asked |= (
             {"state": "sharded", "param_grads": "partial"} if self.state == SHARDED_STATE else {"param_grads": "reduce"}
@@ -82,24 +82,24 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """One strategy and layout for all attentions of a model: what each becomes, and how many there are."""
+    """One strategy and layout for all attentions of a model."""
 
-    key: tuple[str, str]
-    found: Sequence[tuple[Candidate, float]] = ()
+    key: tuple[str, str]  # the strategy and the layout
+    found: Sequence[tuple[Candidate, float]] = ()  # each candidate and the number of attentions
 
     @property
     def seconds(self) -> float:
-        """Forward and backward, of all."""
+        """Return the seconds of all attentions, forward and backward."""
         return sum(c.seconds * count for c, count in self.found)
 
     @property
     def forward(self) -> float:
-        """Seconds of the forward alone."""
+        """Return the seconds of the forward."""
         return sum(c.forward * count for c, count in self.found)
 
     @property
     def memory(self) -> float:
-        """Bytes of the one that holds most."""
+        """Return the bytes of the largest attention."""
         return max((c.memory for c, _ in self.found), default=0.0)
 
 
@@ -109,9 +109,9 @@ LargestMoments: TypeAlias = tuple[float, str]
 
 @dataclass(frozen=True)
 class _PeakMemory:
-    """Of a step with a share on the host: the largest moments at attention's lines, and elsewhere; host: bytes there.
+    """Peaks of a step with a share on the host: at the lines of attention, and elsewhere.
 
-    Each where FSDP shares the state over the way's ranks, and where it does not.
+    Each is stored for state that FSDP shards over the ranks, and for replicated state. host: bytes on the host.
     """
 
     step: StepMemory
@@ -134,7 +134,7 @@ class _PeakMemory:
         return _PeakMemory(step, near, away, step.offloaded.nbytes if step.offloaded is not None else 0.0)
 
     def with_offload(self, other: _PeakMemory, share: float) -> _PeakMemory:
-        """With so much of what the other one has on the host."""
+        """Return the peaks with this share of the other step's values on the host."""
         near, away = (
             tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(mine, others))
             for mine, others in ((self.near_attention, other.near_attention), (self.away, other.away))
@@ -142,7 +142,7 @@ class _PeakMemory:
         return _PeakMemory(self.step, near, away, share * other.host)  # type: ignore[arg-type]
 
     def memory(self, state: str, n: int, more: float = 0.0) -> LargestMoments:
-        """The peak of a rank and its phase, where an attention holds so much more."""
+        """Return the peak of a rank and its phase, where attention needs `more` bytes."""
         whole = state != SHARDED_STATE
         (near, phase), away = self.near_attention[whole], self.away[whole]
         values, phase = max((near + more, phase), away)
@@ -153,45 +153,49 @@ class _PeakMemory:
 
 @dataclass
 class PlannedStep:
-    """A look at a way. exact: do a few layers stand for all, so that any share on the host is a number of layers?"""
+    """Result of examining a configuration."""
 
     config: PlanConfig
     dry_run: DryRunResult
-    exact: bool
+    exact: bool  # True if a few layers represent all, so any share on the host is a number of layers
     _known: dict[float, _PeakMemory] = field(default_factory=dict)
 
     @property
     def step(self) -> StepMemory:
-        """As it was asked for."""
+        """Return the step with the requested share."""
         assert self.dry_run.report.step is not None
         return self.dry_run.report.step
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes that the forward leaves for the backward, wherever."""
+        """Return the bytes that the forward saves for the backward, on the device and the host."""
         return self.step.saved + (self.step.offloaded.nbytes if self.step.offloaded is not None else 0)
 
     @property
     def max_tiles(self) -> int:
+        """Return the largest number of tiles of a region."""
         return max((one.tiles for one in self.dry_run.report.tiled), default=0)
 
     @property
     def recomputes_attention(self) -> bool:
-        """Is attention computed again in the backward?"""
+        """Return True if the backward recomputes attention."""
         return bool(self.dry_run.report.find_notes(NoteKind.RECOMPUTED))
 
     def actual_attention(self, attend: AttentionChoice) -> AttentionChoice:
-        """What the attentions are in fact, if it is theirs. On one rank nothing is decided."""
+        """Return the attentions of the step, if they are of this choice.
+
+        On one rank there is no choice.
+        """
         found = [(d.chosen, d.nodes) for d in self.dry_run.report.attention]
         return AttentionChoice(self.config.key, found) if found and attend.key == self.config.key else attend
 
     @property
     def attention(self) -> float:
-        """Bytes of the attention that holds most."""
+        """Return the bytes of the largest attention."""
         return max((d.chosen.memory for d in self.dry_run.report.attention), default=0.0)
 
     def peak_memory(self, share: float) -> _PeakMemory:
-        """With this share on the host."""
+        """Return the peaks with this share on the host."""
         if share not in self._known:
             self._known[share] = self._peak_memory(share)
         return self._known[share]
@@ -212,28 +216,28 @@ class PlannedStep:
 
     @property
     def covers_any_share(self) -> bool:
-        """Would a look with any other share on the host say the same as this one does of that?"""
+        """Return True if the step is exact for any share on the host."""
         return self.exact and not self.recomputes_attention
 
     def is_exact(self, attend: AttentionChoice, state: str, share: float) -> bool:
-        """Would a look with these options say the same?"""
+        """Return True if a dry run with these options would return the same numbers."""
         same = attend.key == self.config.key and state == self.config.state
         return same and (share == self.config.offload or self.covers_any_share)
 
     def seconds(self, attend: AttentionChoice, machine: Machine) -> float:
-        """Of a step, but for exchanges of weights and gradients, the optimizer and copies to the host."""
+        """Return the seconds of a step without exchanges of weights and gradients, optimizer and copies."""
         flops, traffic = self._work
         found = attend.seconds + (attend.forward if self.recomputes_attention else 0.0)
         return found + flops / machine.flops + machine.copy(traffic) + self._exchange_seconds(machine)
 
     @cached_property
     def _work(self) -> tuple[int, int]:
-        """FLOPs of products, and bytes that other kernels read and write."""
+        """Return the FLOPs of products, and the bytes that other kernels read and write."""
         walks = [walk for graph in self.step.graphs for walk in (graph.forward, graph.backward) if walk is not None]
         return sum(walk.flops for walk in walks), sum(walk.traffic for walk in walks)
 
     def _exchange_seconds(self, machine: Machine) -> float:
-        """Seconds of the exchanges besides attention's and gradients'."""
+        """Return the seconds of all exchanges but those of attention and gradients."""
         found = 0.0
         for exchange in self.dry_run.report.exchanges:
             if exchange.of_attention or exchange.op == "reduce_grad":
@@ -247,24 +251,19 @@ class PlannedStep:
 
 @dataclass
 class StepPlanner:
-    """A model, and what is tried with it. blocks: to be checkpointed.
-
-    shares: of what is kept that may go to the host, from nothing on; or offload: the one that does. host: bytes that it
-    has for a rank.
-    options: that all ways have. per_weight: bytes of the optimizer's state for a byte of parameters. tokens: of a step.
-    """
+    """A model, and the variants to examine."""
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     machine: Machine
-    options: Mapping[str, Any]
-    shares: Sequence[float]
-    per_weight: float
-    tokens: int
-    blocks: Sequence[nn.Module]
-    offload: float = 0.0
-    host: float = math.inf
+    options: Mapping[str, Any]  # options of all variants
+    shares: Sequence[float]  # the shares of saved values that may go to the host, from 0
+    per_weight: float  # bytes of optimizer state for a byte of parameters
+    tokens: int  # tokens of a step
+    blocks: Sequence[nn.Module]  # modules to checkpoint
+    offload: float = 0.0  # the fixed share on the host, if one is passed
+    host: float = math.inf  # bytes of the host for a rank
     _steps: dict[PlanConfig, PlannedStep] = field(default_factory=dict)
     _choices: dict[int, list[AttentionChoice]] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
@@ -274,10 +273,11 @@ class StepPlanner:
 
     @cached_property
     def weights(self) -> ModelBytes:
+        """Return the bytes of the model."""
         return ModelBytes.of(self.model)
 
     def states(self, n: int) -> Sequence[str]:
-        """Where the state may be, the one first that most is known of."""
+        """Return the possible placements of the state, the best known one first."""
         if n == 1:
             return (REPLICATED_STATE,)
         if "state" in self.options:
@@ -285,7 +285,7 @@ class StepPlanner:
         return STATES
 
     def plan_steps(self, ways: Sequence[PlanConfig]) -> list[PlannedStep]:
-        """At each of these that can be; all with the same checkpoints are traced once."""
+        """Examine the possible configurations; those with equal checkpoints are traced once."""
         new = [way for way in dict.fromkeys(ways) if way not in self._steps]
         depth = similar_layers(self.model)
         for again in (False, True):
@@ -313,7 +313,7 @@ class StepPlanner:
 
     @cached_property
     def _shapes(self) -> list[tuple[AttentionShape, float]]:
-        """Each shape of attention, and how many there are. With one strategy that splits all of them."""
+        """Return each shape of attention and its count, from a strategy that splits all of them."""
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
         given = self._make_dry_run(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
         with _reduce_gc():
@@ -327,7 +327,7 @@ class StepPlanner:
         return list(count.items())
 
     def attention_choices(self, n: int) -> list[AttentionChoice]:
-        """Strategies and layouts that all attentions can have on so many ranks and the options allow, fastest first."""
+        """Return the strategies and layouts that the options allow for all attentions, fastest first."""
         if n not in self._choices:
             self._choices[n] = self._find_attention_choices(n)
         return self._choices[n]
@@ -343,20 +343,25 @@ class StepPlanner:
         kinds = [one.name for one in attention_strategies() if kind in ("auto", one.name)]
         alike = [self._attention_choice(n, key, key[1]) for key in product(kinds, layouts)]
         found = [one for one in alike if any(c.layout == one.key[1] for c, _ in one.found)]
-        for key in product(dict.fromkeys([*kinds, kind]), [layout]):  # as local attention beside global one
+        for key in product(
+            dict.fromkeys([*kinds, kind]), [layout]
+        ):  # such as local attention in addition to global attention
             each = [one for order in layouts if (one := self._attention_choice(n, key, order)).found]
             mixed = min(each, key=lambda one: one.seconds, default=None)
             found += [mixed] if mixed is not None and all(one.found != mixed.found for one in found) else []
         return sorted(found, key=lambda one: (one.memory > self.machine.memory, one.seconds))
 
     def _attention_choice(self, n: int, key: tuple[str, str], order: str) -> AttentionChoice:
-        """What `explain` takes, if the program keeps its sequence in this order; of nothing, where that cannot be."""
+        """Return the choice of `explain` if the program stores its sequence in this order.
+
+        Return None if that is not possible.
+        """
         shapes = [(replace(shape, n=n, order=LAYOUTS[order]), count) for shape, count in self._shapes]
         found = [(c, count) for shape, count in shapes if (c := _best_candidate(shape, *key, self.machine)) is not None]
         return AttentionChoice(key, found if len(found) == len(shapes) else [])
 
     def refusal_reason(self, n: int) -> str:
-        """Why nothing can be on so many ranks."""
+        """Return the reason why nothing is possible on a number of ranks."""
         if n in self._problems:
             return self._problems[n]
         asked = {name: self.options[name] for name in PLAN_OPTIONS if self.options.get(name, "auto") != "auto"}
@@ -370,7 +375,7 @@ class StepPlanner:
         return f"{words} cannot be ({'; '.join(sorted(legal)) or 'no candidate'}); leave it out"
 
     def plan_rows(self, looked: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
-        """What is known of an attention on these ranks: with nothing on the host, and with the least that fits."""
+        """Return variants of an attention: with nothing on the host, and with the least share that fits."""
         n = looked.config.ranks
         for state in self.states(n):
             here = self.plan_row(looked, attend, state, self.offload)
@@ -383,7 +388,10 @@ class StepPlanner:
                 yield least
 
     def min_offload(self, looked: PlannedStep, attend: AttentionChoice, state: str) -> dict[str, Any] | None:
-        """With the least share on the host that fits; with the largest that the host has room for, where none does."""
+        """Return the variant with the least share on the host that fits.
+
+        If none fits, return that with the largest share for which the host has memory.
+        """
         shares = self.shares[: bisect_right(self.shares, self.host, key=lambda share: looked.peak_memory(share).host)]
         if not shares:
             return None
@@ -391,7 +399,7 @@ class StepPlanner:
         return self.plan_row(looked, attend, state, shares[first])
 
     def plan_row(self, looked: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
-        """What is said of one way."""
+        """Return the variant of these options."""
         held, n, machine, weights = looked.peak_memory(share), looked.config.ranks, self.machine, self.weights
         other = attend.key != looked.config.key
         memory, phase = held.memory(state, n, attend.memory - looked.attention if other else 0.0)
@@ -418,7 +426,7 @@ class StepPlanner:
         }
 
     def largest_value(self, way: PlanConfig) -> str:
-        """The line of the largest value at the peak of what was looked at that is nearest to a way."""
+        """Return the line of the largest value at the peak of the most similar examined step."""
         alike = [one for one in self._steps.values() if one.config.ranks == way.ranks]
         looked = max(
             alike, key=lambda one: sum(a == b for a, b in zip(asdict(one.config).values(), asdict(way).values()))
@@ -427,7 +435,7 @@ class StepPlanner:
         return step.summary(max(step.points(), key=lambda point: point.nbytes), most=1)[0][1]
 
     def constant(self, n: int) -> float:
-        """Bytes of a rank, values apart, with state in shards if there are several."""
+        """Return the constant bytes of a rank; state is sharded if there are several ranks."""
         return sum(self.weights.sharded_bytes(n, self.per_weight)) + self.weights.buffers
 
 
@@ -435,13 +443,16 @@ PLAN_OPTIONS = "attention", "layout"
 
 
 def merge_options(given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan was given, and what a way is; what becomes of gradients is the program's, where it says that."""
+    """Return the options of a variant, merged with those passed to the plan.
+
+    An option for gradients that the program defines is preserved.
+    """
     return {**given, **options, **{name: given[name] for name in ("param_grads",) if name in given}}
 
 
 @contextmanager
 def _reduce_gc() -> Iterator[None]:
-    """The garbage collector passes over what was there before, all of torch, and comes seldom: a fifth of a look."""
+    """Make the garbage collector ignore existing objects and run rarely: it takes a fifth of a dry run."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *before[1:])
@@ -453,7 +464,10 @@ def _reduce_gc() -> Iterator[None]:
 
 
 def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Machine) -> Candidate | None:
-    """The best of a strategy and a layout, or of "auto"; what needs least, where none fits a device."""
+    """Return the best candidate of a strategy and a layout, or of "auto".
+
+    If none fits a device, return the one with the least memory.
+    """
     found = [c for c in candidates_in_order(shape, machine) if kind in ("auto", c.kind)]
     if layout != "auto":
         found = [c for c in found if not c.relayout]
@@ -464,5 +478,5 @@ def _best_candidate(shape: AttentionShape, kind: str, layout: str, machine: Mach
 
 
 def _with_program_order(shape: AttentionShape) -> AttentionShape:
-    """In a program that keeps its order; what is dealt stays so."""
+    """Return the shape in a program that preserves its order; a balanced one stays balanced."""
     return shape if shape.order.is_balanced else replace(shape, order=CONTIGUOUS)

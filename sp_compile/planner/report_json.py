@@ -1,4 +1,4 @@
-"""Reports and plans as JSON: names and units stay as they are while "version" is 1; fields may be added.
+"""Convert reports and plans to JSON; names and units are stable while "version" is 1, fields may be added.
 
     {"format": "sp_compile.report", "version": 1, "ranks": 8, "inputs": {"ids": [1]}, "constraints": ["..."],
      "rewrites":    [{"kind": "rewritten", "subject": "ulysses", "done": "ulysses", "node": "...",
@@ -23,10 +23,10 @@
      "changes": {"8": "..."}, "notes": ["..."]}
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
-what is there all the time: parameters and the optimizer's state in so many shards, buffers and inputs. values: beside
-it, with gradients, and weights that are whole. unit: that of the memory which was asked for. looked: is the way
-predicted with these very options, or estimated from others? error: relative, the largest; null where it is infinite.
-What options hold that is no JSON is there as its text.
+bytes throughout the step: parameters and optimizer state in `shards` shards, buffers and inputs. values: all other
+values, with gradients and gathered weights. unit: that of the requested memory. looked: true if predicted with
+exactly these options, false if estimated from others. error: the largest relative error; null if it is infinite.
+Options that are not JSON are stored as their text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_ALIVE_VALUES = 20
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """What `explain` or `verify` found."""
+    """Return the JSON of a report of `explain` or `verify`."""
     return {
         "format": "sp_compile.report",
         "version": VERSION,
@@ -108,7 +108,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def plan_json(plan: StepPlan) -> dict[str, Any]:
-    """What `plan` found."""
+    """Return the JSON of a plan."""
     best = plan.best if any(row.fits for row in plan.rows) else None
     return {
         "format": "sp_compile.plan",
@@ -146,14 +146,14 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
 
 
 def _option_json(value: Any) -> Any:
-    """An option: mappings with names as keys, and what is no JSON as its text."""
+    """Return an option as JSON: mappings with names as keys, and the text of other objects."""
     if isinstance(value, Mapping):
         return {str(name): _option_json(one) for name, one in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
-    """The user's lines in the order in which they run, as far as that is known."""
+    """Return the user's lines in the order in which they run, as far as it is known."""
     kept: Counter[str] = Counter()
     lines: dict[str, Any] = {}
     begins = {one.ends: one.where for one in report.tiled}
@@ -187,7 +187,7 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
             "done": list(dict.fromkeys(done[where])),
         }
         for where in lines
-        if where != UNKNOWN_LINE or kept[where]  # signs that order exchanges are of no line
+        if where != UNKNOWN_LINE or kept[where]  # tokens that order exchanges belong to no line
     ]
 
 

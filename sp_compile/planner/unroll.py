@@ -1,15 +1,14 @@
-"""A step of a model with many layers, from one of a program with a few of them that stand for the others.
+"""Extend the step of a program with a few layers to a model with all layers.
 
-What a layer takes while it runs is the same for each that it stands for; what it leaves for its backward, and the
-gradients that it makes, add up. So the moments of a layer are there as often as the layer is, in the model's order,
-each beside what those before it have left. Of layers 0, 1, and 2, which is of another kind, for the model's eight:
+The memory of a layer while it runs is the same for each layer that it represents. The values that it saves for its
+backward, and its gradients, add up. So the moments of a layer are repeated for each represented layer, in the model's
+order, each in addition to the values of earlier ones. Example: layers 0, 1, and 2, of another kind, for eight layers:
 
-    forward   ... 0 1 1 2 1 1 1 2 ...    what is kept grows with every layer
-    backward  ... 2 1 1 1 2 1 1 0 ...    what is kept falls, gradients grow
+    forward   ... 0 1 1 2 1 1 1 2 ...    saved bytes increase with every layer
+    backward  ... 2 1 1 1 2 1 1 0 ...    saved bytes decrease, gradients increase
 
-Of what may wait on the host, that goes first which frees most, as `OffloadValues` has it: bytes, times the layers
-that run
-until it is read. Copies are taken to end before the next layer does, as they do where it works for long.
+Offloadable values go to the host in the order of `OffloadValues`: the largest product of bytes and the number of layers
+that run until they are read. Copies are assumed to end before the next layer does, which holds if offload is efficient.
 """
 
 from __future__ import annotations
@@ -27,25 +26,22 @@ from sp_compile.passes.cost.step_memory import GraphStep
 from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue
 
 OffloadedBytes = Counter[tuple[str, str]]
-"""By a layer's path and the name of what it keeps: how many that it stands for, the first ones, send theirs."""
+"""By layer path and value name: the number of represented layers, from the first, that offload the value."""
 
 
 @dataclass(frozen=True)
 class _RepeatedLayer:
-    """One of the program. kept: what each that is like it leaves. may: names of that which may go.
-
-    made: bytes of the gradients that each makes.
-    """
+    """A layer of the program."""
 
     path: str
-    saved: Sequence[LiveValue]
-    can_offload: frozenset[str]
-    gradients: int = 0
+    saved: Sequence[LiveValue]  # values that each represented layer saves
+    can_offload: frozenset[str]  # names of the offloadable ones
+    gradients: int = 0  # bytes of its gradients
 
 
 @dataclass(frozen=True)
 class _WalkRange:
-    """Moments of a walk."""
+    """A range of moments of a walk."""
 
     begin: int
     end: int
@@ -53,11 +49,11 @@ class _WalkRange:
 
 @dataclass
 class _Unrolled(LivenessWalk):
-    """of: the moment of the program's walk that each is, by number. more: what is alive beside that."""
+    """The unrolled moments."""
 
     walk: LivenessWalk = field(default_factory=LivenessWalk)
-    of: list[int] = field(default_factory=list)
-    more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)
+    of: list[int] = field(default_factory=list)  # the index of each moment in the walk of the program
+    more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)  # the values that are alive in addition
 
     def alive(self, moment: int) -> list[LiveValue]:
         return sorted([*self.walk.alive(self.of[moment]), *self.more[moment]()], key=lambda held: -held.nbytes)
@@ -65,20 +61,20 @@ class _Unrolled(LivenessWalk):
 
 @dataclass(frozen=True)
 class Unroll:
-    """One graph's step, whatever of what layers keep is on the host. layers: of the program, as they run.
-
-    order: all that these stand for, each by the number of the one it is like. rest: bytes of what no layer keeps.
-    """
+    """The step of one graph for all layers, for any share on the host."""
 
     graph: GraphStep
-    layers: tuple[_RepeatedLayer, ...]
-    order: tuple[int, ...]
+    layers: tuple[_RepeatedLayer, ...]  # layers of the program, in execution order
+    order: tuple[int, ...]  # all layers, each by the index of its representative
     machine: Machine
-    rest: int
+    rest: int  # bytes of saved values that belong to no layer
 
     @staticmethod
     def of(graph: GraphStep, order: Sequence[str], machine: Machine) -> Unroll:
-        """order: as `FewLayers` has it; layers that are not in it are one each."""
+        """Return the unrolled step of a graph.
+
+        `order` is that of `FewLayers`; a layer that is not in it represents itself only.
+        """
         paths = [path for path, _ in _layer_starts(graph.forward)]
         back = _split_walk(graph.backward, paths) if graph.backward is not None else {}
         made = (
@@ -101,12 +97,12 @@ class Unroll:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes of all that is kept, where nothing is on the host."""
+        """Return the bytes of all saved values, with nothing on the host."""
         return self.rest + sum(_total_bytes(self.layers[i].saved) for i in self.order)
 
     @cached_property
     def offload_pieces(self) -> list[tuple[tuple[str, str], int]]:
-        """What may go and its bytes, as often as it is kept; first what frees most."""
+        """Return the offloadable values and their bytes, once per layer, in the order of offloading."""
         found = list[tuple[tuple[str, str], int, int]]()
         for place, i in enumerate(self.order):
             layer, idle = self.layers[i], len(self.order) - place
@@ -119,7 +115,7 @@ class Unroll:
         return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
 
     def share(self, share: float) -> OffloadedBytes:
-        """What goes, so that it is no more than this share of all that is kept."""
+        """Return the values to offload, at most this share of all saved bytes."""
         found, left = OffloadedBytes(), share * self.saved_bytes
         for key, nbytes in self.offload_pieces:
             if nbytes <= left:
@@ -128,7 +124,10 @@ class Unroll:
         return found
 
     def min_offload(self, fits: Callable[[GraphStep], bool]) -> OffloadedBytes:
-        """As little as lets the step fit: of what goes last, the smallest that is enough. All, if it does not fit."""
+        """Return the smallest set of values whose offload lets the step fit.
+
+        Of the last values, the smallest sufficient one is used. If the step never fits, return all.
+        """
         keys = [key for key, _ in self.offload_pieces]
         number = bisect_left(range(len(keys)), True, key=lambda n: fits(self.step(OffloadedBytes(keys[:n]))))
         if number:
@@ -140,7 +139,7 @@ class Unroll:
         return OffloadedBytes(keys[:number])
 
     def step(self, sent: OffloadedBytes | None = None) -> GraphStep:
-        """Of all layers, where this is on the host."""
+        """Return the step of all layers with these values on the host."""
         graph, sent = self.graph, OffloadedBytes() if sent is None else sent
         saved = self.rest + sum(map(_total_bytes, self._remaining_per_layer(sent)))
         nbytes = self.saved_bytes - saved
@@ -153,7 +152,7 @@ class Unroll:
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, sent: OffloadedBytes) -> Iterator[list[LiveValue]]:
-        """What each layer leaves on the device, in their order."""
+        """Return the values that each layer stores on the device, in layer order."""
         before = Counter[int]()
         for i in self.order:
             layer = self.layers[i]
@@ -161,18 +160,21 @@ class Unroll:
             before[i] += 1
 
     def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, behind: bool) -> _Unrolled:
-        """behind: is it the backward, which takes the layers in the other order and makes gradients?"""
+        """Return the unrolled walk.
+
+        If `behind`, it is the backward, which runs the layers in reverse order and creates gradients.
+        """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
         leave = list(self._remaining_per_layer(sent))
         kept, counts = [*chain(*leave)], [0, *accumulate(map(len, leave))]
-        more_kept = [0, *accumulate(map(_total_bytes, leave))]  # before each layer of all
+        more_kept = [0, *accumulate(map(_total_bytes, leave))]  # before each of all layers
         own_kept = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
         more_made = _suffix_sums([self.layers[i].gradients for i in self.order])
         own_made = _suffix_sums([layer.gradients for layer in self.layers])
         found = _Unrolled(walk=walk)
 
         def add(path: str, place: int, i: int, ended: int) -> None:
-            """A part, beside what all before that place keep in place of i of the program. ended: 1 for a layer."""
+            """Add a part of layer i of the program at a place of the order; ended is 1 for a layer."""
             made = more_made[place + ended] - own_made[i + ended] if behind else 0
             extra = more_kept[place] - own_kept[i]
             self._add(
@@ -196,7 +198,7 @@ class Unroll:
 
     @staticmethod
     def _add(found: _Unrolled, part: _WalkRange, kept: int, made: int, more: Callable[[], list[LiveValue]]) -> None:
-        """The part once more, beside what is kept and the gradients that are made."""
+        """Add the part again, with the saved values and the existing gradients."""
         for i in range(part.begin, part.end):
             one = found.walk.moments[i]
             found.moments.append(replace(one, nbytes=one.nbytes + kept + made, results=one.results + made))
@@ -209,14 +211,14 @@ def _total_bytes(held: Sequence[LiveValue]) -> int:
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:
-    """Sums of each and all behind it, and of none."""
+    """Return the sums of each number and all after it, and 0."""
     return [*accumulate(reversed(numbers), initial=0)][::-1]
 
 
 def _extra_values(
     kept: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], made: int, behind: bool
 ) -> list[LiveValue]:
-    """What is kept, the first so many, and made, without what the program itself has of these layers."""
+    """Return the first `count` saved values and gradients, without those of these layers."""
     origin = "saved" if behind else "result"
     own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.saved]
     found = [replace(held, origin=origin) for held in [*kept[:count], *own]]
@@ -228,7 +230,7 @@ OTHER_LAYERS_ORIGIN = "gradients of layers that are alike"
 
 
 def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
-    """Each layer and its first moment, in the order in which they run."""
+    """Return each layer and its first moment, in execution order."""
     found: dict[str, int] = {}
     for i, moment in enumerate(walk.moments):
         if moment.layer:
@@ -237,7 +239,7 @@ def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:
 
 
 def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRange]:
-    """What lies before these layers, each of them up to the next one, and what lies behind."""
+    """Split a walk: before these layers, each layer up to the next one, and after them."""
     begins = [(path, begin) for path, begin in _layer_starts(walk) if path in paths]
     last = max((i for i, moment in enumerate(walk.moments) if moment.layer), default=-1) + 1
     ends = [*(begin for _, begin in begins[1:]), last]
@@ -247,7 +249,7 @@ def _split_walk(walk: LivenessWalk, paths: Sequence[str]) -> dict[str, _WalkRang
 
 
 def _gradient_bytes(walk: LivenessWalk, part: _WalkRange) -> int:
-    """Bytes of gradients that are made in a part."""
+    """Return the bytes of gradients that a part creates."""
     if part.begin >= part.end:
         return 0
     behind = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]

@@ -1,4 +1,7 @@
-"""Scans on one device: the algorithm to read, and those that run. Every module here that is a way registers itself."""
+"""Single-device scans: a reference algorithm, and the implementations that run.
+
+Every module that implements a scan registers itself.
+"""
 
 import pkgutil
 from importlib import import_module

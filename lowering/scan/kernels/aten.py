@@ -1,4 +1,7 @@
-"""torch's own scans, along the last dim: forwards in one pass, in reverse with two more to turn the rows round."""
+"""Run the scans of torch along the last dim.
+
+A forward scan is one pass; a reverse scan flips the rows in two more.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,22 @@ from sp_compile.lowering.scan.scan_table import SMALL_SCAN, ScanLowering, ScanPr
 
 from .generic import DIM
 
-MIN_LINE_LENGTH = 64  # rows, of lines that the C++ takes longer to begin than torch to sum up
+MIN_LINE_LENGTH = 64  # rows of a line, up to which starting the C++ takes longer than a sum in torch
 
 
 def fits_aten(problem: ScanProblem) -> bool:
-    """Contiguous rows, no segments, and no total that torch has rounded already."""
+    """Return True for contiguous rows without segments, and without a total that torch has rounded."""
     if problem.inner != 1 or problem.segmented:
         return False
     return problem.kind == "extremes" or (problem.kind == "scan" and _is_exact(problem))
 
 
 def _launch_rank(problem: ScanProblem) -> int:
-    """First of what takes longer to launch from Python, and of many short lines on a CPU that need little computing."""
+    """Return the rank of torch's scans in the lowering table.
+
+    They are first for problems where a launch from Python dominates, and for many short lines on a CPU with little
+    computation.
+    """
     small = problem.outer * problem.length * problem.inner <= SMALL_SCAN
     simple = problem.kind == "scan" and problem.op != "logsumexp" and not problem.reverse
     short = problem.device == "cpu" and problem.inner == 1 and problem.length < MIN_LINE_LENGTH and simple
@@ -29,16 +36,16 @@ def _launch_rank(problem: ScanProblem) -> int:
 
 
 def _is_exact(problem: ScanProblem) -> bool:
-    """Does torch combine in the wanted dtype or a wider one, and return what the total must not lose?"""
+    """Return True if torch accumulates in the requested dtype or a wider one, and the total needs no more."""
     result, wanted = problem.result, problem.accumulate
     own = accumulate_dtype(problem.op, result, "cpu") if problem.device == "cpu" else result
     return torch.promote_types(own, wanted) == own and (not problem.total or result == wanted)
 
 
 def scan_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """torch.cumsum or its like; an exclusive one is written one row further. No total if torch has rounded it.
+    """Run `torch.cumsum` or a similar scan; write an exclusive result one row later.
 
-    The total may be a view of the result.
+    The total is None if torch has rounded it. It may be a view of the result.
     """
     monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
     out = torch.empty_like(x, dtype=dtype)
@@ -66,7 +73,7 @@ def _write_scan(monoid: Monoid, x: Tensor, out: Tensor) -> None:
 
 
 def extremes_aten(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """torch.cummax or torch.cummin."""
+    """Run `torch.cummax` or `torch.cummin`."""
     values, indices = MONOIDS[problem.op].cumulative(x.flip(DIM) if problem.reverse else x, DIM)
     if not problem.reverse:
         return values, indices

@@ -1,9 +1,9 @@
-"""The scan in blocks: few torch operations, each over one row of all blocks.
+"""Scan in blocks: few torch operations, each over one row of all blocks.
 
-Where the tree combines two states at a node, this one combines BLOCK, one after another: the blocks are reduced,
-their totals scanned in the same way, and the blocks scanned again, each from what the totals carry into it. Over n
-states that is at most 2n(1 + 2/BLOCK) combinations, of which about 2 * BLOCK for each of log_BLOCK(n) levels follow
-one another, and the states are read twice and written once.
+The tree combines two states at a node. This algorithm combines BLOCK states, one after another: it reduces the blocks,
+scans their totals in the same way, and scans the blocks again, each from the carry of the totals. Over n states that is
+at most 2n(1 + 2/BLOCK) combinations, of which about 2 * BLOCK for each of log_BLOCK(n) levels are sequential. The
+states are read twice and written once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ BLOCK_ROWS = 32
 def blocked_inclusive(
     combine: Combine, states: Any, dim: int, lift: Map = identity, lower: Map = identity
 ) -> tuple[Any, Any]:
-    """lower(each state combined with all before it along ``dim``), and the last of these not lowered.
+    """Return each state combined with all before it along ``dim``, lowered, and the last state unlowered.
 
-    As `tree.inclusive`, of lift(rows of states).
+    The arguments are those of `tree_inclusive`. `lift` converts rows of states before they are combined, `lower` the
+    results.
     """
     n = num_rows(states, dim)
     run = lift(slice_rows(states, dim, 0, None, BLOCK_ROWS))
@@ -46,7 +47,7 @@ def blocked_inclusive(
 
 
 def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -> Any:
-    """The combination of all states, of lift(rows of states): a tree like these with one row in ``dim``."""
+    """Return the combination of all lifted states: a tree like these, with one row in ``dim``."""
     n = num_rows(states, dim)
     if n > BLOCK_ROWS:
         done = n // BLOCK_ROWS * BLOCK_ROWS
@@ -60,7 +61,7 @@ def combine_all(combine: Combine, states: Any, dim: int, lift: Map = identity) -
 
 
 def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
-    """Of the whole blocks."""
+    """Return the totals of the complete blocks."""
     whole = num_rows(states, dim) // BLOCK_ROWS * BLOCK_ROWS
     run = lift(slice_rows(states, dim, 0, whole, BLOCK_ROWS))
     for row in range(1, BLOCK_ROWS):
@@ -69,7 +70,7 @@ def _block_totals(combine: Combine, states: Any, dim: int, lift: Map) -> Any:
 
 
 def _empty_results(like: Any, dim: int, n: int) -> Any:
-    """Uninitialised, with n rows."""
+    """Return uninitialized results with n rows."""
 
     def empty(leaf: Tensor) -> Tensor:
         shape = list(leaf.shape)

@@ -1,9 +1,9 @@
-"""The four kernels of the lowering table, made of any inclusive scan of states.
+"""Build the four kernels of the lowering table from any inclusive scan of states.
 
-x is (outer, length, inner), starts None or bool (outer|1, length, inner|1), all contiguous; every size may be 0.
-Results are contiguous, and no views of operands or of each other.
+x is (outer, length, inner); starts is None or bool (outer|1, length, inner|1). All are contiguous, and every size may
+be 0. Results are contiguous, and no views of operands or of each other.
 
-Rows of states: pytrees of tensors that have one size in a common dim.
+Rows of states are pytrees of tensors that have one size in a common dim.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ Map = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class GenericKernels:
-    """inclusive(combine, states, dim, lift, lower) -> results and the last state; total(combine, states, dim, lift).
+    """Kernels of a scan algorithm over states.
 
-    lift makes of rows of states what is combined, and lower of that what is returned, so that an algorithm which goes
-    over its rows in parts never holds all of them in the wider dtype.
+    `inclusive(combine, states, dim, lift, lower)` returns the results and the last state; `total(combine, states, dim,
+    lift)` returns the combination of all states. `lift` converts rows of states to the dtype that is combined, `lower`
+    converts them to the dtype that is returned. An algorithm that processes its rows in parts never stores all of them
+    in the wider dtype.
     """
 
     inclusive: Callable[[Combine, Any, int, Map, Map], tuple[Any, Any]]
     total: Callable[[Combine, Any, int, Map], Any]
 
     def fits(self, problem: ScanProblem) -> bool:
-        """Every problem."""
+        """Return True: every problem is supported."""
         return True
 
     def scan(self, problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-        """The scan of x in problem.result, and the total of the last segment, (outer, inner), in problem.accumulate."""
+        """Return the scan of x in problem.result, and the total of the last segment.
+
+        The total is (outer, inner), in problem.accumulate.
+        """
         monoid, dtype, accumulate = MONOIDS[problem.op], problem.result, problem.accumulate
         if not x.shape[DIM]:
             return x.new_empty(x.shape, dtype=dtype), _constant_row(x, monoid.identity(accumulate), accumulate)[:, 0]
@@ -52,7 +57,7 @@ class GenericKernels:
         return _copy_if_operand(out, x), total[:, 0].clone()
 
     def extremes(self, problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-        """The running max or min, like x, and its index, int64."""
+        """Return the running max or min, like x, and its index, int64."""
         index = torch.arange(x.shape[DIM], device=x.device)[:, None].expand_as(x)
         x, index, starts = _orient(problem.reverse, x, index, starts)
         (values, index), _ = self._scan(select_combine(problem.op), (x, index), starts, identity, identity)
@@ -60,7 +65,10 @@ class GenericKernels:
         return _copy_if_operand(values, x), index.contiguous()
 
     def linear(self, problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-        """h in problem.result: h_i = a_i * h_(i-1) + b_i; lagged: h_i = s_(i-1) + b_i with s_i = a_i * h_i."""
+        """Return h in problem.result, with h_i = a_i * h_(i-1) + b_i.
+
+        If lagged, h_i = s_(i-1) + b_i with s_i = a_i * h_i.
+        """
         accumulate = problem.accumulate
         a, b = _orient(problem.reverse, a, b)
         if problem.lagged:
@@ -77,7 +85,10 @@ class GenericKernels:
         return _copy_if_operand(h, b)
 
     def linear_total(self, problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
-        """factor and state (outer, inner): what goes into the recurrence comes out as factor * it + state."""
+        """Return the factor and the state of the recurrence as an affine map, (outer, inner) each.
+
+        The recurrence maps an initial state h to factor * h + state.
+        """
         accumulate = problem.accumulate
         if not a.shape[DIM]:
             return _constant_row(a, 1, accumulate)[:, 0], _constant_row(b, 0, accumulate)[:, 0]
@@ -107,16 +118,17 @@ def _cast_to(dtype: torch.dtype) -> Map:
 
 
 def identity(states: Any) -> Any:
+    """Return the states."""
     return states
 
 
 def _orient(reverse: bool, *tensors: Any) -> tuple[Any, ...]:
-    """The same tensors, or if reverse all turned round, which also undoes it."""
+    """Return the tensors, flipped along their rows if reverse. A second call undoes it."""
     return tuple(x if x is None or not reverse else x.flip(DIM) for x in tensors)
 
 
 def _copy_if_operand(result: Tensor, operand: Tensor) -> Tensor:
-    """A copy if the result is the operand, as the scan of one row may be."""
+    """Return a copy if the result is the operand, as the scan of one row may be."""
     return result.clone() if result.data_ptr() == operand.data_ptr() else result
 
 
@@ -125,24 +137,24 @@ def _constant_row(x: Tensor, value: float, dtype: torch.dtype) -> Tensor:
 
 
 def num_rows(states: Any, dim: int) -> int:
-    """The number of rows."""
+    """Return the number of rows."""
     return pytree.tree_leaves(states)[0].shape[dim]
 
 
 def slice_rows(states: Any, dim: int, *which: int | None) -> Any:
-    """The rows of slice(*which): views."""
+    """Return views of the rows of slice(*which)."""
     return pytree.tree_map(lambda leaf: leaf[(slice(None),) * (dim % leaf.ndim) + (slice(*which),)], states)
 
 
 def concat_rows(first: Any, second: Any, dim: int) -> Any:
-    """The rows of the one before those of the other; the first itself if the second has none."""
+    """Concatenate the rows of both; return `first` itself if `second` has no rows."""
     if not num_rows(second, dim):
         return first
     return pytree.tree_map(lambda *leaves: torch.cat(leaves, dim), first, second)
 
 
 def interleave_rows(lefts: Any, rights: Any, dim: int) -> Any:
-    """left, right, left, right ...; there may be one left more."""
+    """Interleave rows: left, right, left, right, ...; `lefts` may have one row more."""
 
     def woven(left: Tensor, right: Tensor) -> Tensor:
         at = dim % left.ndim

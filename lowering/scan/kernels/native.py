@@ -1,8 +1,10 @@
-"""Scans in C++ (`native.cpp`), in one pass over memory, compiled by Inductor's toolchain at the first call.
+"""Run scans in C++ (`native.cpp`), in one pass over memory.
 
-x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1). There is one library for each
-operation and pair of dtypes, which takes about a second to compile and is kept in Inductor's cache on disk. Without a
-compiler no problem fits.
+Inductor's toolchain compiles it at the first call.
+
+x is (outer, length, inner), contiguous; starts is None or bool (outer|1, length, inner|1). Each operation and pair of
+dtypes has its own library, which takes about a second to compile and is stored in Inductor's cache on disk. Without a
+compiler, no problem fits.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ OPERATORS = {"sum": "Add", "prod": "Multiply", "max": "Select<true>", "min": "Se
 
 PAGE, MADV_HUGEPAGE = 1 << 21, 14
 GRAIN = 1 << 15
-"""Elements from which on threads are worth their start."""
+"""Elements from which starting threads is worthwhile."""
 POINTERS = ("x", "b", "starts", "out", "indices", "states")
 
 _compile_lock = threading.Lock()
 
 
 def fits_native(problem: ScanProblem) -> bool:
-    """Return whether the problem is on a CPU, of dtypes that the C++ has, and a compiler translates it."""
+    """Return True if the problem is on a CPU, has supported dtypes, and a compiler translates it."""
     if problem.device != "cpu" or problem.dtype not in NAMES or problem.result not in NAMES:
         return False
     if _compute_dtype(problem) is None:
@@ -57,7 +59,7 @@ def fits_native(problem: ScanProblem) -> bool:
 
 
 def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
-    """Return the type to compute in; None if there is no kernel."""
+    """Return the dtype to compute in; None if there is no kernel."""
     floats = problem.result.is_floating_point
     if problem.op in ("max", "min"):
         # Every value of the dtype, and every index, is exact in it.
@@ -71,7 +73,7 @@ def _compute_dtype(problem: ScanProblem) -> torch.dtype | None:
 
 
 def _machine(problem: ScanProblem) -> str:
-    """Return the C++ type that scans."""
+    """Return the C++ type that runs the scan."""
     compute = NAMES[_compute_dtype(problem)]
     if problem.kind.startswith("linear"):
         return f"Linear<{compute}, {problem.lagged:d}, {problem.kind == 'linear_total':d}>"
@@ -94,7 +96,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
     types = f"#define MACHINE {machine}\n#define IN {operand}\n#define OUT {result}\n"
     try:
         kernel = compile_cpp(types + source, CPP_FLAGS).scan
-    except Exception as error:  # of the compiler, the loader or the file system: there are other ways to scan
+    except Exception as error:  # of the compiler, the loader or the file system: other implementations remain
         warnings.warn(f"scans on this CPU are slow, their C++ was not compiled: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
@@ -102,7 +104,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
 
 
 def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the scan of x, and the combination of the last segment."""
+    """Return the scan of x, and the total of the last segment."""
     x = x.to(_kernel_dtype(x.dtype, problem.result))
     out = x.new_empty(x.shape, dtype=problem.result)
     states = _run_native(problem, x, starts=starts, out=out)
@@ -111,14 +113,14 @@ def scan_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
 
 
 def extremes_native(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
-    """Return the running extremes, and their rows."""
+    """Return the running extremes, and their row indices."""
     out, indices = x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int64)
     _run_native(problem, x, starts=starts, out=out, indices=indices)
     return out, indices
 
 
 def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
-    """Return h_i = a_i * h_(i-1) + b_i."""
+    """Return h with h_i = a_i * h_(i-1) + b_i."""
     a, b = _of_one_dtype(a, b)
     h = b.new_empty(b.shape, dtype=problem.result)
     _run_native(problem, a, initial, b=b, out=h)
@@ -126,14 +128,14 @@ def linear_native(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
 
 
 def linear_total_native(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
-    """Return factor and state of the map that all rows make."""
+    """Return the factor and the state of the affine map of all rows."""
     a, b = _of_one_dtype(a, b)
     state, factor = _run_native(problem, a, b=b)
     return factor.clone(), state.clone()  # results of an operator share no memory
 
 
 def _kernel_dtype(dtype: torch.dtype, result: torch.dtype) -> torch.dtype:
-    """Return `dtype` if its values are those of `result`, else `result`, to which operands are rounded."""
+    """Return `dtype` if `result` represents its values exactly, else `result`."""
     wider = torch.promote_types(dtype, result) == result
     return dtype if wider and dtype.is_floating_point == result.is_floating_point else result
 
@@ -144,7 +146,10 @@ def _of_one_dtype(a: Tensor, b: Tensor) -> Pair:
 
 
 def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, **others: Tensor | None) -> Tensor:
-    """Fill the results among `others`, all contiguous; return the states after all rows, (planes, outer, inner)."""
+    """Fill the results among `others`; return the states after all rows, (planes, outer, inner).
+
+    All tensors are contiguous.
+    """
     dtype, kernel = _compute_dtype(problem), _native_kernel(problem, x.dtype)
     assert kernel is not None, "the problem does not fit"
     empty = MONOIDS[problem.op].identity(problem.result) if problem.op else 0
@@ -165,7 +170,10 @@ def _run_native(problem: ScanProblem, x: Tensor, initial: Tensor | None = None, 
 
 
 def _use_large_pages(result: Tensor) -> None:
-    """Ask Linux for large pages: it takes longer to give new memory in small ones than a scan takes to fill it."""
+    """Advise Linux to use large pages for the result.
+
+    Allocating new memory in small pages takes longer than a scan takes to fill it.
+    """
     begin, end = -(-result.data_ptr() // PAGE) * PAGE, (result.data_ptr() + result.nbytes) // PAGE * PAGE
     if sys.platform == "linux" and end - begin > PAGE:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)

@@ -1,3 +1,3 @@
-"""Scans on a GPU."""
+"""Register the scans on a GPU."""
 
 from . import triton_scan  # noqa: F401  (registers itself)

@@ -1,6 +1,6 @@
-"""Which way a scan goes on a GPU. Importing this needs triton.
+"""Choose the schedule of a scan on a GPU. Importing this module needs triton.
 
-On an H100 the way that is taken was the faster one on every shape that `benchmarks/gpu_scans.py` times (torch 2.11).
+On an H100 the chosen schedule was the faster one for every shape of `benchmarks/gpu_scans.py` (torch 2.11).
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ from .walk import scan_in_parts, scan_single_pass
 
 @dataclass(frozen=True)
 class TileSizes:
-    """walk: bytes of states that a program holds at once, and its warps.
+    """Tile sizes and thresholds of the schedules."""
 
-    programs: for each multiprocessor when a length is divided. enough: for each to leave it whole.
-    """
-
-    walk: tuple[int, int] = (8192, 4)
-    programs: int = 16
-    min_tiles: int = 4
+    walk: tuple[int, int] = (8192, 4)  # bytes of states that a program stores at once, and its number of warps
+    programs: int = 16  # programs per multiprocessor if a length is divided
+    min_tiles: int = 4  # programs per multiprocessor from which lengths are not divided
 
 
 WARP_BYTES = 1024
-"""Of states of 64 bits, without flags, a tile has a warp for so many: with half the warps some spill on sm_90."""
+"""Bytes of states per warp of a tile, for 64-bit states without flags; with half the warps some spill on sm_90."""
 
 INTERPRETER_SIZES = TileSizes((128, 1), programs=2, min_tiles=2)
-"""In Triton's interpreter, which runs an element at a time: small tiles, so that small tensors have many."""
+"""Tile sizes in Triton's interpreter: small, so that small tensors have several tiles."""
 
 
 SERIES = ("one", "parts")
 
 
 def choose_schedule(across: int, along: int, multiprocessors: int, sizes: TileSizes) -> str:
-    """The way of so many tiles across the lines and along them: parts, unless whole lines keep the device busy."""
+    """Return the schedule: parts of lines, unless undivided lines keep the device busy.
+
+    Args:
+        across: Number of tiles across the lines.
+        along: Number of tiles along a line.
+        multiprocessors: Number of multiprocessors of the device.
+        sizes: The thresholds.
+    """
     return "one" if across >= sizes.min_tiles * multiprocessors or along <= 2 else "parts"
 
 
@@ -50,14 +54,24 @@ _forced_schedule: Override[tuple[str, TileSizes | None]] = Override()
 
 
 def using_schedule(name: str, sizes: TileSizes | None = None) -> AbstractContextManager[None]:
-    """Every scan inside, on any thread, goes this way."""
+    """Run every scan within the context, on any thread, with this schedule."""
     if name not in SERIES:
         raise SpError("SP551", f"name: expected one of {', '.join(SERIES)}, got {name!r}.")
     return _forced_schedule.force((name, sizes))
 
 
 def run_sweep(sweep: Sweep, initial: State | None, out: State | None, total: bool) -> State | None:
-    """Scan. initial: what every line begins with, (1, lines). out: for results, like x. -> (1, lines), if asked for."""
+    """Run a scan.
+
+    Args:
+        sweep: The scan.
+        initial: (1, lines), the state before every line.
+        out: Memory for the results, like x.
+        total: True to return the total.
+
+    Returns:
+        The total, (1, lines), if requested.
+    """
     way, sizes = _forced_schedule.value or ("", None)
     sizes = sizes or (INTERPRETER_SIZES if triton.knobs.runtime.interpret else TileSizes())
     held, warps = sizes.walk

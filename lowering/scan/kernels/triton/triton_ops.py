@@ -1,8 +1,8 @@
-"""What the scan kernels combine, in Triton: one function an operation, and one for segments laid over it.
+"""Combine functions of the scan kernels, in Triton, and their variants for segments.
 
-A state is one tensor, or two: (maximum, sum of exponentials relative to it), (h, factor) or (value, index). The
-left operand is the earlier state. In a segmented state a flag comes first: nothing is carried into a state that
-holds the start of a segment. Importing this needs triton.
+A state is one tensor or two: (maximum, sum of exponentials relative to it), (h, factor) or (value, index). The left
+operand is the earlier state. A segmented state begins with a flag: nothing is carried into a state that contains the
+start of a segment. Importing this module needs triton.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _min(a, b):  # type: ignore[no-untyped-def]
 @triton.jit
 def _logsumexp(top_a, a, top_b, b):  # type: ignore[no-untyped-def]
     top = tl.where(top_b >= top_a, top_b, top_a)
-    # The weight of the larger is 1 by choice: two infinities have no difference.
+    # The weight of the larger is set to 1: the difference of two infinities is NaN.
     a = a * tl.where(top_a == top, 1.0, tl.exp(top_a - top))
     b = b * tl.where(top_b == top, 1.0, tl.exp(top_b - top))
     return top, a + b
@@ -95,7 +95,10 @@ def _segmented_argmin(start_a, a, at_a, start_b, b, at_b):  # type: ignore[no-un
 
 @triton.jit
 def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of two states without flags; of an operation of one tensor the second is a copy of the first."""
+    """Combine two states without flags.
+
+    For an operation of one tensor, the second tensor is a copy of the first.
+    """
     if OP == "linear":
         p, q = _linear(p_a, q_a, p_b, q_b)
     elif OP == "logsumexp":
@@ -119,7 +122,7 @@ def combine(p_a, q_a, p_b, q_b, OP: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def combine_where(here, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The states b, where ``here`` with the states a before them."""
+    """Return the states b, combined with the earlier states a where ``here`` is True."""
     both, both_q = combine(p_a, q_a, p_b, q_b, OP)
     p = tl.where(here, both, p_b)
     q = p
@@ -130,7 +133,7 @@ def combine_where(here, p_a, q_a, p_b, q_b, OP: tl.constexpr, PAIR: tl.constexpr
 
 @triton.jit
 def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inclusive scan along dim 0."""
+    """Scan states along dim 0, inclusive."""
     if OP == "linear":
         p, q = tl.associative_scan((p, q), 0, _linear)
     elif OP == "logsumexp":
@@ -154,7 +157,7 @@ def scan_states(p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inclusive scan along dim 0 of states with flags."""
+    """Scan states with flags along dim 0, inclusive."""
     if OP == "logsumexp":
         flag, p, q = tl.associative_scan((flag, p, q), 0, _segmented_logsumexp)
     elif OP == "argmax":
@@ -175,4 +178,4 @@ def scan_segments(flag, p, q, OP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 LEAF_KINDS = {"logsumexp": "exponentials", "linear": "linear", "argmax": "indexed", "argmin": "indexed"}
-"""What makes the state of one element, see `tiles._leaf`; of the other operations it is its "value"."""
+"""Kinds of the state of one element, see `triton_tiles._leaf_states`; "value" for other operations."""

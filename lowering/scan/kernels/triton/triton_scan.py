@@ -1,6 +1,8 @@
-"""The Triton row of the scans' lowering table: CUDA tensors, and any in Triton's interpreter.
+"""Implement scans in Triton for the lowering table.
 
-x is (outer, length, inner), contiguous; starts None or bool (outer|1, length, inner|1); every size may be 0.
+They run CUDA tensors, and all tensors in Triton's interpreter.
+
+x is (outer, length, inner), contiguous; starts is None or bool (outer|1, length, inner|1); every size may be 0.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
 
 
 def fits_triton(problem: ScanProblem) -> bool:
-    """Whether the kernels can run this."""
+    """Return True if the kernels support the problem."""
     if not all(map(is_scannable, (problem.dtype, problem.result, problem.accumulate))):
         return False
     return AVAILABLE and (problem.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
+    """Return the scan of x, and the total of the last segment."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
@@ -43,6 +46,7 @@ def scan_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
 
 
 def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> Pair:
+    """Return the running extremes, and their indices."""
     from .dispatch import run_sweep
     from .triton_tiles import State, Sweep
 
@@ -56,6 +60,7 @@ def extremes_triton(problem: ScanProblem, x: Tensor, starts: Tensor | None) -> P
 
 
 def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | None) -> Tensor:
+    """Return h with h_i = a_i * h_(i-1) + b_i."""
     from .dispatch import run_sweep
     from .triton_tiles import State
 
@@ -68,6 +73,7 @@ def linear_triton(problem: ScanProblem, a: Tensor, b: Tensor, initial: Tensor | 
 
 
 def linear_total_triton(problem: ScanProblem, a: Tensor, b: Tensor) -> Pair:
+    """Return the factor and the state of the affine map of all rows."""
     from .dispatch import run_sweep
 
     shape, accumulate = (a.shape[0], a.shape[2]), problem.accumulate
@@ -87,7 +93,7 @@ def _recurrence_sweep(problem: ScanProblem, a: Tensor, b: Tensor) -> Sweep:
 
 
 def _state_dtype(accumulate: torch.dtype) -> torch.dtype:
-    """What states are held in: no narrower than 32 bits."""
+    """Return the dtype of states: at least 32 bits."""
     if accumulate.itemsize == 8:
         return accumulate
     return torch.float32 if accumulate.is_floating_point else torch.int32

@@ -1,13 +1,14 @@
-"""What the scan kernels share. Importing this needs triton.
+"""Define the tiles, states and sweeps that the scan kernels share. Importing this module needs triton.
 
 A tensor (outer, length, inner) has outer * inner lines; line l is column l % inner of row l // inner. A program
-holds a tile of STEPS places in scan order (dim 0) by LINES lines (dim 1). Lines are neighbours in memory where
-inner > 1, places where inner == 1, so that either way a tile is read in whole runs.
+processes a tile of STEPS places in scan order (dim 0) by LINES lines (dim 1). Neighbors in memory are lines if
+inner > 1, and places if inner == 1, so a tile is always read in contiguous runs.
 
 Scans run forward over places; place i is time length - 1 - i if REVERSE. An exclusive scan, and a lagged recurrence,
-is the inclusive one of what comes a place earlier: SHIFT.
+is the inclusive scan of the elements one place earlier: SHIFT.
 
-FLAT: outer == 1. EVEN: LINES divides the lines. SHARED: all lines have the same starts. LEAF: see `_leaf_states`.
+FLAT: outer == 1. EVEN: LINES divides the number of lines. SHARED: all lines have the same starts. LEAF: see
+`_leaf_states`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .triton_ops import LEAF_KINDS, combine
 def tile_lines(  # type: ignore[no-untyped-def]
     tile, lines, length, inner, FLAT: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr
 ):
-    """-> the numbers of a tile's lines, whether they exist, and where they begin, (1, LINES)."""
+    """Return the line numbers of a tile, whether they exist, and their start addresses, (1, LINES) each."""
     line = tile.to(tl.int64) * LINES + tl.arange(0, LINES)[None, :]
-    # What is known at compile time, of bounds and of addresses, makes loads wide.
+    # Bounds and addresses that are known at compile time allow wide loads.
     if EVEN:
         exists = tl.full((1, LINES), 1, tl.int1)
     else:
@@ -54,10 +55,11 @@ def _leaf_states(  # type: ignore[no-untyped-def]
     x, second, source, at, taken, kept, inside, time, LEAF: tl.constexpr, NEUTRAL: tl.constexpr,
     ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The states of single elements, neutral where not kept; the second tensor is a copy of the first if not needed.
+    """Return the states of single elements, neutral where not kept.
 
-    x is read at ``source`` where taken: values, or the factors of a recurrence; what that adds is read from ``second``
-    at ``at``, where inside. The index of an indexed state is its time, or if GIVEN what ``second`` holds.
+    The second tensor is a copy of the first if the operation has one tensor. x is read at ``source`` where taken:
+    values, or the factors of a recurrence. The summands of a recurrence are read from ``second`` at ``at``, where
+    inside. The index of an indexed state is its time, or the value of ``second`` if GIVEN.
     """
     p = tl.where(kept, tl.load(x + source, mask=taken, other=0).to(ACC), NEUTRAL)
     q = p
@@ -78,7 +80,7 @@ def _start_flags(  # type: ignore[no-untyped-def]
     starts, time, line, exists, inside, inner, per_outer, per_time, per_inner,
     SHARED: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """1 where a segment begins. exists: of places; inside: of elements."""
+    """Return 1 where a segment begins. `exists` masks places, `inside` elements."""
     if SHARED:
         flag = tl.load(starts + time, mask=exists, other=0)
     else:
@@ -94,7 +96,10 @@ def load_tile(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """-> where its elements are, whether they are, their flags, and their states; nothing before ``begin`` is read."""
+    """Return the addresses of a tile's elements, the mask of the valid ones, their flags and states.
+
+    Nothing before ``begin`` is read.
+    """
     inside = exists & (place < length)
     time = _time_at(place, length, REVERSE)
     at = base + time * inner
@@ -119,7 +124,10 @@ def append_last_state(  # type: ignore[no-untyped-def]
     p, q, x, second, exists, base, end, length, inner, OP: tl.constexpr, LEAF: tl.constexpr,
     NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """States with the element before ``end``, which a shift has left over. A recurrence only multiplies there."""
+    """Return states with the element before ``end``, which a shift has omitted.
+
+    A recurrence only multiplies there.
+    """
     at = base + _time_at(end - 1, length, REVERSE) * inner
     own, own_q = _leaf_states(x, second, at, at, exists, exists, at < 0, at, LEAF, NEUTRAL, ACC, INDEX, GIVEN)
     return combine(p, q, own, own_q, OP)
@@ -129,7 +137,7 @@ def append_last_state(  # type: ignore[no-untyped-def]
 def neutral(  # type: ignore[no-untyped-def]
     LEAF: tl.constexpr, NEUTRAL: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr, LINES: tl.constexpr
 ):
-    """The state that changes nothing, for every line."""
+    """Return the neutral state of every line."""
     p = tl.full((1, LINES), NEUTRAL, ACC)
     q = p
     if LEAF == "linear":
@@ -143,7 +151,10 @@ def neutral(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def load_state(values, indices, at, here, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The states whose values `value_of` gave, elsewhere the neutral p and q. Of a recurrence it is the h alone."""
+    """Load states from the values that `value_of` returned; elsewhere the neutral p and q.
+
+    For a recurrence, only h is loaded.
+    """
     p = tl.where(here, tl.load(values + at, mask=here, other=0), p)
     if LEAF == "exponentials":
         q = q + 1
@@ -154,7 +165,10 @@ def load_state(values, indices, at, here, p, q, LEAF: tl.constexpr):  # type: ig
 
 @triton.jit
 def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a state stands for. The logarithm is taken in float64: that of float32 is an approximation here."""
+    """Return the value of a state.
+
+    The logarithm is computed in float64: that of float32 is an approximation in Triton.
+    """
     if LEAF == "exponentials":
         p = p + tl.log(q.to(tl.float64)).to(p.dtype)
     return p
@@ -162,6 +176,7 @@ def value_of(p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the values of a tile, and its indices if the operation has them."""
     tl.store(out + at, value_of(p, q, LEAF).to(out.dtype.element_ty), mask=inside)
     if LEAF == "indexed":
         tl.store(out_index + at, q.to(out_index.dtype.element_ty), mask=inside)
@@ -169,33 +184,34 @@ def store_tile(out, out_index, at, inside, p, q, LEAF: tl.constexpr):  # type: i
 
 @triton.jit
 def last_place(x, row, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(STEPS, LINES) -> (1, LINES), the last place. All else counts as 0, so infinities stay what they are."""
+    """Return the last place: (STEPS, LINES) -> (1, LINES).
+
+    All other places count as 0, so infinities are preserved.
+    """
     return tl.sum(tl.where(row == STEPS - 1, x, 0), 0, keep_dims=True)
 
 
 TRITON_TYPES = {torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32, torch.float64: tl.float64}
 RUN_BYTES = 128
-"""Of neighbouring lines a tile is at least this wide, where the tensor is."""
+"""Minimum bytes of neighboring lines of a tile, if the tensor has them."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Of some places of every line, (places, lines): what `value_of` gives, and what an operator adds.
-
-    second: factor of a recurrence, or index. flag: int8, whether a segment begins there.
-    """
+    """States of some places of every line, (places, lines)."""
 
     value: Tensor
-    second: Tensor | None = None
-    flag: Tensor | None = None
+    second: Tensor | None = None  # the factor of a recurrence, or the index
+    flag: Tensor | None = None  # int8, 1 if a segment begins there
 
     def rows(self, begin: int, end: int | None = None) -> State:
+        """Return the states of the places from begin to end."""
         return State(*(x if x is None else x[begin:end] for x in (self.value, self.second, self.flag)))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """STEPS places by LINES lines, and the warps that hold them."""
+    """A tile of STEPS places by LINES lines, and its number of warps."""
 
     steps: int
     lines: int
@@ -204,46 +220,47 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """An inclusive scan over places of x (outer, length, inner), or of what lies a place earlier if shift.
-
-    op: "sum", "prod", "max", "min", or one of LEAF_KINDS. neutral: its identity in x; of "linear", whose x are the
-    factors, 1. second: what a recurrence adds, or the indices of x where they are not its times. compute: a key of
-    TRITON_TYPES, of all states. index: int32 or int64. starts: bool or int8, (outer|1, length, inner|1).
-    """
+    """An inclusive scan over the places of x (outer, length, inner), or of the elements before if shift."""
 
     x: Tensor
-    op: str
-    neutral: float
-    compute: torch.dtype
-    index: torch.dtype
-    second: Tensor | None = None
-    starts: Tensor | None = None
+    op: str  # "sum", "prod", "max", "min", or one of LEAF_KINDS
+    neutral: float  # the identity of the operation in x; 1 for "linear", whose x are the factors
+    compute: torch.dtype  # a key of TRITON_TYPES, the type of all states
+    index: torch.dtype  # int32 or int64
+    second: Tensor | None = None  # the summands of a recurrence, or the indices of x if they are not its times
+    starts: Tensor | None = None  # bool or int8, (outer|1, length, inner|1)
     shift: bool = False
     reverse: bool = False
 
     @property
     def leaf(self) -> str:
+        """Return the kind of the states, for the kernels."""
         return LEAF_KINDS.get(self.op, "value")
 
     @property
     def length(self) -> int:
+        """Return the length of a line."""
         return self.x.shape[1]
 
     @property
     def lines(self) -> int:
+        """Return the number of lines."""
         return self.x.shape[0] * self.x.shape[2]
 
     @property
     def start(self) -> float:
-        """The value of the neutral state."""
+        """Return the value of the neutral state."""
         return 0 if self.op == "linear" else self.neutral
 
     def totals(self) -> Sweep:
-        """The sweep whose last state is the total: shift moves results, and what a lagged recurrence multiplies."""
+        """Return the sweep whose last state is the total.
+
+        A shift moves results, and the factors of a lagged recurrence.
+        """
         return replace(self, shift=self.shift and self.op == "linear")
 
     def over(self, parts: State) -> Sweep:
-        """The scan of the parts' totals, in scan order."""
+        """Return the scan of the totals of the parts, in scan order."""
         x, second = parts.value, parts.second
         if self.op == "linear":
             x, second = second, x
@@ -252,7 +269,7 @@ class Sweep:
         )
 
     def states(self, places: int) -> State:
-        """Memory for what states stand for, of every line at some places."""
+        """Allocate the values of states of every line at some places."""
         pair = self.leaf in ("linear", "indexed")
         second_dtype = self.index if self.leaf == "indexed" else self.compute
         empty, shape = self.x.new_empty, (places, self.lines)
@@ -264,16 +281,17 @@ class Sweep:
 
     @property
     def value_bytes(self) -> int:
-        """Of one element's state, in registers, without its flag."""
+        """Return the bytes of the state of one element in registers, without its flag."""
         second = {"value": 0, "indexed": self.index.itemsize}.get(self.leaf, self.compute.itemsize)
         return self.compute.itemsize + second
 
     @property
     def state_bytes(self) -> int:
+        """Return the bytes of the state of one element in registers, with its flag."""
         return self.value_bytes + (4 if self.starts is not None else 0)
 
     def tile(self, elements: int, warps: int) -> Tile:
-        """Whole runs of memory first, then as many places as there are, then more lines."""
+        """Return a tile: first contiguous runs of memory, then all available places, then more lines."""
         runs = RUN_BYTES // self.x.element_size()
         lines = min(triton.next_power_of_2(self.x.shape[2]), max(runs, 16), elements)
         steps = min(triton.next_power_of_2(self.length), elements // lines)
@@ -281,12 +299,12 @@ class Sweep:
         return Tile(steps, lines, warps)
 
     def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
-        """For a kernel: bools as the bytes they are, and x in the place of those that there are not."""
+        """Return tensors as kernel arguments: bools as bytes, and x for each missing tensor."""
         given = (self.x if x is None else x for x in tensors)
         return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in given]
 
     def options(self, tile: Tile) -> dict[str, Any]:
-        """What the kernels are compiled for."""
+        """Return the constants that the kernels are compiled with."""
         return {
             "OP": self.op,
             "LEAF": self.leaf,
@@ -309,5 +327,5 @@ class Sweep:
 
 
 def _as_lines(x: Tensor | None) -> Tensor | None:
-    """(places, lines) as (1, length, inner)."""
+    """View (places, lines) as (1, length, inner)."""
     return x if x is None else x.unsqueeze(0)

@@ -1,7 +1,8 @@
-"""A scan whose programs each walk down a part of the length, carrying their state in registers.
+"""Scan with programs that each walk over a part of the length, with their state in registers.
 
-One part: every element is read once and written once. More parts: first the totals of the parts, then their scan,
-then the parts again, each from its carry: three passes over memory instead of two. Importing this needs triton.
+With one part, every element is read once and written once. With several, the totals of the parts are computed and
+scanned first, then the parts are scanned again, each from its carry: three passes over memory instead of two.
+Importing this module needs triton.
 """
 
 from dataclasses import replace
@@ -37,7 +38,7 @@ def _walk(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, SEGMENTED: tl.constexpr, SHIFT: tl.constexpr, REVERSE: tl.constexpr,
     CARRY: tl.constexpr, STORE: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines), in scan order."""
+    """Scan places [k * part, (k + 1) * part) of LINES lines; carry and totals are (parts, lines)."""
     k = tl.program_id(1).to(tl.int64)
     inner = inner // UNIT * UNIT
     line, exists, base = tile_lines(tl.program_id(0), lines, length, inner, FLAT, EVEN, LINES)
@@ -50,8 +51,8 @@ def _walk(  # type: ignore[no-untyped-def]
     end = tl.minimum(begin + part, length)
     at = begin
     while at < end:
-        # A part is a multiple of STEPS, so that only the length, not its end, falls within a tile. Triton knows so much
-        # of the counter of a `for`, but its interpreter cannot count from a tensor.
+        # A part is a multiple of STEPS, so only the end of the length is within a tile. Triton infers this
+        # for the counter of a `for`, but its interpreter cannot count from a tensor.
         place = tl.multiple_of(at, STEPS) + row
         where, inside, flag, own, own_q = load_tile(
             x, second, starts, line, exists, base, place, begin, length, inner, per_outer, per_time, per_inner,
@@ -85,9 +86,18 @@ def _walk(  # type: ignore[no-untyped-def]
 def _run_parts(
     sweep: Sweep, tile: Tile, part: int, carry: State | None, out: State | None, total: bool
 ) -> State | None:
-    """Scan parts of so many places, a multiple of the tile's. Returns their totals (parts, lines) if asked for.
+    """Scan the parts of a length.
 
-    carry: what goes into every part, (parts, lines). out: where results go, like x; None if only totals are wanted.
+    Args:
+        sweep: The scan.
+        tile: The tile of a program.
+        part: Places of a part, a multiple of the places of the tile.
+        carry: (parts, lines), the state before every part.
+        out: Memory for the results, like x; None if only totals are needed.
+        total: True to return the totals.
+
+    Returns:
+        The totals, (parts, lines), if requested.
     """
     parts = triton.cdiv(sweep.length, part)
     totals = sweep.states(parts) if total else None
@@ -104,13 +114,19 @@ def _run_parts(
 
 
 def scan_single_pass(sweep: Sweep, tile: Tile, initial: State | None, out: State | None, total: bool) -> State | None:
-    """Each line by one program: reads x once, writes results once. Without out, only the total is wanted."""
+    """Scan each line with one program: reads x once, writes results once.
+
+    Without out, only the total is computed.
+    """
     whole = triton.cdiv(sweep.length, tile.steps) * tile.steps
     return _run_parts(sweep if out else sweep.totals(), tile, whole, initial, out, total)
 
 
 def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, out: State | None) -> State | None:
-    """Each line by several programs: reads x twice, writes results once. Without out: reads x once. -> total."""
+    """Scan each line with several programs, and return the total.
+
+    Reads x twice and writes results once. Without out, reads x once.
+    """
     sums = _run_parts(sweep.totals(), tile, part, None, None, True)
     assert sums is not None
     over = sweep.over(sums)
@@ -124,7 +140,7 @@ def scan_in_parts(sweep: Sweep, tile: Tile, part: int, initial: State | None, ou
 
 
 def _carry_buffers(sweep: Sweep, parts: int, initial: State | None) -> State:
-    """Memory for what goes into every part and what comes out of the last: the first row is what there is before."""
+    """Allocate the carries into every part and out of the last one; the first row is the initial state."""
     carry = replace(sweep, starts=None).states(parts + 1)
     carry.value[0] = sweep.start if initial is None else initial.value[0]
     if carry.second is not None:
