@@ -22,11 +22,11 @@ from .settings_digest import mode_fields
 class CompileProtocol:
     """Exchanges of one compilation in order, each a group and the name of the exchange.
 
-    Every rank of the groups creates a protocol, calls `exchange` for each exchange in order, and calls `finish` when it
-    has compiled or failed. Without processes there is no communication, and results are those of this rank.
+    Every rank of the groups creates a protocol, calls `exchange` for each exchange in order, and calls `finish` when
+    it has compiled or failed. Without processes there is no communication, and results are those of this rank.
 
-    If a rank of a group is lost or runs another operation, the group runs no further exchanges. All its ranks raise, and
-    `finish` forwards the error to their other groups.
+    If a rank of a group is lost or runs another operation, the group runs no further exchanges. All its ranks raise,
+    and `finish` forwards the error to their other groups.
 
     Attributes:
         left: The remaining exchanges.
@@ -46,8 +46,8 @@ class CompileProtocol:
             also: Groups without exchanges in this compilation, whose ranks wait for each other.
 
         Raises:
-            SpError: On every rank of a group whose ranks run different operations, and of the other groups of these ranks;
-                and if a rank does not arrive, which `finish` forwards to the other groups.
+            SpError: On every rank of a group whose ranks run different operations, and of the other groups of these
+                ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, fields={"": f"in mode {mode_fields()}"})
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
