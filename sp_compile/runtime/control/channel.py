@@ -1,8 +1,8 @@
 """Exchange control messages between the ranks of a group on the CPU, separately from the group's collectives.
 
-Messages use a Gloo communicator over the group's store, whatever the group's backend is. No exchange therefore waits for
-a device. Collectives of the group itself, such as a barrier of the user or half a step that a rank has skipped, cannot
-be matched with messages, whose size differs and would abort the process.
+Messages use a Gloo communicator over the group's store, for every backend of the group. No exchange therefore waits
+for a device. Collectives of the group itself, such as a barrier of the user or half a step that a rank has skipped,
+cannot be matched with messages, whose size differs and would abort the process.
 
 A wait ends within the group's timeout with an SpError. It has the last operation of every rank, and the stop notice in
 the store. A rank that compiles writes heartbeats to the store, since compilation may exceed any timeout. Heartbeats and
