@@ -24,7 +24,7 @@ from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
 from sp_compile.runtime.control.channel import STOPPED_CAUSE, channel_of, gather_integers, publish_stop
 from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
-TOLERANCE_RATIO = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
+TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
 MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
 MAX_FIELD_WIDTH = 1000  # characters of a value
 

@@ -35,23 +35,23 @@ TEXT_WIDTH = 160  # characters of a line in an error message
 class TextLine(NamedTuple):
     """One operation of a program as text."""
 
-    text: str
-    name: str
-    trace: str
+    text: str  # the text that is compared
+    name: str  # the text in messages
+    trace: str  # stack trace
 
 
 @dataclass(frozen=True)
 class ProgramDigest:
     """Digest of a program."""
 
-    digest: int = 0
-    lines: tuple[TextLine, ...] = ()
+    digest: int = 0  # equal for programs that ranks may run together
+    lines: tuple[TextLine, ...] = ()  # operations in order
 
     def first_difference(self, ranks: Ranks) -> list[str]:
         """Return the line of each rank at the first difference, or [] if there is none.
 
-        Every rank of the group must call it. It runs two exchanges: digests of each line, then one line of each rank. A line
-        that differs only in the results that it uses is reported after a line whose own text differs.
+        Every rank of the group must call it. It runs two exchanges: digests of each line, then one line of each rank. A
+        line that differs only in the results that it uses is reported after a line whose own text differs.
         """
         hashes: list[list[list[int]]] = _gather_programs(
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
@@ -87,12 +87,12 @@ class NodeText(NamedTuple):
     """Text of one node, without names of groups and device indices."""
 
     node: Node
-    call: str
-    takes: tuple[int | str | None, ...]
-    spec: str
-    written: tuple[str, ...]
-    body: tuple[NodeText, ...]
-    checkpoint: str
+    call: str  # the op
+    takes: tuple[int | str | None, ...]  # index of each node argument, among the inputs or among the operations
+    spec: str  # nesting of the arguments
+    written: tuple[str, ...]  # the other arguments, and the value of a constant
+    body: tuple[NodeText, ...]  # lines of the region that it names
+    checkpoint: str  # enclosing checkpoint, which affects collectives of the backward
 
     @property
     def value(self) -> str:
@@ -115,7 +115,7 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
     for node in gm.graph.nodes:
         if is_unused_symbol(node):
             continue
-        # Counted apart: one input more on a rank moves no operation.
+        # Counted separately, so that an additional input on a rank shifts no operation.
         places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)

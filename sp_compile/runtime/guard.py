@@ -64,39 +64,41 @@ GRADIENTS = "gradients"
 class GuardedProgram:
     """Program that runs after all ranks have agreed on it and on its inputs.
 
-    Values in `equal` are compared as checksums on the first call of each model, and every `check_every` calls. So are the
-    sizes of parameters. Values in `always` are compared on every call. So are `arguments`, or a sample of large ones.
+    Values in `equal` are compared as checksums on the first call of each model, and every `check_every` calls. So are
+    the sizes of parameters. Values in `always` are compared on every call. So are `arguments`, or a sample of large
+    ones.
 
     Raises:
-        SpError: On every rank, if a rank failed, compiled another graph or compiles while others run, is in another mode
+        SpError: On every rank, if a rank failed, compiled another graph or compiles while others run, is in another
+        mode
             or call, or has other sizes or values.
     """
 
-    run: Callable[..., Any] | None
+    run: Callable[..., Any] | None  # compiled graph; None if compilation failed with `error`
     ranks: Ranks
-    program: ProgramDigest
-    names: Sequence[str]
+    program: ProgramDigest  # must be equal on every rank
+    names: Sequence[str]  # from `input_names`
     error: Exception | None = None
-    equal: frozenset[str] = frozenset()
-    always: frozenset[str] = frozenset()
-    subject: str = "a program"
-    options: Mapping[str, str] = field(default_factory=dict)
-    backward: bool = False
-    whole: bool = False
-    leaves_partial: bool = False  # the gradients of parameters
+    equal: frozenset[str] = frozenset()  # inputs whose values must be equal on every rank
+    always: frozenset[str] = frozenset()  # inputs whose values every call compares
+    subject: str = "a program"  # name of the program in messages
+    options: Mapping[str, str] = field(default_factory=dict)  # from `settings_fields`
+    backward: bool = False  # compare the backwards as well
+    whole: bool = False  # compare gradients of results that are not sharded
+    leaves_partial: bool = False  # the gradients of parameters stay partial
     check_every: int = 0
-    arguments: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-    layouts: Mapping[int, Layout] = field(default_factory=dict)
-    sharded: frozenset[int] = frozenset()
-    wanted: Sequence[str] = ()
-    exchange_sources: Mapping[str, ExchangeSource] = field(default_factory=dict)
-    lines: Mapping[str, str] = field(default_factory=dict)
-    written: Sequence[int] = ()  # the inputs that it changes in place, by number
-    unsplit_reason: str = ""
-    takes_rows: bool = False  # are some inputs shards, as plain tensors?
-    called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
-    parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
+    arguments: frozenset[str] = frozenset()  # inputs in `equal` that change with each call
+    shared: frozenset[str] = frozenset()  # inputs that were equal at compilation
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # layouts of sharded arguments; others are gathered
+    sharded: frozenset[int] = frozenset()  # indices of sharded results
+    wanted: Sequence[str] = ()  # inputs that require grad
+    exchange_sources: Mapping[str, ExchangeSource] = field(default_factory=dict)  # sources of its collectives
+    lines: Mapping[str, str] = field(default_factory=dict)  # from `node_lines`
+    written: Sequence[int] = ()  # indices of the inputs that it mutates
+    unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
+    takes_rows: bool = False  # True if some inputs are shards as plain tensors
+    called: set[int] = field(default_factory=set)  # models whose ranks agreed on their last call
+    parameters: Sequence[bool] | None = None  # flags of the parameters; None before the first call
 
     @cached_property
     def static_fields(self) -> HashedFields:
@@ -132,12 +134,12 @@ class GuardedProgram:
     def __call__(self, *args: Any) -> Any:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
-        traced = any_traced(some)  # then nothing runs
+        traced = any_traced(some)  # nothing is executed
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.written
         refused = call_refusal(args, sorted(written), self.names) if written and not traced else None
         with mark_agreed():
             call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALL_VERB)
-        if refused is not None:  # of a rank by itself: several have raised it together
+        if refused is not None:  # single rank only; several ranks raise it together in _agree
             raise refused
         if self.error is not None:
             raise self.error
@@ -163,7 +165,7 @@ class GuardedProgram:
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
         first = which not in self.called
-        self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
+        self.called.discard(which)  # until the ranks agree; a refused call is compared again in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
         error = not_compiled(self.error) or refused
@@ -179,7 +181,7 @@ class GuardedProgram:
         if problem is None:
             self.called.add(which)
             return mine
-        inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
+        inner = self.run  # notify the inner groups, whose other ranks wait for this call
         while isinstance(inner, GuardedProgram):
             all_gather_messages(inner.ranks, STOP_VERB)
             inner = inner.run
@@ -187,7 +189,7 @@ class GuardedProgram:
             if has_raised and len(involved_groups()) == 1:
                 return self._agree(
                     args, refused
-                )  # the others go on with the step in which this rank has raised, and raise now
+                )  # the others were in the step in which this rank has raised, and raise now
             abort_if_connected(wire, everyone or (), mine)
         raise (problem if different is not None else problem.with_context(raised)) from self.error
 
@@ -370,7 +372,7 @@ def format_input_mismatch(
     """
     inputs = _inputs_of(everyone)
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
-    if len(known) == min(map(len, inputs)):  # what a rank has more than others, the lines of its program show
+    if len(known) == min(map(len, inputs)):  # additional inputs are shown by the lines of the program
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _has_differences([one.get(name) for one in inputs])]

@@ -68,14 +68,14 @@ from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
 on_recompile_limit(partial(publish_stop, goes_on=True))
-JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 
 class CompileSession:
     """Ranks and exchanges of one compilation, created from Dynamo's graph and its inputs.
 
-    There is no communication before `start` or `exchange_facts`. `options` are those of the user, unchecked; `mode` is that
-    of `torch.compile`.
+    There is no communication before `start` or `exchange_facts`. `options` are those of the user, unchecked; `mode` is
+    that of `torch.compile`.
 
     Attributes:
         groups: Groups of the program's own collectives, in the order of their appearance.
@@ -102,7 +102,7 @@ class CompileSession:
         self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
-        asked = self.splits or not self.has_mesh  # an axis of no mesh is an error of any program's
+        asked = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
         found, self.problem = _resolve_or_single(mesh, mesh_dim) if asked else (SINGLE_RANK, None)
         self.ranks = found if self.splits else SINGLE_RANK
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
@@ -130,7 +130,7 @@ class CompileSession:
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
         return out + [(ranks, "programs") for ranks in self.everyone]
 
-    # In front of the passes.
+    # Before the passes.
 
     def start(self, gm: GraphModule) -> None:
         """Check that the other ranks compile as well.
@@ -139,7 +139,7 @@ class CompileSession:
             SpError: On every rank of a group whose ranks run different operations.
         """
         if self.groups:
-            if self.problem is not None:  # then ranks wait over an axis that this one does not know
+            if self.problem is not None:  # other ranks wait over an axis that this one does not have
                 publish_stop(str(self.problem), subject=program_subject(gm))
             self._protocol.start(self.sequence)
 
@@ -183,14 +183,14 @@ class CompileSession:
     def machine(self, device: torch.device) -> Machine | None:
         """Return the cost model's constants for the ranks of the sequence; None for the device defaults.
 
-        Groups that split separate sequences, such as the columns of a mesh, measure separately. All connected ranks use the
-        same constants, since a tensor-parallel group would otherwise compile two programs.
+        Groups that split separate sequences, such as the columns of a mesh, measure separately. All connected ranks use
+        the same constants, since a tensor-parallel group would otherwise compile two programs.
         """
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
         found = measure.machine(self.ranks, device, make_error_barrier(self.ranks, MEASURE_VERB))
-        for ranks in self.everyone:  # the axes of a grid: what all have in the end is the least of all
+        for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
             answers = self._protocol.exchange(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)
         return found
@@ -225,9 +225,9 @@ class CompileSession:
     def has_same_programs(self, gm: GraphModule) -> bool:
         """Return True if all ranks have the same joint graph and the same facts of its inputs.
 
-        If so, passes decide the same on every rank. Called once a compilation; the result is the same on every rank. Each
-        group forwards the results of earlier groups, which reach all ranks if the groups are the axes of a grid. Otherwise
-        the result is False.
+        If so, passes decide the same on every rank. Called once a compilation; the result is the same on every rank.
+        Each group forwards the results of earlier groups, which reach all ranks if the groups are the axes of a grid.
+        Otherwise the result is False.
         """
         same, mine = self._is_grid(), self._program_hash(gm)
         for ranks in self.everyone:
@@ -261,7 +261,7 @@ class CompileSession:
         """Return False in a dry run on torch's fake groups, without processes."""
         return ranks.process_group is None or ranks.exchanges
 
-    # Behind the passes.
+    # After the passes.
 
     def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
         """Run the remaining exchanges, and return the error of this rank, which may be from another rank.
@@ -275,7 +275,7 @@ class CompileSession:
         meets = self._protocol.opened and not any(ranks in self._protocol.apart for ranks in self.groups)
         if meets or error is None:
             return error
-        if self._protocol.opened:  # who has heard of it over another group waits there for this rank's call
+        if self._protocol.opened:  # ranks of another group wait there for this rank's call
             publish_stop(
                 str(error).replace("\n", " ")[:STOPPED_CAUSE], subject=program_subject(gm), within=broken_context()
             )
@@ -360,11 +360,11 @@ class CompileSession:
             )
             error = None
         elif error is not None and not self.groups:
-            publish_stop(str(error), subject=subject)  # whoever they are that this rank will not reach
+            publish_stop(str(error), subject=subject)  # for ranks that this rank cannot reach
             run = GuardedProgram(None, SINGLE_RANK, ProgramDigest(), [], error)
-        elif run is not None and not self.groups and any_sharded(example_inputs):  # which others ask for it
+        elif run is not None and not self.groups and any_sharded(example_inputs):  # other ranks check it
             run = GatheredProgram(run)
-        for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
+        for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
             facts = self.facts.get(ranks.group, InputFacts())
             compares = run is not None and ranks.group in common
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
@@ -383,7 +383,7 @@ class CompileSession:
                 leaves_partial=partial_sums,
                 check_every=job.check_every,
                 shared=always | weights,
-                wanted=trained_inputs(gm, example_inputs, weights=False),  # of which ranks may hold other ones
+                wanted=trained_inputs(gm, example_inputs, weights=False),  # ranks may have different ones
                 exchange_sources=places,
                 lines=lines,
                 unsplit_reason=whole,

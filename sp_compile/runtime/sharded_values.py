@@ -63,8 +63,8 @@ def _has_type(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
 def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
     """Return the arguments of the single-rank program.
 
-    A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. Pending collectives
-    are awaited. The order of load-balanced rows is appended.
+    A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. Pending
+    collectives are awaited. The order of load-balanced rows is appended.
 
     Args:
         args: Arguments of the call.
@@ -85,8 +85,8 @@ class GatheredProgram:
     """Program that takes gathered arguments, with mutations written back to sharded values."""
 
     run: Callable[..., Any]
-    eager: bool = False
-    written: set[int] = field(default_factory=set)
+    eager: bool = False  # called by eager code, where arguments that share memory need no check
+    written: set[int] = field(default_factory=set)  # indices of arguments mutated so far; empty for eager code
 
     def __call__(self, *args: Any) -> Any:
         taken = unwrap_arguments(args, {})
@@ -129,14 +129,14 @@ class ShardedProgram:
 
     run: Callable[..., Any]
     ranks: Ranks
-    subject: str
-    boundary: GraphBoundary
-    calls: int = 0
+    subject: str  # name of the program in messages
+    boundary: GraphBoundary  # sharded arguments and results, and the sources of symbols
+    calls: int = 0  # number of calls so far
 
     def __call__(self, *args: Any) -> Any:
         out = self.run(*args)
         self.calls += 1
-        given: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
+        given: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
         values = list(out)
         made = [out[i] for i in self.boundary.balanced_order]
         orders = RowPermutation(*made) if made else input_orders(args, self.boundary.layouts)
@@ -145,7 +145,7 @@ class ShardedProgram:
             local, length = values[i], self._value(result.length, args)
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | dealt
             layout = replace(result.layout, **parts)
-            # A window of a value is made of the same rows.
+            # A window of a value has the same rows.
             key = id(result.late or local), result.layout, result.length, *result.parts.items()
             if key not in given:
                 source = None if result.ticket is None else out[result.ticket]
@@ -205,7 +205,7 @@ def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBounda
 
 
 _sharded_output_ranks: set[tuple[int, str]] = set()
-"""Groups of whose programs one has left results in shards, each with the number of Dynamo's resets before."""
+"""Groups with a program that returns sharded results, each with the number of earlier Dynamo resets."""
 
 
 def register_sharded_outputs(ranks: Ranks) -> None:
@@ -314,6 +314,6 @@ def meet_to_read(ranks: Ranks, words: str) -> None:
         SpError: On every rank, if they do not.
     """
     everyone = all_gather_messages(ranks, Message(READ_VERB, words, fields={"": f"at {user_line()}"})) or ()
-    problem = describe_operation_mismatch(everyone)  # lines may differ: it is one value
+    problem = describe_operation_mismatch(everyone)  # lines may differ, the value is the same
     if problem is not None:
         raise problem
