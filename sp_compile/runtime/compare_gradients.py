@@ -106,7 +106,7 @@ def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
 
 
 def _row_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Return the largest distance of a copy to the first one, and the largest norm of a copy, for each row."""
+    """Return the largest distance to the first copy and the largest norm, for each row."""
     copies = current_communicator().all_gather(rows.contiguous(), ranks.n, ranks.group).view(ranks.n, *rows.shape)
     copies = copies.to(torch.complex128 if rows.is_complex() else torch.float64)
     return (copies - copies[0]).norm(dim=-1).amax(0), copies.norm(dim=-1).amax(0)

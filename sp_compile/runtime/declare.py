@@ -1,4 +1,4 @@
-"""Declare the groups of a mesh to the passes, and create one communicator for several axes on all ranks.
+"""Declare the groups of a mesh to the passes, and create communicators over several axes.
 
 Every rank of the program must take part in the creation of a communicator, at the same point. A pass cannot create one,
 since compilation runs at different times on different ranks. The program therefore declares its mesh once.

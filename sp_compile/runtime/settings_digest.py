@@ -1,4 +1,4 @@
-"""Collect the options and torch settings that affect the program of a rank, as text that ranks compare."""
+"""Collect the options and torch settings that affect the program of a rank, as comparable text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchange control messages between the ranks of a group on the CPU, separately from the group's collectives.
+"""Exchange control messages on the CPU, separately from the collectives of the group.
 
 Messages use a Gloo communicator over the group's store, for every backend of the group. No exchange therefore waits
 for a device. Collectives of the group itself, such as a barrier of the user or half a step that a rank has skipped,
