@@ -1,1 +1,1 @@
-"""What ranks agree on: groups and grids, and the checks that all of them run the same."""
+"""Agree on groups and meshes over the ranks, and check that all ranks run the same program."""

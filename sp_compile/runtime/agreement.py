@@ -1,10 +1,10 @@
-"""Ranks say what they are about to do, and what follows if they do not agree.
+"""Exchange messages between ranks before an operation, and describe mismatches.
 
-There is one exchange for all situations: before an eager call, while compiling, before and behind a compiled program,
-where groups are declared. Ranks that are about to do different things therefore meet and hear of it, all of them.
+One exchange is used in all situations: before an eager call, during compilation, before and after a compiled program,
+and where groups are declared. Ranks that are about to run different operations therefore meet and all raise.
 
-    agree(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
-    answers(ranks, "declares", "groups", mine)      every rank's
+    all_gather_messages(ranks, Message("calls", "forward", 7, {"input ids": "(2, 4096)", ...}))
+    all_gather_object(ranks, "declares", "groups", mine)      # the value of every rank
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from sp_compile.lowering.collectives.checksums import SUMMARY_PREFIX
 from sp_compile.runtime.control.channel import STOPPED_CAUSE, channel_of, gather_integers, publish_stop
 from sp_compile.runtime.control.message import COMPILE_VERB, READ_VERB, STOP_VERB, Message
 
-TOLERANCE_RATIO = 3e-3  # of the first of them, which says how large it is: half precision leaves as much open
+TOLERANCE_RATIO = 3e-3  # relative to the first value, the magnitude; accounts for half precision
 MAX_SHOWN_FIELDS = 8  # fields that differ, in an error message
 MAX_FIELD_WIDTH = 1000  # characters of a value
 
 
 def all_gather_messages(ranks: Ranks, mine: Message) -> list[Message] | None:
-    """Every rank's message, in the order of the ranks; None if all say the same and nobody asks or has failed.
+    """Return the message of every rank, in the order of the ranks.
 
-    Raises what `ControlChannel.gather` does.
+    Returns None if all messages are equal, no answer is expected and no rank has failed.
+
+    Raises:
+        SpError: As `ControlChannel.gather`.
     """
     wire = channel_of(ranks)
     if wire is not None and mine.verb != READ_VERB:
@@ -61,7 +64,7 @@ def require_agreement(ranks: Ranks, mine: Message, same: str) -> None:
     Args:
         ranks: The ranks that make the call.
         mine: The call of this rank.
-        same: What has to be the same on every rank.
+        same: Text of what must be equal on every rank.
     """
     everyone = all_gather_messages(ranks, mine) or ()
     if problem := failure_or_mismatch(everyone):
@@ -71,7 +74,11 @@ def require_agreement(ranks: Ranks, mine: Message, same: str) -> None:
 
 
 def all_gather_answers(ranks: Ranks, mine: Message) -> list[Message]:
-    """Every rank's message, with its answer. Raises SpError on every rank if they are not all about to do the same."""
+    """Return the message of every rank, with its answer.
+
+    Raises:
+        SpError: On every rank, if the ranks are about to run different operations.
+    """
     everyone = all_gather_messages(ranks, mine)
     assert everyone is not None
     if different := describe_operation_mismatch(everyone):
@@ -80,13 +87,17 @@ def all_gather_answers(ranks: Ranks, mine: Message) -> list[Message]:
 
 
 def all_gather_object(ranks: Ranks, doing: str, subject: str, mine: Any) -> list[Any]:
-    """Every rank's answer, in the order of the ranks. Raises what `all_gather_answers` does."""
+    """Return the value of every rank, in the order of the ranks.
+
+    Raises:
+        SpError: As `all_gather_answers`.
+    """
     return [one.answer for one in all_gather_answers(ranks, Message(doing, subject, expects_answer=True, answer=mine))]
 
 
 @contextmanager
 def publish_failure() -> Iterator[None]:
-    """Say why this rank stops, where it finds something wrong before it meets the others."""
+    """Publish an SpError that this rank raises in the context, before it meets the others."""
     try:
         yield
     except SpError as error:
@@ -95,7 +106,7 @@ def publish_failure() -> Iterator[None]:
 
 
 def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | None], None]:
-    """A barrier at which all ranks hear of what has failed on one of them, as the same SpError."""
+    """Return a barrier that raises the same SpError on all ranks if one has failed."""
 
     def meet(error: Exception | None) -> None:
         if problem := failure_or_mismatch(all_gather_messages(ranks, replace(saying, error=wrap_error(error))) or ()):
@@ -105,19 +116,19 @@ def make_error_barrier(ranks: Ranks, saying: Message) -> Callable[[Exception | N
 
 
 def failure_or_mismatch(everyone: Sequence[Message]) -> SpError | None:
-    """Return the error of ranks that have failed, or are about to do different things; None without one."""
+    """Return the error of ranks that failed or run different operations, or None."""
     return failure([one.error for one in everyone]) or describe_operation_mismatch(everyone)
 
 
 def describe_operation_mismatch(everyone: Sequence[Message]) -> SpError | None:
-    """Return the error of ranks that are about to do different things, after what some have raised in a program."""
+    """Return the error of ranks that are about to run different operations, or None."""
     if len({(one.verb, one.subject, one.model, one.number) for one in everyone}) <= 1:
         return None
     return _first_difference(everyone).with_context(describe_raised(everyone))
 
 
 def describe_raised(everyone: Sequence[Message]) -> str:
-    """What ranks have raised in a program since the last exchange, in lines; "" if none has."""
+    """Return lines with the exceptions of ranks since the last exchange, or "" if there are none."""
     return "".join(f"rank {one.raised[0]} raised {one.raised[1]}\n" for one in everyone if one.raised)
 
 
@@ -152,7 +163,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpError | None:
-    """Return the first of the errors of these ranks, with their numbers and the other errors; None without one."""
+    """Return the first of the errors, with the ranks and the other errors, or None."""
     failed: dict[str, list[int]] = {}
     for rank, error in zip(ranks or range(len(errors)), errors):
         if error is not None:
@@ -166,7 +177,7 @@ def failure(errors: Sequence[SpError | None], ranks: Sequence[int] = ()) -> SpEr
 
 
 def describe_field_mismatch(everyone: Sequence[Message], what: str) -> str:
-    """Return the cause of an error: in which fields that all ranks have these differ; "" if in none."""
+    """Return the cause of an error if fields that all ranks have differ, otherwise ""."""
     if not everyone:
         return ""
     names = [name for name in everyone[0].fields if all(name in one.fields for one in everyone)]
@@ -180,12 +191,16 @@ RUN_MODE_FIELD, SPLIT_MODE = "how it runs", "as backend='sp' compiles it"
 
 
 def run_mode(whole: str) -> dict[str, str]:
-    """The field that says how a program runs. whole: why as it was written; "" if it is split."""
+    """Return the field that describes how a program runs.
+
+    Args:
+        whole: Why the program runs unsplit; "" if it is split.
+    """
     return {RUN_MODE_FIELD: f"whole: {re.sub('0x[0-9a-f]+', '', whole)}" if whole else SPLIT_MODE}
 
 
 def describe_mode_mismatch(everyone: Sequence[Message]) -> SpError | None:
-    """Return the error of ranks of which some run the program as it was written; None without one."""
+    """Return the error if only some ranks run the program unsplit, otherwise None."""
     how = [one.fields.get(RUN_MODE_FIELD, SPLIT_MODE) for one in everyone]
     if not 0 < how.count(SPLIT_MODE) < len(how):
         return None
@@ -194,7 +209,7 @@ def describe_mode_mismatch(everyone: Sequence[Message]) -> SpError | None:
 
 
 def format_rank_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """What each rank says of the first of these fields, and how many more there are."""
+    """Return a row of each rank with the first of these fields and the number of remaining ones."""
     shown, more = (
         names[:MAX_SHOWN_FIELDS],
         f" and {len(names) - MAX_SHOWN_FIELDS} more" if len(names) > MAX_SHOWN_FIELDS else "",
@@ -206,13 +221,13 @@ def format_rank_rows(everyone: Sequence[Mapping[str, str]], names: Sequence[str]
 
 
 def format_mismatch(what: str, rows: Sequence[str], heading: str = "What differs") -> str:
-    """Return the cause of an error: what differs, and of each rank its row."""
+    """Return the cause of an error with a row of each rank."""
     each = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
     return f"{what}. {heading}:\n{each}"
 
 
 def is_close(a: str, b: str) -> bool:
-    """Do two ranks say the same of a value, as far as numbers need be the same?"""
+    """Return True if two field values are equal, or are summaries within the tolerance."""
     if a == b or not (a.startswith(SUMMARY_PREFIX) and b.startswith(SUMMARY_PREFIX)):
         return a == b
     first, second = ([float(x) for x in one.removeprefix(SUMMARY_PREFIX).split()] for one in (a, b))
@@ -222,14 +237,14 @@ def is_close(a: str, b: str) -> bool:
 
 
 def wrap_error(error: Exception | None) -> SpError | None:
-    """Return the error as one of the package's."""
+    """Return the error as an SpError."""
     if error is None or isinstance(error, SpError):
         return error
     return SpError("SP608", f"{type(error).__name__}: {error}.")
 
 
 def not_compiled(error: Exception | None) -> SpError | None:
-    """Return what a rank sends of its error while it compiles; None of an error that another rank sends."""
+    """Return the compilation error that a rank sends; None for an error received from another rank."""
     if error is None or isinstance(error, RemoteError):
         return None
     found = error if isinstance(error, SpError) else SpError("SP607", f"{type(error).__name__}: {error}.")

@@ -1,6 +1,7 @@
-"""sp::shared: gradients that ranks have to be given alike, for a backward on shards takes each row of one copy.
+"""Compare gradients of shared results over the ranks (sp::shared).
 
-Where the ranks' copies differ the sum of the rows would be nobody's gradient, so that is an error on all of them.
+A backward on shards takes each row from one copy of the gradient. If the copies differ, the sum of the rows is not the
+gradient of any rank, so every rank raises an error.
 """
 
 from __future__ import annotations
@@ -29,13 +30,22 @@ from .input_checks import is_on_accelerator
     replays=False,
 )
 def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: str) -> list[Tensor]:
-    """Copies of gradients of shared results, once the ranks have found theirs equal. names: of the results.
+    """Return copies of the gradients of shared results, and check that they are equal on all ranks.
 
     Shapes: any -> same. Bytes: those of a message; more only for tensors whose bits differ. Backward: none.
-    Raises SpError on every rank of the group if they differ by more than rounding, as kernels that add in any order
-    leave it; the next call of the group does for those of a device, which nobody waits for. Ranks of other groups are
-    not told: one that waits for this rank in an exchange of its own backward, as data-parallel neighbours do, waits
-    until that group's timeout.
+
+    Ranks of other groups are not notified. A rank that waits for this one in a collective of its own backward, as a
+    data-parallel neighbor does, waits until the timeout of that group.
+
+    Args:
+        xs: Gradients of any shape and floating dtype.
+        names: Names of the results, one for each gradient.
+        n: Number of ranks of the group.
+        group: Name of the group.
+
+    Raises:
+        SpError: On every rank of the group, if the gradients differ by more than the rounding of an arbitrary order of
+            additions. For tensors on an accelerator the next call of the group raises, so that the CPU does not wait.
     """
     ranks = Ranks(n, group)
     wire, given = channel_of(ranks), dict(zip(enumerate(names), xs, strict=True))
@@ -49,7 +59,11 @@ def check_shared_gradients(xs: list[Tensor], names: list[str], n: int, group: st
 
 
 def _compare_on_next_call(wire: ControlChannel, given: Mapping[tuple[int, str], Tensor]) -> None:
-    """Leave them to the next call, which reads what the device has come to. given: as of `_compare_gradients`."""
+    """Schedule the comparison of checksums for the next call, when the device has computed them.
+
+    Args:
+        given: Gradients by number and name of the result.
+    """
     found: defaultdict[torch.device, dict[Field, Tensor]] = defaultdict(dict)
     for (number, name), x in given.items():
         what = f"gradient {number}, of the result {name}, when it {wire.last}"
@@ -58,7 +72,11 @@ def _compare_on_next_call(wire: ControlChannel, given: Mapping[tuple[int, str], 
 
 
 def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) -> None:
-    """Raise SpError, on every rank, if they differ. given: by a number and a name."""
+    """Raise SpError, on every rank, if the gradients differ.
+
+    Args:
+        given: Gradients by number and name of the result.
+    """
     names = dict.fromkeys(name for _, name in given)
     sums = {f"{key}": str(checksum_of(x).item()) for key, x in given.items()}
     everyone = all_gather_messages(ranks, Message(BACKWARD, f"the result {', '.join(names)}", fields=sums))
@@ -75,17 +93,20 @@ def _compare_gradients(ranks: Ranks, given: Mapping[tuple[int, str], Tensor]) ->
 
 
 def _is_within_rounding(x: Tensor, ranks: Ranks) -> bool:
-    """Are the ranks' copies the same but for the last bits of each row? Every rank gets the same answer."""
+    """Return True if the copies of the ranks are equal up to the last bits of each row.
+
+    The result is the same on every rank.
+    """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     off, long = zip(*(_row_norms(part, ranks) for part in rows.split(max(1, PIECE_ELEMENTS // rows.shape[1]))))
     apart, own = torch.cat(off), torch.cat(long)
-    eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)  # sums are of 32 bits, and rounded once
-    allowed = eps * (own + own.max() / 16)  # of a row that sums to nothing only the noise is left
+    eps = torch.finfo(x.dtype).eps * (64 if x.element_size() >= 4 else 1)  # accumulated in 32 bits and rounded once
+    allowed = eps * (own + own.max() / 16)  # a row that sums to zero contains only noise
     return bool((apart <= allowed).all() and own.isfinite().all())
 
 
 def _row_norms(rows: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Of each row: how far the ranks' copies are from the first one, and the longest of them."""
+    """Return the largest distance to the first copy and the largest norm, for each row."""
     copies = current_communicator().all_gather(rows.contiguous(), ranks.n, ranks.group).view(ranks.n, *rows.shape)
     copies = copies.to(torch.complex128 if rows.is_complex() else torch.float64)
     return (copies - copies[0]).norm(dim=-1).amax(0), copies.norm(dim=-1).amax(0)

@@ -1,7 +1,7 @@
-"""What ranks tell each other while they compile: as many exchanges on every rank, whatever fails on one of them.
+"""Exchange messages during compilation, with the same number of exchanges on every rank.
 
-Ranks that compile one program ask each other the same questions in the same order. One that fails in between still
-answers all that the others will ask, with its error, so they fail too and none waits.
+Ranks that compile one program run the same exchanges in the same order. A rank that fails sends its error in all
+remaining exchanges, so that the other ranks fail as well instead of waiting.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from .settings_digest import mode_fields
 
 
 class CompileProtocol:
-    """The exchanges of one compilation, in order: each a group and what its ranks will ask each other.
+    """Exchanges of one compilation in order, each a group and the name of the exchange.
 
-    Every rank of the groups makes one and calls `ask` for each question in turn, and `finish` when it is done or has
-    failed. Without processes nobody is asked, and the answers are this rank's own.
+    Every rank of the groups creates a protocol, calls `exchange` for each exchange in order, and calls `finish` when
+    it has compiled or failed. Without processes there is no communication, and results are those of this rank.
 
-    A group is asked no more where a rank of it is gone, or comes to something else: all its ranks hear of that, and by
-    `finish` those of their other groups. opened: are all compiling that came? apart: these groups, and why.
+    If a rank of a group is lost or runs another operation, the group runs no further exchanges. All its ranks raise,
+    and `finish` forwards the error to their other groups.
+
+    Attributes:
+        left: The remaining exchanges.
+        opened: True if all ranks have started to compile.
+        apart: The groups that stopped, with the error of each.
     """
 
     def __init__(self, questions: Sequence[tuple[Ranks, str]]) -> None:
@@ -35,10 +40,14 @@ class CompileProtocol:
         self.apart: dict[Ranks, RankMismatchError] = {}
 
     def start(self, also: Sequence[Ranks] = ()) -> None:
-        """Begin: are the others compiling as well? also: groups that are not asked here, but wait for each other.
+        """Check that the other ranks compile as well.
 
-        Raises SpError on every rank of a group that is of two minds, and of the groups that they are in; and where a
-        rank does not come, which `finish` has to tell the other groups.
+        Args:
+            also: Groups without exchanges in this compilation, whose ranks wait for each other.
+
+        Raises:
+            SpError: On every rank of a group whose ranks run different operations, and of the other groups of these
+                ranks; and if a rank does not arrive, which `finish` forwards to the other groups.
         """
         self.opened, mine = True, Message(COMPILE_VERB, fields={"": f"in mode {mode_fields()}"})
         for ranks in dict.fromkeys([*(ranks for ranks, _ in self.left), *also]):
@@ -46,16 +55,19 @@ class CompileProtocol:
                 if ranks.exchanges:
                     self._all_gather(ranks, mine if self.opened else STOP_VERB)
             except RankMismatchError as apart:
-                self.opened &= apart.__cause__ is not None  # a rank that did not come
+                self.opened &= apart.__cause__ is not None  # a rank that did not arrive
         if not self.opened:
             self.left = []
         for problem in self.apart.values():
             raise problem
 
     def exchange(self, ranks: Ranks, question: str, mine: Any) -> list[Any]:
-        """Every rank's answer, in the order of the ranks; None of one that never came to ask this.
+        """Return the value of every rank, in the order of the ranks.
 
-        Raises SpError on every rank if one has failed, with what that one said, or if one does not come to this.
+        The value is None for a rank that does not reach this exchange.
+
+        Raises:
+            SpError: On every rank, if a rank has failed, with its error, or if a rank runs another operation.
         """
         while self.left and self.left[0] != (ranks, question):
             self._answer_next(None)
@@ -70,7 +82,10 @@ class CompileProtocol:
         return [one.answer for one in everyone]
 
     def finish(self, error: Exception | None = None) -> Exception | None:
-        """Answer what the others will still ask; why this rank fails, which it may learn here."""
+        """Run the remaining exchanges, and return the error of this rank.
+
+        The error may be one that these exchanges received from another rank.
+        """
         while self.left:
             try:
                 self._answer_next(error)
@@ -79,17 +94,21 @@ class CompileProtocol:
         return error
 
     def _answer_next(self, error: Exception | None) -> None:
-        """The next question, which this rank has no use for."""
+        """Run the next exchange, whose result this rank does not use."""
         ranks, question = self.left.pop(0)
         if ranks.exchanges:
             self._all_gather(ranks, Message(COMPILE_VERB, question, error=not_compiled(error), expects_answer=True))
 
     def _all_gather(self, ranks: Ranks, mine: Message) -> list[Message]:
-        """Every rank's message; [] if all say the same and nobody asks. Raises RanksDiffer, and asks these no more."""
+        """Return the message of every rank, or [] if all are equal and none expects an answer.
+
+        Raises:
+            RankMismatchError: If the operations differ or a rank is lost. The group runs no further exchanges.
+        """
         try:
             everyone, cause = all_gather_messages(ranks, mine) or [], None
             problem = describe_operation_mismatch(everyone)
-        except SpError as error:  # a rank is gone
+        except SpError as error:  # a rank is lost
             everyone, cause, problem = [], error, error
         if problem is not None:
             self.left = [one for one in self.left if one[0] != ranks]

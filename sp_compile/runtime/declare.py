@@ -1,7 +1,7 @@
-"""Makes the groups of a mesh known to passes, and one communicator for several axes together, once and on all ranks.
+"""Declare the groups of a mesh to the passes, and create communicators over several axes.
 
-Creating a communicator takes every rank of the program, at the same point: no pass may do it, since a compiler runs at
-other times on other ranks. So a program says once which mesh it reduces over.
+Every rank of the program must take part in the creation of a communicator, at the same point. A pass cannot create one,
+since compilation runs at different times on different ranks. The program therefore declares its mesh once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,28 @@ from .agreement import all_gather_object, failure, make_error_barrier, wrap_erro
 def declare_groups(
     mesh: DeviceMesh | Sequence[dist.ProcessGroup], unions: Sequence[Sequence[str]] | None = None, measure: bool = True
 ) -> KnownGroups:
-    """Declare the axes of a mesh: `merge_reductions` may then make one collective of several over them.
+    """Declare the axes of a mesh, so that `merge_reductions` can merge collectives over several axes.
 
-    Every rank of the program has to call it, at the same point, those outside of the mesh too. `mesh`: a DeviceMesh, or
-    for each axis the process group that this rank is in (None, or what new_group returns, where it is in none); they
-    are then called "0", "1", ... Two of them may be the same groups, as tensor and expert parallelism often have them.
-    `unions`: the names of the axes that may be reduced over together, such as [("dp", "sp")], [] for none; by default
-    every two or more that are a full grid (not the same groups twice, nor groups that overlap), which is one
-    communicator a rank for two axes and four for three. Communicators of these ranks that exist already are used:
-    those of a flattened mesh, the default group, those of an earlier call. `measure`: time the all_reduces of each on
-    these ranks, unless this process did so before or that is on rank 0's disk.
+    Every rank of the program must call it at the same point, including the ranks outside of the mesh. Existing
+    communicators of the same ranks are reused: those of a flattened mesh, of the default group and of an earlier call.
 
-    Returns the table, which `sp_compile.passes.cost.known_groups.KnownGroups` describes; the backend finds it by
-    itself.
-    Raises SpError, on every rank: no process group, no mesh, no axis, other arguments than rank 0's, an axis that no
-    rank has a group of or some rank has two of, None from a rank that is in another's group of that axis, an unknown
-    axis in `unions`, or one whose ranks are no grid.
+    Args:
+        mesh: A DeviceMesh, or one process group of this rank for each axis: None, or the result of new_group, where
+            this rank is in none. The axes of a sequence are named "0", "1", ... Two axes may have the same groups, as
+            tensor and expert parallelism often do.
+        unions: Names of the axes that may be reduced together, such as [("dp", "sp")]; [] for none. By default every
+            subset of two or more axes that forms a full grid, without repeated or overlapping groups. That is one
+            communicator a rank for two axes and four for three.
+        measure: If True, time the all-reduces of each communicator on these ranks. Measurements of this process or on
+            the disk of rank 0 are reused.
+
+    Returns:
+        The table of groups. The backend finds it without further configuration.
+
+    Raises:
+        SpError: On every rank, if there is no process group, mesh or axis; if the arguments differ between ranks; if an
+            axis has no group, or two groups of a rank; if a rank passes None for an axis but is in the group of another
+            rank; or if `unions` has an unknown axis, or axes whose ranks do not form a grid.
     """
     if not dist.is_initialized():
         raise SpError("SP614", "declare_groups: there is no default process group.")
@@ -73,29 +79,32 @@ def declare_groups(
 @register_sendable
 @dataclass(frozen=True)
 class _Axis:
-    """A process group of one rank. backend: as torch spells which one of each device, "cpu:gloo,cuda:nccl"."""
+    """Process group of one rank."""
 
-    name: str
-    ranks: tuple[int, ...]
-    backend: str
+    name: str  # of the group in torch
+    ranks: tuple[int, ...]  # global ranks
+    backend: str  # backend of each device type, such as "cpu:gloo,cuda:nccl"
 
 
 @register_sendable
 @dataclass(frozen=True)
 class _Declaration:
-    """What a rank tells the others."""
+    """Message that a rank sends to the others to declare its groups."""
 
-    host: str
-    device: str = "cpu"
-    axes: Mapping[str, _Axis | None] = field(default_factory=dict)
-    existing: tuple[_Axis, ...] = ()
-    unions: tuple[tuple[str, ...], ...] | None = None
-    measure: bool = True
-    error: SpError | None = None
+    host: str  # name of the machine
+    device: str = "cpu"  # device type of the mesh
+    axes: Mapping[str, _Axis | None] = field(default_factory=dict)  # group of the rank for each axis
+    existing: tuple[_Axis, ...] = ()  # all process groups of the rank
+    unions: tuple[tuple[str, ...], ...] | None = None  # axes to reduce together; None for the default
+    measure: bool = True  # time the all-reduces
+    error: SpError | None = None  # error of this rank, if its arguments are invalid
 
 
 def _make_declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
-    """This rank's part. What is wrong with it travels too: a rank that raised here would leave the others waiting."""
+    """Return the declaration of this rank.
+
+    An error is sent as well: if this rank raised here, the others would wait.
+    """
     host = platform.node()
     try:
         existing = tuple(_Axis(*group) for group in process_groups())
@@ -110,7 +119,10 @@ def _make_declaration(mesh: Any, unions: Any, measure: Any) -> _Declaration:
 
 
 def _validate_unions(unions: Any) -> tuple[tuple[str, ...], ...] | None:
-    """`unions`, of strings alone: only what certainly reaches the others may be compared with theirs."""
+    """Return `unions` as tuples of strings.
+
+    Only strings are accepted, since the ranks compare what they receive.
+    """
     if unions is None:
         return None
     lists = isinstance(unions, list | tuple) and all(isinstance(labels, list | tuple) for labels in unions)
@@ -120,7 +132,7 @@ def _validate_unions(unions: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
-    """axis -> this rank's group."""
+    """Return the group of this rank for each axis."""
     if isinstance(mesh, DeviceMesh):
         labels = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         inside = mesh.get_coordinate() is not None
@@ -139,7 +151,7 @@ def _groups_of(mesh: Any) -> dict[str, dist.ProcessGroup | None]:
 
 
 def _agreed_axes(every: Sequence[_Declaration]) -> dict[str, Partition]:
-    """axis -> the groups of all ranks."""
+    """Return the groups of all ranks for each axis."""
     if failed := failure([told.error for told in every]):
         raise failed.with_context("declare_groups: ")
     for rank, told in enumerate(every):
@@ -154,7 +166,7 @@ def _describe_arguments(told: _Declaration) -> str:
 
 
 def _axis_groups(label: str, mine: Sequence[_Axis | None]) -> Partition:
-    """The groups of one axis, given each rank's own."""
+    """Return the groups of one axis from the group of each rank."""
     groups = sorted({axis.ranks for axis in mine if axis is not None})
     ranks = [rank for group in groups for rank in group]
     if not groups:
@@ -172,7 +184,7 @@ def _axis_groups(label: str, mine: Sequence[_Axis | None]) -> Partition:
 def _create_communicators(
     axes: Mapping[str, Partition], every: Sequence[_Declaration]
 ) -> tuple[list[tuple[str | None, Partition]], list[list[int]]]:
-    """What this rank calls its groups of each axis, then of each union; the axes of each union, by number."""
+    """Return the communicators of this rank for each axis and union, and the axis indices of each union."""
     mine = every[dist.get_rank()].axes
     names = [(axis.name if (axis := mine[label]) else None, groups) for label, groups in axes.items()]
     made: dict[Partition, str | None] = {}
@@ -188,7 +200,7 @@ def _create_communicators(
 def _requested_unions(
     axes: Mapping[str, Partition], asked: Sequence[Sequence[str]] | None
 ) -> list[tuple[Sequence[str], Partition]]:
-    """The axes that are to have a communicator in common, and its groups."""
+    """Return the axes that share a communicator, with the groups of each union."""
     found = []
     for labels in label_subsets(list(axes)) if asked is None else asked:
         unknown = [label for label in labels if label not in axes]
@@ -204,7 +216,10 @@ def _requested_unions(
 
 
 def _find_communicator(groups: Partition, like: str, every: Sequence[_Declaration]) -> str | None:
-    """The name of this rank's communicator among `groups`: the one that all members have, or a new one."""
+    """Return the name of the communicator of this rank in `groups`.
+
+    A communicator that all members have is reused; otherwise a new one is created.
+    """
     mine = None
     usual = next(e.backend for e in every[0].existing if len(e.ranks) == len(every))
     for ranks in groups:
@@ -227,7 +242,10 @@ def _find_communicator(groups: Partition, like: str, every: Sequence[_Declaratio
 
 
 def _reachable_ranks(rank: int, parts: Sequence[Partition]) -> set[int]:
-    """The ranks that this one reaches from group to group. Others may have a mesh of their own, of another shape."""
+    """Return the ranks that are connected to this rank through groups.
+
+    Other ranks may have a separate mesh of another shape.
+    """
     near, size = {rank}, 0
     while size != len(near):
         size = len(near)
@@ -236,7 +254,10 @@ def _reachable_ranks(rank: int, parts: Sequence[Partition]) -> set[int]:
 
 
 def _common_device(every: Sequence[_Declaration]) -> str | None:
-    """The device whose tensors all these groups take; None if there is no such, as with nccl beside gloo's on CPU."""
+    """Return the device type that all groups support.
+
+    Returns None if there is none, as for nccl groups with a gloo default group on the CPU.
+    """
     world = next(e for e in every[0].existing if len(e.ranks) == len(every))
     used = [axis for told in every for axis in told.axes.values() if axis is not None]
     common = set.intersection(*({part.split(":")[0] for part in a.backend.split(",")} for a in [world, *used]))

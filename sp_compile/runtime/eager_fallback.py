@@ -1,7 +1,7 @@
-"""Warn once of code that was given to torch.compile with backend="sp" and runs eagerly, with Dynamo's reason.
+"""Warn once about code compiled with backend="sp" that runs eagerly, with Dynamo's reason.
 
-The results are right, but such a block gathers its sharded inputs on every rank and saves them for its backward. Where
-only some ranks run it eagerly, the others wait for them until the timeout of the group.
+Results stay correct, but such a block gathers its sharded inputs on every rank and saves them for its backward. If only
+some ranks run it eagerly, the others wait for them until the group's timeout.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def warn_eager_fallback(what: Any, code: CodeType, reason: str) -> None:
     name, own = name_of_callable(what), code
     if isinstance(what, torch.nn.Module):
         own = getattr(inspect.unwrap(what.forward), "__code__", code)
-    limited = "recompile limit" in reason  # be it of a decorator around the module's own code
+    limited = "recompile limit" in reason  # also of a decorator around the module's own code
     disabled = own is not code and not limited
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or (name, own) in _warned:
@@ -83,15 +83,15 @@ def warn_eager_fallback(what: Any, code: CodeType, reason: str) -> None:
 
 
 def find_fsdp_submodules(model: torch.nn.Module) -> list[str]:
-    """The names of the modules inside of a model that `fully_shard` was called on."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # which it is part of; not imported for those who do not shard
+    """Return the names of the submodules of a model to which `fully_shard` was applied."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported for users without FSDP
     if fsdp is None:
         return []
     return [name for name, part in model.named_modules() if name and isinstance(part, fsdp.FSDPModule)]
 
 
 def warn_fsdp_submodules(model: torch.nn.Module) -> None:
-    """Tell the user on rank 0, once for each class, that FSDP's hooks cut what was to be compiled as a whole."""
+    """Warn on rank 0, once for each class, that FSDP hooks split the graph of the model."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank > 0 or name_of_callable(model) in _warned_fsdp:
         return
@@ -102,5 +102,5 @@ def warn_fsdp_submodules(model: torch.nn.Module) -> None:
 
 
 def name_of_callable(what: Any) -> str:
-    """A module's class; the name of a function as it is."""
+    """Return the class name of a module, or the name of a function."""
     return type(what).__name__ if isinstance(what, torch.nn.Module) else str(what)

@@ -1,4 +1,4 @@
-"""A graph as ranks compare it: one number on every call, and its lines where the numbers differ."""
+"""Compute digests of graphs that ranks compare, and lines of text to locate a difference."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ TEXT_WIDTH = 160  # characters of a line in an error message
 
 
 class TextLine(NamedTuple):
-    """One operation. text: all that is compared of it; name and stack trace: what a person is told."""
+    """One operation of a program as text."""
 
-    text: str
-    name: str
-    trace: str
+    text: str  # the text that is compared
+    name: str  # the text in messages
+    trace: str  # stack trace
 
 
 @dataclass(frozen=True)
 class ProgramDigest:
-    """digest: equal for programs that ranks may run together. lines: its operations, in order."""
+    """Digest of a program."""
 
-    digest: int = 0
-    lines: tuple[TextLine, ...] = ()
+    digest: int = 0  # equal for programs that ranks may run together
+    lines: tuple[TextLine, ...] = ()  # operations in order
 
     def first_difference(self, ranks: Ranks) -> list[str]:
-        """What each rank has where their lines first differ; every rank of the group has to come here.
+        """Return the line of each rank at the first difference, or [] if there is none.
 
-        Empty if they do not differ. Two exchanges: of digests a line, then of one line a rank. A line that reads alike
-        on all ranks, and only takes other lines' results, comes behind one that does not.
+        Every rank of the group must call it. It runs two exchanges: digests of each line, then one line of each rank. A
+        line that differs only in the results that it uses is reported after a line whose own text differs.
         """
         hashes: list[list[list[int]]] = _gather_programs(
             ranks, [[hash_text(line.name), hash_text(line.text)] for line in self.lines]
@@ -70,12 +70,12 @@ class ProgramDigest:
 
 
 def _gather_programs(ranks: Ranks, mine: Any) -> list[Any]:
-    """What every rank tells of its program."""
+    """Return the value of every rank about its program."""
     return all_gather_object(ranks, "compares", "programs", mine)
 
 
 def program_subject(gm: GraphModule) -> str:
-    """What a person calls the program: the function that was compiled, and its first line that computes something."""
+    """Return the name of a program for messages: the compiled function and its first computing line."""
     for node in gm.graph.nodes:
         frame = first_frame(stack_trace(node)) if node.op == "call_function" else ""
         if frame:
@@ -84,30 +84,29 @@ def program_subject(gm: GraphModule) -> str:
 
 
 class NodeText(NamedTuple):
-    """One node, without names of groups and numbers of devices. call: its op. takes: for each argument that is a node
-    its place among the inputs or behind them; spec: how the arguments are nested. written: the other arguments, the
-    value of a constant. body: the lines of a region that it names. checkpoint: the one that it is in, if any: of its
-    exchanges the backward does more. value: dtype and shape of what it makes.
-    """
+    """Text of one node, without names of groups and device indices."""
 
     node: Node
-    call: str
-    takes: tuple[int | str | None, ...]
-    spec: str
-    written: tuple[str, ...]
-    body: tuple[NodeText, ...]
-    checkpoint: str
+    call: str  # the op
+    takes: tuple[int | str | None, ...]  # index of each node argument, among the inputs or among the operations
+    spec: str  # nesting of the arguments
+    written: tuple[str, ...]  # the other arguments, and the value of a constant
+    body: tuple[NodeText, ...]  # lines of the region that it names
+    checkpoint: str  # enclosing checkpoint, which affects collectives of the backward
 
     @property
     def value(self) -> str:
+        """Return dtype and shape of the result."""
         value = self.node.meta.get("val")
         return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
 
 
 def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
-    """The text of a graph, but for symbols that only describe memory: ranks need not share them.
+    """Return the text of a graph, without symbols that only describe memory and may differ between ranks.
 
-    inside: the checkpoint that it is the body of.
+    Args:
+        gm: The graph.
+        inside: The checkpoint whose body it is.
     """
     checkpoints: defaultdict[Any, str] = defaultdict(lambda: f"in checkpoint {len(checkpoints)}")
     places: dict[Node, int | str] = {}
@@ -116,7 +115,7 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
     for node in gm.graph.nodes:
         if is_unused_symbol(node):
             continue
-        # Counted apart: one input more on a rank moves no operation.
+        # Counted separately, so that an additional input on a rank shifts no operation.
         places[node] = f"input {next(inputs)}" if node.op == "placeholder" else next(operations)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         takes = tuple(places[leaf] if isinstance(leaf, Node) else None for leaf in leaves)
@@ -132,9 +131,10 @@ def graph_lines(gm: GraphModule, inside: str = "") -> tuple[NodeText, ...]:
 
 
 def exchange_digest(gm: GraphModule) -> ProgramDigest:
-    """What ranks have to have in common to wait for each other: the exchanges, or all ops where none are in sight.
+    """Return the digest of the collectives of a graph, or of all ops if it has none.
 
-    Its lines are each op and which of the ops before it it follows on, whatever the inputs and numbers are.
+    Ranks that wait for each other must have it in common. Each line is an op and the ops that it depends on,
+    independent of inputs and numbers.
     """
     lines = graph_lines(gm)
     exchanges = _exchange_lines(lines)
@@ -146,9 +146,11 @@ def exchange_digest(gm: GraphModule) -> ProgramDigest:
 
 
 def graph_digest(gm: GraphModule, names: Sequence[str] = ()) -> ProgramDigest:
-    """What ranks have to have in common that run one graph on shards: all of it, its dtypes and local shapes too.
+    """Return the digest of a graph with all its ops, dtypes and local shapes.
 
-    names: of its inputs, as `input_names` gives them.
+    Args:
+        gm: The graph.
+        names: Names of its inputs, from `input_names`.
     """
     texts, told = [], []
     shown = {str(name): name.shown for name in names if isinstance(name, InputName)}
@@ -164,32 +166,37 @@ def graph_digest(gm: GraphModule, names: Sequence[str] = ()) -> ProgramDigest:
 
 
 def inline_bodies(lines: Iterable[NodeText]) -> Iterator[NodeText]:
-    """The lines, with those of a region's body in place of the one that names it."""
+    """Yield the lines, with each region replaced by the lines of its body."""
     for line in lines:
         yield from inline_bodies(line.body) if line.body else [line]
 
 
 def _exchange_lines(lines: Iterable[NodeText]) -> list[str]:
-    """The exchanges, in order, bodies of regions included."""
+    """Return the collectives in order, including those in regions."""
     return [f"{line.call} {line.checkpoint}" for line in inline_bodies(lines) if is_collective(line.node)]
 
 
 def _call_text(node: Node) -> str:
-    """An op; of an exchange what it does with the values as well: sum, max."""
+    """Return the op, and for a collective also its reduction, such as sum or max."""
     leaves = pytree.tree_leaves((node.args, node.kwargs)) if is_collective(node) else ()
     words = [_argument_text(node, leaf) for leaf in leaves if isinstance(leaf, str)]
     return " ".join([_target_text(node), *filter(None, words)])
 
 
 class InputName(str):
-    """The name of a graph's input. shown: what a person calls it, which no other input of the graph is called."""
+    """Name of a graph input.
+
+    Attributes:
+        shown: The name in messages, which is unique in the graph.
+    """
 
     shown: str
 
 
 def input_names(gm: GraphModule) -> list[str]:
-    """Names of the inputs, each an `InputName`; "" for a symbol that only describes memory (strides, offsets), which
-    ranks need not share.
+    """Return the names of the inputs, each an `InputName`.
+
+    The name is "" for a symbol that only describes memory (strides, offsets), which may differ between ranks.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     shown = [argument_name(node) for node in nodes]
@@ -202,13 +209,13 @@ def input_names(gm: GraphModule) -> list[str]:
 
 
 def is_unused_symbol(node: Node) -> bool:
-    """Is it an input that is a symbol which nothing reads?"""
+    """Return True if the node is a symbolic input without users."""
     value = node.meta.get("val", node.meta.get("example_value"))
     return node.op == "placeholder" and not node.users and isinstance(value, torch.SymInt)
 
 
 def value_digest(x: Any) -> str:
-    """Something that is equal for equal values: of a tensor its shape and a checksum of its bits."""
+    """Return text that is equal for equal values; for a tensor its dtype, shape and checksum."""
     if isinstance(x, torch.Tensor):
         with use_real_tensors():
             value = str(x.item()) if x.ndim == 0 else checksum(x)
@@ -224,7 +231,10 @@ def _target_text(node: Node) -> str:
 
 
 def _argument_text(node: Node, leaf: Any) -> str:
-    """A device counts without its number, an exchange's words without the group: each rank has its own."""
+    """Return the text of an argument without device indices and group names.
+
+    These differ between ranks.
+    """
     if isinstance(leaf, torch.device):
         return leaf.type
     if isinstance(leaf, str) and is_collective(node):

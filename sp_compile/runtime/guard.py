@@ -1,7 +1,7 @@
-"""Ranks agree before they run, and before each backward: the same program, call, mode and inputs, or all of them raise.
+"""Check before each call and each backward that all ranks run the same program, call, mode and inputs.
 
-One exchange of a few bytes a call, in front of the compiled graph. A rank that could not compile takes part as well, so
-that its error reaches the others instead of leaving them in a collective.
+There is one exchange of a few bytes a call, before the compiled graph. A rank that could not compile takes part as
+well, so that its error reaches the others instead of blocking them in a collective.
 """
 
 from __future__ import annotations
@@ -62,90 +62,84 @@ GRADIENTS = "gradients"
 
 @dataclass(eq=False)
 class GuardedProgram:
-    """Calls `run` once all ranks have said the same of themselves and their inputs.
+    """Program that runs after all ranks have agreed on it and on its inputs.
 
-    run: the compiled graph, or None with `error` where this rank could not compile. program: what has to be the
-    same. names: as `input_names` gives them. subject: what a person calls it. options: as `settings` gives them.
-    equal: the inputs whose values must be the same on every rank; compared on the first call of each model, and again
-    every `check_every` calls, as checksums. So are the sizes of parameters, without which a program is another one.
-    always: the inputs whose values are compared on every call, and so are `arguments` if they are small, or some of
-    their values; shared: those that were found equal when the program was compiled. wanted: the inputs that require
-    grad.
-    backward: compare the backwards, too; whole: and the gradients of its results, of which every rank has all rows,
-    but for the sharded ones, by number. layouts: how it takes values that an earlier program left in shards, by
-    number; others are read. places: its exchanges, as `exchange_sources` gives them; lines: of its nodes, as of
-    `node_lines`.
-    why_whole: why it is the program as it was written, which every rank runs whole.
-    Raises SpError on every rank if a rank failed, compiled another graph, compiles one now while others run theirs, is
-    in another mode or at another call, or was given other sizes or values.
+    Values in `equal` are compared as checksums on the first call of each model, and every `check_every` calls. So are
+    the sizes of parameters. Values in `always` are compared on every call. So are `arguments`, or a sample of large
+    ones.
+
+    Raises:
+        SpError: On every rank, if a rank failed, compiled another graph or compiles while others run, is in another
+        mode
+            or call, or has other sizes or values.
     """
 
-    run: Callable[..., Any] | None
+    run: Callable[..., Any] | None  # compiled graph; None if compilation failed with `error`
     ranks: Ranks
-    program: ProgramDigest
-    names: Sequence[str]
+    program: ProgramDigest  # must be equal on every rank
+    names: Sequence[str]  # from `input_names`
     error: Exception | None = None
-    equal: frozenset[str] = frozenset()
-    always: frozenset[str] = frozenset()
-    subject: str = "a program"
-    options: Mapping[str, str] = field(default_factory=dict)
-    backward: bool = False
-    whole: bool = False
-    leaves_partial: bool = False  # the gradients of parameters
+    equal: frozenset[str] = frozenset()  # inputs whose values must be equal on every rank
+    always: frozenset[str] = frozenset()  # inputs whose values every call compares
+    subject: str = "a program"  # name of the program in messages
+    options: Mapping[str, str] = field(default_factory=dict)  # from `settings_fields`
+    backward: bool = False  # compare the backwards as well
+    whole: bool = False  # compare gradients of results that are not sharded
+    leaves_partial: bool = False  # the gradients of parameters stay partial
     check_every: int = 0
-    arguments: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-    layouts: Mapping[int, Layout] = field(default_factory=dict)
-    sharded: frozenset[int] = frozenset()
-    wanted: Sequence[str] = ()
-    exchange_sources: Mapping[str, ExchangeSource] = field(default_factory=dict)
-    lines: Mapping[str, str] = field(default_factory=dict)
-    written: Sequence[int] = ()  # the inputs that it changes in place, by number
-    unsplit_reason: str = ""
-    takes_rows: bool = False  # are some inputs shards, as plain tensors?
-    called: set[int] = field(default_factory=set)  # by which models, whose ranks agreed on their last call
-    parameters: Sequence[bool] | None = None  # which inputs are parameters, once it was called
+    arguments: frozenset[str] = frozenset()  # inputs in `equal` that change with each call
+    shared: frozenset[str] = frozenset()  # inputs that were equal at compilation
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # layouts of sharded arguments; others are gathered
+    sharded: frozenset[int] = frozenset()  # indices of sharded results
+    wanted: Sequence[str] = ()  # inputs that require grad
+    exchange_sources: Mapping[str, ExchangeSource] = field(default_factory=dict)  # sources of its collectives
+    lines: Mapping[str, str] = field(default_factory=dict)  # from `node_lines`
+    written: Sequence[int] = ()  # indices of the inputs that it mutates
+    unsplit_reason: str = ""  # why the program runs unsplit; "" if it is split
+    takes_rows: bool = False  # True if some inputs are shards as plain tensors
+    called: set[int] = field(default_factory=set)  # models whose ranks agreed on their last call
+    parameters: Sequence[bool] | None = None  # flags of the parameters; None before the first call
 
     @cached_property
     def static_fields(self) -> HashedFields:
-        """What it says of itself on every call."""
+        """Return the fields of the program that are part of every call."""
         wanted = "\n".join(map(_shown_name, self.wanted))
         return HashedFields(
             {**self.options, **run_mode(self.unsplit_reason), PROGRAM: str(self.program.digest), GRADIENTS: wanted}
         )
 
     def _parameters(self, args: Sequence[Any]) -> Sequence[bool]:
-        """Which inputs are parameters: of one program the same on every call."""
+        """Return a flag of each input that is True for parameters, the same on every call."""
         if self.parameters is None:
             self.parameters = [isinstance(a, torch.nn.Parameter) for a in args]
         return self.parameters
 
     @cached_property
     def _names_shown(self) -> list[tuple[int, str, str]]:
-        """Number and name of each input that has one, and what a person calls it."""
+        """Return index, name and displayed name of each named input."""
         return [(i, name, _shown_name(name)) for i, name in enumerate(self.names) if name]
 
     @cached_property
     def _reported_inputs(self) -> list[tuple[int, str, str]]:
-        """The inputs of which every call says something."""
+        """Return the inputs that every call describes."""
         silent = [given and name not in self.always for name, given in zip(self.names, self.parameters or ())]
         return [one for one in self._names_shown if not silent[one[0]]]
 
     @cached_property
     def _sharding_inputs(self) -> list[bool]:
-        """The inputs by which stand-ins and values in shards are known: all but parameters, and one of these."""
+        """Return flags of the inputs that show fake or sharded values: non-parameters and one parameter."""
         parameters = self.parameters or ()
         return [not one or not any(parameters[:i]) for i, one in enumerate(parameters)]
 
     def __call__(self, *args: Any) -> Any:
         refuse_transforms()
         some = args if self.parameters is None else [*compress(args, self._sharding_inputs)]
-        traced = any_traced(some)  # then nothing runs
+        traced = any_traced(some)  # nothing is executed
         written = self.run.written if isinstance(self.run, GatheredProgram) else self.written
         refused = call_refusal(args, sorted(written), self.names) if written and not traced else None
         with mark_agreed():
             call = self._agree(args, refused) if self.ranks.n > 1 and not traced else Message(CALL_VERB)
-        if refused is not None:  # of a rank by itself: several have raised it together
+        if refused is not None:  # single rank only; several ranks raise it together in _agree
             raise refused
         if self.error is not None:
             raise self.error
@@ -160,7 +154,7 @@ class GuardedProgram:
         return out
 
     def _accepts(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Another program that is asked first takes values as they are, and so does one that reads them itself."""
+        """Return the unwrapped arguments, unless the inner program unwraps them itself."""
         return args if isinstance(self.run, GuardedProgram | GatheredProgram) else unwrap_arguments(args, self.layouts)
 
     def _agree(self, args: Sequence[Any], refused: SpError | None = None) -> Message:
@@ -171,7 +165,7 @@ class GuardedProgram:
             wire.calls[self.subject, which] += 1
             number = wire.calls[self.subject, which]
         first = which not in self.called
-        self.called.discard(which)  # until ranks have agreed: what was refused is compared again, in full
+        self.called.discard(which)  # until the ranks agree; a refused call is compared again in full
         again = bool(self.check_every) and number % self.check_every == 0
         fields = wire.earlier_fields() if wire is not None else {}
         error = not_compiled(self.error) or refused
@@ -187,7 +181,7 @@ class GuardedProgram:
         if problem is None:
             self.called.add(which)
             return mine
-        inner = self.run  # the groups that would be asked next hear of it: their other ranks are on their way
+        inner = self.run  # notify the inner groups, whose other ranks wait for this call
         while isinstance(inner, GuardedProgram):
             all_gather_messages(inner.ranks, STOP_VERB)
             inner = inner.run
@@ -195,16 +189,19 @@ class GuardedProgram:
             if has_raised and len(involved_groups()) == 1:
                 return self._agree(
                     args, refused
-                )  # the others go on with the step in which this rank has raised, and raise now
+                )  # the others were in the step in which this rank has raised, and raise now
             abort_if_connected(wire, everyone or (), mine)
         raise (problem if different is not None else problem.with_context(raised)) from self.error
 
     def _fields(
         self, args: Sequence[Any], everything: bool, wire: ControlChannel | None, mine: Message
     ) -> dict[Any, str]:
-        """What this rank says of a call. everything: of all values, not only of those that change from call to call.
+        """Return the fields of this rank for a call.
 
-        Of values that lie on a device it is said at the next call, whichever that is: the device has come to them then.
+        Values on an accelerator are compared at the next call, when the device has computed their checksums.
+
+        Args:
+            everything: If True, include all compared values, not only those that change with each call.
         """
         compared = self.always | self.equal if everything else self.always
         looked_at = frozenset() if everything else self.arguments
@@ -232,7 +229,7 @@ class GuardedProgram:
         return out
 
     def _difference(self, everyone: Sequence[Message]) -> SpError | None:
-        """Return why ranks that do the same cannot go on; None if they can. Fields of some ranks are not compared."""
+        """Return the error of ranks with different fields, or None. Fields of only some ranks are ignored."""
         failed = failure([one.error for one in everyone]) or (
             self.error if isinstance(self.error, RemoteError) else describe_mode_mismatch(everyone)
         )
@@ -261,12 +258,12 @@ class GuardedProgram:
 
     @cached_property
     def connected(self) -> list[Ranks]:
-        """The groups that this program exchanges over, and those that it calls first."""
+        """Return the groups of this program and of the programs that it calls."""
         return [self.ranks, *(self.run.connected if isinstance(self.run, GuardedProgram) else [])]
 
     @contextmanager
     def _run_marked(self, what: Message) -> Iterator[None]:
-        """The program runs inside, where this rank waits for others, and they for it."""
+        """Mark that the program runs in the context, and publish its failures."""
         with self._announce_failure(what), mark_running(self.connected):
             yield
 
@@ -274,16 +271,17 @@ class GuardedProgram:
         return announce_failures(channel_of(self.ranks), what, self.exchange_sources, self.lines)
 
     def _watch(self, out: Any, call: Message) -> None:
-        """Compare the backward of a call over the ranks, when it begins."""
+        """Compare the backward of a call over the ranks when it begins."""
         mine, leaves = Message(BACKWARD, call.subject, call.number, model=call.model), pytree.tree_leaves(out)
         for node, alone in find_backward_nodes(leaves, self.sharded, lambda: self._run_marked(mine)):
             node.register_prehook(partial(self._start_backward, mine, alone))
 
     @torch.compiler.disable
     def _start_backward(self, mine: Message, rows: frozenset[int], grads: Sequence[Any]) -> None:
-        """Compare the gradients of results that every rank has whole: each rank goes on with its rows of its own.
+        """Compare the gradients of replicated results, since each rank continues with its own rows.
 
-        rows: the numbers of those of which a rank has rows alone.
+        Args:
+            rows: Indices of the results of which a rank has only its rows.
         """
         refuse_transforms(grads)
         wire, fields = channel_of(self.ranks), dict[str, str]()
@@ -312,10 +310,10 @@ def world() -> Any:
 
 @dataclass(eq=False)
 class InProcesses:
-    """Calls `run`, which was compiled for the default process group of that moment.
+    """Program compiled for the default process group at its creation.
 
     Raises:
-        SpError: If the default process group is another one now.
+        SpError: If the default process group has changed.
     """
 
     run: Callable[..., Any]
@@ -328,7 +326,7 @@ class InProcesses:
 
 
 def _grad_field(grad: torch.Tensor) -> str:
-    """What is said of a gradient on the CPU; of a loss, as of most, without a tensor more."""
+    """Return the summary of a CPU gradient, without a new tensor for a scalar."""
     if grad.numel() == 1 and not grad.is_complex():
         return f"{SUMMARY_PREFIX}{abs(value := grad.item())!r} {value!r}"
     return start_cpu_copy(summarize(grad)[None]).read()[0]
@@ -362,14 +360,19 @@ LEFT_PARTIAL = (
 def format_input_mismatch(
     everyone: Sequence[Message], lines: Sequence[str], shared: Set[str], arguments: Set[str], held: Set[str], own: bool
 ) -> SpError | None:
-    """Return the error of ranks whose programs or inputs differ; None if they do not.
+    """Return the error of ranks whose programs or inputs differ, or None.
 
-    lines: where their programs differ. shared: the inputs that were equal when the program was compiled. arguments:
-    those of which every rank has to pass the whole. held: those equal at an earlier call. own: are others shards?
+    Args:
+        everyone: Message of each rank.
+        lines: Lines of the ranks at the first difference of their programs.
+        shared: Inputs that were equal at compilation.
+        arguments: Inputs that must be replicated.
+        held: Inputs that were equal at an earlier call.
+        own: True if other inputs are shards.
     """
     inputs = _inputs_of(everyone)
     known = [name for name in inputs[0] if all(name in one for one in inputs)]
-    if len(known) == min(map(len, inputs)):  # what a rank has more than others, the lines of its program show
+    if len(known) == min(map(len, inputs)):  # additional inputs are shown by the lines of the program
         inputs = [{name: one[name] for name in known} for one in inputs]
     first = inputs[0]
     names = [name for name in {**first, **inputs[-1]} if _has_differences([one.get(name) for one in inputs])]
@@ -405,7 +408,7 @@ def format_input_mismatch(
 
 
 def _describe_gradient_mismatch(wanted: Sequence[Sequence[str]]) -> SpError | None:
-    """Return the error of ranks that require gradients of different inputs; None without one."""
+    """Return the error of ranks that require gradients of different inputs, or None."""
     names = dict.fromkeys(name for one in wanted for name in one if name and not all(name in other for other in wanted))
     if not names:
         return None
@@ -418,14 +421,14 @@ def _shown_name(name: str) -> str:
 
 
 class InputFields(NamedTuple):
-    """The statements of a rank on one input: its size or its number, and its checksum, "" if not stated."""
+    """Size or number of an input on a rank, and its checksum or ""."""
 
     size: str
     checksum: str
 
     @property
     def is_tensor(self) -> bool:
-        """Return whether the input is a tensor with dims, and no number."""
+        """Return True if the input is a tensor with dims."""
         return "(" in self.size
 
     def __str__(self) -> str:
@@ -433,7 +436,7 @@ class InputFields(NamedTuple):
 
 
 def _inputs_of(everyone: Sequence[Message]) -> list[dict[str, InputFields]]:
-    """Return the inputs that each rank states. Parameters count where all ranks state them."""
+    """Return the described inputs of each rank. Parameters are included if all ranks describe them."""
     kinds = FieldKind.INPUT, FieldKind.WEIGHT
     named = [[key for key in one.fields if isinstance(key, Field) and key.kind in kinds] for one in everyone]
     common = set.intersection(*map(set, named))
@@ -452,13 +455,16 @@ def _describe_size_mismatch(inputs: Sequence[Mapping[str, InputFields]], names: 
 
 
 def _has_differences(values: Sequence[InputFields | None]) -> bool:
-    """Return whether the ranks' inputs differ. A checksum that a rank does not state differs from none."""
+    """Return True if the inputs differ. A missing checksum equals any checksum."""
     sizes, sums = ({value and value[i] for value in values} for i in range(2))
     return len(sizes) > 1 or len({one for one in sums if one}) > 1
 
 
 def _value_size(a: Any) -> str:
-    """The shape of a tensor; the value of a number (Dynamo passes a Python float as a tensor of no dims)."""
+    """Return the shape of a tensor, or the value of a Python scalar.
+
+    Dynamo passes a Python float as a tensor without dims.
+    """
     if isinstance(a, torch.Tensor) and a.ndim == 0 and a.device.type == "cpu":
         return str(a.item())
     return str(tuple(a.shape)) if isinstance(a, torch.Tensor) else str(a)

@@ -1,6 +1,6 @@
-"""Which inputs of a program hold the same values on all ranks of a group, and which of them the ranks compare.
+"""Find the inputs with equal values on all ranks of a group, and select those that the ranks compare.
 
-They compare them before they run the program: by value, or by size.
+The ranks compare values or sizes before they run the program.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sp_compile.runtime.control.message import register_sendable
 
 from .fingerprint import input_names, value_digest
 
-FEW_FLOATS = 4096  # floats that are compared on every call; of more, as many
+FEW_FLOATS = 4096  # largest floating tensor that every call compares, in elements
 
 
 def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> InputDigests:
-    """Return what this rank sends of the inputs and options of a Dynamo graph; nothing is exchanged."""
+    """Return the digests of the inputs and options of a Dynamo graph on this rank, without communication."""
     values = {label: value_digest(local_value(x)) for label, x in zip(_input_labels(inputs), inputs) if label}
     with use_real_tensors():
         tensors = enumerate(local_tensors(inputs))
@@ -39,15 +39,15 @@ def input_digests(gm: GraphModule, inputs: Sequence[Any], options: str) -> Input
 @register_sendable
 @dataclass(frozen=True)
 class InputDigests:
-    """What one rank sends: digests of values by name, tensors of one number throughout, the options."""
+    """Digests of the inputs of one rank."""
 
-    values: dict[str, str]
-    blank: frozenset[str]
-    options: str
+    values: dict[str, str]  # digest of each input, by label
+    blank: frozenset[str]  # tensors whose elements are all equal
+    options: str  # text of the options
 
 
 def data_inputs(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
-    """The tensors among the inputs that a call brings with it, as `InputFacts` call them."""
+    """Return the labels of the input tensors that are data of the call, as in `InputFacts`."""
     rows = zip(gm.graph.find_nodes(op="placeholder"), inputs, _input_labels(inputs), strict=True)
     return frozenset(label for node, x, label in rows if isinstance(x, torch.Tensor) and _is_data(node, x))
 
@@ -58,14 +58,20 @@ def _is_data(node: Node, x: torch.Tensor) -> bool:
 
 
 def combine_facts(mine: InputDigests, everyone: Sequence[InputDigests | None]) -> InputFacts:
-    """What the ranks know together of the inputs: tensors are called input_0, input_1, ..., symbols size_0, ..."""
+    """Return the facts about the inputs that follow from the digests of all ranks.
+
+    Tensors are labeled input_0, input_1, ..., symbols size_0, ...
+    """
     others = [one.values if one is not None else {} for one in everyone]
     differ = frozenset(name for name in mine.values if len({one.get(name) for one in others}) > 1)
     return InputFacts(differing=differ, equal=frozenset(mine.values) - differ, constants=mine.blank - differ)
 
 
 def check_options(everyone: Sequence[InputDigests | None]) -> None:
-    """Raise SpError, on every rank that asked, if their options differ: they would not exchange the same."""
+    """Raise SpError, on every compiling rank, if the options differ.
+
+    Ranks with different options would run different collectives.
+    """
     options = [one.options for one in everyone if one is not None]
     if len(set(options)) > 1:
         each = "\n".join(f"  rank {rank}: {one}" for rank, one in enumerate(options))
@@ -73,12 +79,12 @@ def check_options(everyone: Sequence[InputDigests | None]) -> None:
 
 
 def local_tensors(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """What this rank holds of the tensors among the inputs, see `local_value`."""
+    """Return the local values of the input tensors, see `local_value`."""
     return [local_value(x) for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def local_value(x: Any) -> Any:
-    """What this rank holds of an input: of a DTensor and of a value in shards its part, of a wrapper what is inside."""
+    """Return the local shard of a DTensor or sharded value, the inner tensor of a wrapper, or the input."""
     if isinstance(x, Sharded):
         return x.local
     local = x.to_local() if isinstance(x, DTensor) else x
@@ -86,34 +92,41 @@ def local_value(x: Any) -> Any:
 
 
 def _input_labels(inputs: Iterable[Any]) -> list[str]:
-    """What facts call each input: tensors input_0, input_1, ..., symbols size_0, ..., all else ""."""
+    """Return the label of each input as in `InputFacts`.
+
+    Tensors are input_0, input_1, ..., symbols size_0, ..., and other inputs "".
+    """
     counts = {"input": count(), "size": count()}
     kinds = ["input" if isinstance(x, torch.Tensor) else "size" if isinstance(x, torch.SymInt) else "" for x in inputs]
     return [f"{kind}_{next(counts[kind])}" if kind else "" for kind in kinds]
 
 
 def equal_arguments(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> frozenset[str]:
-    """Names of the arguments and buffers that were equal on all ranks at compilation, and must stay so."""
+    """Return the names of arguments and buffers that were equal at compilation and must remain equal."""
     rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs))
     equal = [(n, x) for n, x, label in rows if isinstance(x, torch.Tensor) and label in (facts.equal or ())]
     return frozenset(n.name for n, x in equal if not isinstance(x, (torch.nn.Parameter, DTensor)))
 
 
 def is_cheap_to_compare(a: Any) -> bool:
-    """Integers, as tokens are, and few floats: what costs nothing to compare on every call."""
+    """Return True for integer tensors and small floating tensors, which every call can compare."""
     return isinstance(a, torch.Tensor) and (not a.is_floating_point() or a.numel() <= FEW_FLOATS)
 
 
 def is_on_accelerator(a: Any) -> bool:
-    """Does it lie on a device that works while Python goes on?"""
+    """Return True if the tensor is on a device that runs asynchronously."""
     return isinstance(a, torch.Tensor) and a.device.type != "cpu"
 
 
 def equal_inputs(
     gm: GraphModule, example_inputs: Sequence[Any], shards: Collection[int]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Inputs whose values the ranks compare: the weights and buffers that are read, and the arguments that are whole;
-    and of those the arguments alone, which change from call to call. shards: which inputs are a rank's own rows.
+    """Return the names of the inputs whose values the ranks compare, and of the arguments among them.
+
+    The inputs are the weights and buffers that are used, and the replicated arguments. Arguments change with each call.
+
+    Args:
+        shards: Indices of the inputs that are local rows of a rank.
     """
     state, arguments = set(), set()
     for i, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs)):
@@ -126,21 +139,27 @@ def equal_inputs(
 
 
 def common_weights(gm: GraphModule, example_inputs: Sequence[Any], labels: Collection[str]) -> frozenset[str]:
-    """Names of the weights among these inputs, which are called as `InputFacts` call them."""
+    """Return the names of the weights with the given labels, as in `InputFacts`."""
     rows = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, _input_labels(example_inputs), strict=True)
     return frozenset(n.name for n, x, label in rows if label in labels and isinstance(x, torch.nn.Parameter))
 
 
 def trained_inputs(gm: GraphModule, example_inputs: Sequence[Any], weights: bool) -> list[str]:
-    """Names of the inputs that require grad, which Dynamo compiles anew where it changes. weights: those too?"""
+    """Return the names of the inputs that require grad. Dynamo recompiles if this changes.
+
+    Args:
+        weights: If True, include parameters.
+    """
     named = [(name, x) for name, x in zip(input_names(gm), example_inputs, strict=True) if name]
     tensors = [(name, x) for name, x in named if weights or not isinstance(x, torch.nn.Parameter)]
     return [name for name, x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFacts) -> list[str]:
-    """Names of the inputs whose sizes are to be the same on every rank; "" for parts that ranks may cut unevenly, and
-    for numbers of Python's where each rank has data of its own, to which they may belong.
+    """Return the names of the inputs whose sizes must be equal on every rank.
+
+    The name is "" for parts that ranks may split unevenly. It is also "" for Python scalars where each rank has its own
+    data, since the scalars may belong to that data.
     """
     names, own = input_names(gm), not facts.differing.isdisjoint(data_inputs(gm, example_inputs))
     labels, nodes = _input_labels(example_inputs), gm.graph.find_nodes(op="placeholder")
@@ -153,10 +172,10 @@ def sized_inputs(gm: GraphModule, example_inputs: Sequence[Any], facts: InputFac
 
 
 def sharded_data_fix(cause: str, own_rows: bool) -> SpError:
-    """Return the error of ranks that were given different data where nothing else differs.
+    """Return the error for ranks that received different data and are otherwise equal.
 
     Args:
-        cause: What differs.
-        own_rows: Whether each rank passes its own rows of some inputs, so that samplers that shard are right.
+        cause: Text of the difference.
+        own_rows: If True, each rank passes its own rows of some inputs, so that sharding samplers are correct.
     """
     return SpError("SP636", cause) if own_rows else SpError("SP634", cause)

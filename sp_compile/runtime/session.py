@@ -1,8 +1,8 @@
-"""One compilation among the ranks that it connects: whom they are, and all that they tell each other meanwhile.
+"""Run one compilation together with all ranks that the program connects.
 
-A program may exchange over groups of its own (tensor and data parallelism), and its sequence be split over the ranks
-of one more. All of them compile it, and what they decide has to fit: every question that one rank has for others is a
-method here, and every rank asks the same ones in the same order, whatever fails on one of them (see `check_compile`).
+A program may have its own groups (tensor and data parallelism), and its sequence may be split over another one. All
+their ranks compile it, and their decisions must agree. Each decision that needs other ranks is a method of the session.
+Every rank calls them in the same order, even if a rank fails (see `CompileProtocol`).
 """
 
 from __future__ import annotations
@@ -68,18 +68,23 @@ from .sharded_values import GatheredProgram, ShardedProgram, any_sharded
 
 register_sendable(Machine)
 on_recompile_limit(partial(publish_stop, goes_on=True))
-JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # what decides over exchanges
+JOINT_OPTIONS = ("merge_reductions", "sequence_parallel_linear")  # options that affect collectives
 
 
 class CompileSession:
-    """The ranks of one program, given to Dynamo's graph and its inputs; until `open` or `learn` nobody is asked.
+    """Ranks and exchanges of one compilation, created from Dynamo's graph and its inputs.
 
-    options: as the user gave them, unchecked. groups: those that the program exchanges over by itself, in the order of
-    their appearance. ranks: those that its sequence is split over; `splits` is False where no rank is left for that.
-    facts: what is known of the inputs on each group, by its name: tensors are called input_0, input_1, ..., symbols
-    size_0, ... grids: how the groups lie to each other, by their names.
-    aligned: the groups whose ranks all hold the same rows of the sequence; None: all. measures: time the links of the
-    ranks for the cost model. mode: Inductor's, as `torch.compile` was given it.
+    There is no communication before `start` or `exchange_facts`. `options` are those of the user, unchecked; `mode` is
+    that of `torch.compile`.
+
+    Attributes:
+        groups: Groups of the program's own collectives, in the order of their appearance.
+        ranks: Ranks over which the sequence is split.
+        splits: False if no rank remains for the sequence.
+        facts: Known facts of the inputs on each group, by name of the group.
+        grids: Relation of the groups to each other, by name.
+        aligned: Groups whose ranks all have the same rows of the sequence; None for all.
+        measures: True to time the links of the ranks for the cost model.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class CompileSession:
         self.options = str({name: self.given[name] for name in JOINT_OPTIONS if name in self.given})
         self.groups = program_groups(gm, inputs) if gm is not None else []
         self.splits = not self.groups or can_split_sequence(mesh, mesh_dim, self.groups)
-        asked = self.splits or not self.has_mesh  # an axis of no mesh is an error of any program's
+        asked = self.splits or not self.has_mesh  # an axis without a mesh is an error in every program
         found, self.problem = _resolve_or_single(mesh, mesh_dim) if asked else (SINGLE_RANK, None)
         self.ranks = found if self.splits else SINGLE_RANK
         self.sequence = [self.ranks] if self.groups and self.splits and self.problem is None else []
@@ -109,7 +114,7 @@ class CompileSession:
 
     @cached_property
     def _settings(self) -> PassSettings:
-        """As the options say; the default ones, where they are wrong and `lower` has said so."""
+        """Return the pass settings of the options, or the defaults if the options are invalid."""
         try:
             return PassSettings.of(SPConfig.of(self.given), SINGLE_RANK)
         except Exception:
@@ -120,24 +125,29 @@ class CompileSession:
         return CompileProtocol(self._question_plan())
 
     def _question_plan(self) -> list[tuple[Ranks, str]]:
-        """All that ranks may ask each other, in order. What one group decides, its neighbours over all others hear."""
+        """Return all exchanges in order. Decisions of a group are forwarded to its neighbors."""
         out = [(ranks, "inputs") for ranks in self.groups] + [(ranks, "place") for ranks in self.everyone]
         out += [(ranks, "machine") for ranks in self.everyone if self.sequence]
         return out + [(ranks, "programs") for ranks in self.everyone]
 
-    # In front of the passes.
+    # Before the passes.
 
     def start(self, gm: GraphModule) -> None:
-        """Begin: are the others compiling as well? Raises SpError on every rank of a group that is of two minds."""
+        """Check that the other ranks compile as well.
+
+        Raises:
+            SpError: On every rank of a group whose ranks run different operations.
+        """
         if self.groups:
-            if self.problem is not None:  # then ranks wait over an axis that this one does not know
+            if self.problem is not None:  # other ranks wait over an axis that this one does not have
                 publish_stop(str(self.problem), subject=program_subject(gm))
             self._protocol.start(self.sequence)
 
     def exchange_facts(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
-        """Which inputs are equal on the ranks of each group, and how the groups lie to each other.
+        """Find the inputs that are equal on the ranks of each group, and the relation of the groups.
 
-        Raises SpError: a mesh that is wrong, a group that this rank lacks, other options than other ranks'.
+        Raises:
+            SpError: If the mesh is invalid, this rank lacks a group, or the options differ between ranks.
         """
         check_groups(gm)
         self._check_axis()
@@ -151,7 +161,7 @@ class CompileSession:
         self._place_groups()
 
     def _check_axis(self) -> None:
-        """A sequence cannot be split over ranks between which the program exchanges by itself."""
+        """Raise SpError if the program has its own collectives over the ranks of the sequence."""
         if self.problem is not None:
             raise self.problem
         taken = [ranks for ranks in self.sequence if ranks in self.groups]
@@ -163,7 +173,7 @@ class CompileSession:
             )
 
     def _place_groups(self) -> None:
-        """How the groups lie to each other and to the ranks of the sequence."""
+        """Find the relation of the groups to each other and to the ranks of the sequence."""
         self.grids = group_grids(self.everyone, lambda ranks, mine: self._protocol.exchange(ranks, "place", mine))
         self.facts = {name: replace(facts, grid=self.grids[name]) for name, facts in self.facts.items()}
         if self.sequence:
@@ -171,23 +181,23 @@ class CompileSession:
             self.aligned = frozenset(name for name in self.facts if names <= self.grids[name].level)
 
     def machine(self, device: torch.device) -> Machine | None:
-        """The cost model's constants on the ranks of the sequence; None: the device's defaults.
+        """Return the cost model's constants for the ranks of the sequence; None for the device defaults.
 
-        Two groups that split one sequence each, as the columns of a mesh do, measure apart. All that the program
-        connects take the same constants, or a tensor-parallel group would be given two programs.
+        Groups that split separate sequences, such as the columns of a mesh, measure separately. All connected ranks use
+        the same constants, since a tensor-parallel group would otherwise compile two programs.
         """
         self.split = True
         if not self.measures or self.ranks.process_group is None:
             return None
         found = measure.machine(self.ranks, device, make_error_barrier(self.ranks, MEASURE_VERB))
-        for ranks in self.everyone:  # the axes of a grid: what all have in the end is the least of all
+        for ranks in self.everyone:  # over the axes of a grid this gives the minimum of all ranks
             answers = self._protocol.exchange(ranks, "machine", found)
             found = min((one for one in answers if one is not None), key=astuple)
         return found
 
     @contextmanager
     def show_compiling(self, gm: GraphModule) -> Iterator[None]:
-        """Show the ranks that are done and wait that this one is alive, and the user what it is at."""
+        """Send heartbeats to waiting ranks in the context, and show the progress to the user."""
         done = threading.Event()
         wires = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
@@ -213,11 +223,11 @@ class CompileSession:
     # Between the passes.
 
     def has_same_programs(self, gm: GraphModule) -> bool:
-        """Return whether all ranks have the same joint graph, and know the same of its inputs.
+        """Return True if all ranks have the same joint graph and the same facts of its inputs.
 
-        If so, passes decide the same on every rank. Asked once a compilation. Every rank gets the same answer: each
-        group passes on what the groups before it have found, which reaches all ranks where the groups are the axes of
-        a grid. Elsewhere the answer is no.
+        If so, passes decide the same on every rank. Called once a compilation; the result is the same on every rank.
+        Each group forwards the results of earlier groups, which reach all ranks if the groups are the axes of a grid.
+        Otherwise the result is False.
         """
         same, mine = self._is_grid(), self._program_hash(gm)
         for ranks in self.everyone:
@@ -225,7 +235,7 @@ class CompileSession:
         return same
 
     def _is_grid(self) -> bool:
-        """Return whether each two groups are axes of a grid, or one holds the other."""
+        """Return True if each two groups are axes of a grid, or one contains the other."""
 
         def fits(one: str, other: str) -> bool:
             a, b = self.grids[one], self.grids[other]
@@ -235,7 +245,7 @@ class CompileSession:
         return all(fits(one, other) for one, other in combinations(names, 2))
 
     def _program_hash(self, gm: GraphModule) -> int:
-        """Return a hash of the graph, of which groups it exchanges over, and of what is known of the inputs."""
+        """Return a hash of the graph, the groups of its collectives, and the facts of its inputs."""
         numbers = {ranks.group: i for i, ranks in enumerate(self.everyone)}
         over = [sorted(numbers.get(name, -1) for name in named_groups(node)) for node in gm.graph.nodes]
         facts = [self.facts[ranks.group] for ranks in self.groups]
@@ -248,15 +258,16 @@ class CompileSession:
         return hash_text(str((graph_digest(gm).digest, over, known, lies, sizes)))
 
     def compares_gradients(self, ranks: Ranks) -> bool:
-        """Not in a look at a program without processes, on torch's fake groups."""
+        """Return False in a dry run on torch's fake groups, without processes."""
         return ranks.process_group is None or ranks.exchanges
 
-    # Behind the passes.
+    # After the passes.
 
     def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
-        """Answer what the others will still ask; why this rank fails, as they may have told it.
+        """Run the remaining exchanges, and return the error of this rank, which may be from another rank.
 
-        Raises SpError, as Dynamo lets it out, if a group of the program cannot meet at the call and hear it there.
+        Raises:
+            SpError: Through Dynamo, if a group of the program cannot exchange the error at the call.
         """
         if not self.groups:
             return error
@@ -264,7 +275,7 @@ class CompileSession:
         meets = self._protocol.opened and not any(ranks in self._protocol.apart for ranks in self.groups)
         if meets or error is None:
             return error
-        if self._protocol.opened:  # who has heard of it over another group waits there for this rank's call
+        if self._protocol.opened:  # ranks of another group wait there for this rank's call
             publish_stop(
                 str(error).replace("\n", " ")[:STOPPED_CAUSE], subject=program_subject(gm), within=broken_context()
             )
@@ -274,7 +285,7 @@ class CompileSession:
 
     @contextmanager
     def publish_interrupt(self, gm: GraphModule) -> Iterator[None]:
-        """Where this rank is interrupted meanwhile, it says so: no other need wait for it."""
+        """Publish an interrupt of this rank in the context, so that other ranks do not wait."""
         try:
             yield
         except Exception:
@@ -297,13 +308,19 @@ class CompileSession:
         whole: str = "",
         eager: bool = False,
     ) -> Callable[..., Any]:
-        """The compiled program, called only where the ranks of each group agree on what it is and what it is given.
+        """Return the compiled program with checks that the ranks of each group agree on it and its inputs.
 
-        run, local: what this rank compiled, and of which graph; None where that failed with `error`, which every call
-        raises on all ranks. common: the groups that share work where values are equal, and the inputs that
-        have to be for that, as `InputFacts` call them. backward: the groups that a backward exchanges over.
-        edges: what it takes and returns in shards. whole: why it is the program as it was written, which every rank
-        runs whole; "" if it is not. eager: by eager code, to which inputs that share memory are nothing special.
+        Args:
+            run: The compiled program; None if compilation failed.
+            error: The error of compilation, which every call raises on all ranks.
+            gm: Dynamo's graph.
+            example_inputs: Inputs of the graph.
+            local: The graph that `run` was compiled from.
+            common: Groups that share work where values are equal, with the labels of the inputs that must be equal.
+            backward: Groups with collectives in the backward.
+            edges: Arguments and results that are sharded.
+            whole: Why the program runs unsplit on every rank; "" if it is split.
+            eager: True for eager code, where inputs that share memory need no check.
         """
         job, edges = self._settings, edges or GraphBoundary()
         subject, options = program_subject(gm), settings_fields({"mode": self.mode, **self.given})
@@ -343,11 +360,11 @@ class CompileSession:
             )
             error = None
         elif error is not None and not self.groups:
-            publish_stop(str(error), subject=subject)  # whoever they are that this rank will not reach
+            publish_stop(str(error), subject=subject)  # for ranks that this rank cannot reach
             run = GuardedProgram(None, SINGLE_RANK, ProgramDigest(), [], error)
-        elif run is not None and not self.groups and any_sharded(example_inputs):  # which others ask for it
+        elif run is not None and not self.groups and any_sharded(example_inputs):  # other ranks check it
             run = GatheredProgram(run)
-        for ranks in reversed(self.groups):  # the first group is asked first, as in Lockstep.open
+        for ranks in reversed(self.groups):  # the first group is checked first, as in CompileProtocol.start
             facts = self.facts.get(ranks.group, InputFacts())
             compares = run is not None and ranks.group in common
             always = equal_arguments(gm, example_inputs, facts) if compares else frozenset()
@@ -366,7 +383,7 @@ class CompileSession:
                 leaves_partial=partial_sums,
                 check_every=job.check_every,
                 shared=always | weights,
-                wanted=trained_inputs(gm, example_inputs, weights=False),  # of which ranks may hold other ones
+                wanted=trained_inputs(gm, example_inputs, weights=False),  # ranks may have different ones
                 exchange_sources=places,
                 lines=lines,
                 unsplit_reason=whole,
@@ -378,7 +395,7 @@ class CompileSession:
 
 
 def _resolve_or_single(mesh: Any, mesh_dim: str | None) -> tuple[Ranks, Exception | None]:
-    """The ranks of the sequence; where the mesh is wrong a single one, and what will be said of it."""
+    """Return the ranks of the sequence; for an invalid mesh a single rank and the error."""
     try:
         return resolve(mesh, mesh_dim), None
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""What decides over a rank's program beside its graph: the options, and torch's settings. Ranks compare it as text."""
+"""Collect the options and torch settings that affect the program of a rank, as comparable text."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ fallback_random custom_partitioner_fn joint_graph_constant_folding pattern_match
 use_post_grad_passes *_custom_pass *_custom_pre_pass *_custom_post_pass reorder_* bucket_* _micro_pipeline_tp
 _fuse_ddp_* _collective.* aten_distributed_optimizations.*
 """.split()
-"""Settings that change which collectives a graph has and in which order: names, * stands for any text."""
+"""Settings that change which collectives a graph has and in which order: names, * matches any text."""
 COMPARED_SETTINGS = "*debug* *verbose* *.log_* *_path".split()
-"""Of these what changes no graph: what is printed, and where files lie."""
+"""Settings among them that do not affect graphs: logging and paths of files."""
 
 
 def settings_fields(options: Mapping[str, Any]) -> dict[str, str]:
-    """Equal on ranks that would compile one graph to the same exchanges: options, torch's settings, versions."""
+    """Return options, torch settings and versions that determine the collectives of a graph.
+
+    The fields are equal on ranks that would compile one graph to the same collectives.
+    """
     given = {**{one.name: one.default for one in fields(SPConfig)}, **options}
     ours = {f"option {name}": _without_addresses(value) for name, value in given.items() if name not in RANK_SETTINGS}
     theirs: dict[str, str] = {}
@@ -55,8 +58,9 @@ def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
 
 
 def mode_fields() -> str:
-    """What of torch's state changes what a program does, and its backward: grad and inference mode, what is around it
-    (a checkpoint, a DDP that does not sum gradients now), autocast.
+    """Return the torch state that affects a program and its backward.
+
+    The state is grad and inference mode, autocast, an enclosing checkpoint, and a DDP under no_sync.
     """
     kinds = ["cpu"] + ([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])
     casts = [f"autocast {kind} {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
@@ -65,7 +69,7 @@ def mode_fields() -> str:
 
 
 def _without_addresses(value: Any) -> str:
-    """Without addresses, which differ from process to process."""
+    """Return the text of a value without addresses, which differ between processes."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

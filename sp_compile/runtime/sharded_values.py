@@ -1,6 +1,7 @@
-"""Values that cross from one compiled graph to the next in shards: what a program takes of them, and what it returns.
+"""Pass sharded values between compiled graphs: unwrap arguments and wrap results.
 
-Reading one takes every rank, so ranks tell each other of it first: a rank that reads alone hears who does what instead.
+Reading a sharded value takes every rank. Ranks therefore announce it first, so that a rank that reads alone raises with
+the operations of the others.
 """
 
 from __future__ import annotations
@@ -43,27 +44,34 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def any_traced(args: Sequence[Any]) -> bool:
-    """Is one of them a stand-in, with which nothing runs?"""
+    """Return True if an argument is fake, so that nothing is executed."""
     return _has_type((Sharded, FakeTensor), args) and any(
         isinstance(a.shard_storage.local_like if isinstance(a, Sharded) else a, FakeTensor) for a in args
     )
 
 
 def any_sharded(args: Sequence[Any]) -> bool:
-    """Is one of them a value in shards, or one that a collective is still to bring?"""
+    """Return True if an argument is sharded or the result of a pending collective."""
     return _has_type((Sharded, AsyncCollectiveTensor), args)
 
 
 def _has_type(kinds: type | tuple[type, ...], args: Sequence[Any]) -> bool:
-    """Is one of them of these kinds? Of hundreds of arguments there are few types."""
+    """Return True if an argument has one of the types. Hundreds of arguments have few types."""
     return any(issubclass(kind, kinds) for kind in set(map(type, args)))
 
 
 def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequence[Any]:
-    """What the program of one rank takes: of a value in shards its rows, of one that it takes whole the whole, and
-    what a collective brings once it is there. Behind all, the order of rows that are dealt.
+    """Return the arguments of the single-rank program.
 
-    layouts: by number, how the program takes arguments. Raises SpError where ranks do not all read the same.
+    A sharded value is replaced by its rows, or by the full tensor if the program takes it replicated. Pending
+    collectives are awaited. The order of load-balanced rows is appended.
+
+    Args:
+        args: Arguments of the call.
+        layouts: Layout in which the program takes arguments, by index.
+
+    Raises:
+        SpError: If the ranks do not all read the same value.
     """
     if not any_sharded(args):
         return args
@@ -74,15 +82,11 @@ def unwrap_arguments(args: Sequence[Any], layouts: Mapping[int, Layout]) -> Sequ
 
 @dataclass(eq=False)
 class GatheredProgram:
-    """Calls a program that takes nothing in shards; what it writes to a value in shards is written to that.
-
-    eager: by eager code. written: the arguments that calls have changed in place so far, by number; none by eager code,
-    to which arguments that share memory are nothing special.
-    """
+    """Program that takes gathered arguments, with mutations written back to sharded values."""
 
     run: Callable[..., Any]
-    eager: bool = False
-    written: set[int] = field(default_factory=set)
+    eager: bool = False  # called by eager code, where arguments that share memory need no check
+    written: set[int] = field(default_factory=set)  # indices of arguments mutated so far; empty for eager code
 
     def __call__(self, *args: Any) -> Any:
         taken = unwrap_arguments(args, {})
@@ -108,7 +112,10 @@ def _unwrap_argument(a: Any, layout: Layout | None, orders: RowPermutation | Non
 
 
 def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermutation | None:
-    """The order in which the rows of a call are dealt; that of the program where they are not."""
+    """Return the order of load-balanced rows of a call, or None if the program takes no balanced rows.
+
+    If the argument is not balanced, it is the order of the original rows.
+    """
     given = first_balanced(layouts)
     if given is None:
         return None
@@ -118,22 +125,18 @@ def input_orders(args: Sequence[Any], layouts: Mapping[int, Layout]) -> RowPermu
 
 @dataclass(eq=False)
 class ShardedProgram:
-    """Calls `run` and returns values that know their shard, and no more; writes to those that it was given.
-
-    edges: of the program, whose symbols say how to find a symbolic length among the arguments. subject: what a person
-    calls it.
-    """
+    """Program that returns its results as sharded values and writes to sharded arguments."""
 
     run: Callable[..., Any]
     ranks: Ranks
-    subject: str
-    boundary: GraphBoundary
-    calls: int = 0
+    subject: str  # name of the program in messages
+    boundary: GraphBoundary  # sharded arguments and results, and the sources of symbols
+    calls: int = 0  # number of calls so far
 
     def __call__(self, *args: Any) -> Any:
         out = self.run(*args)
         self.calls += 1
-        given: dict[tuple[Any, ...], torch.Tensor] = {}  # of one value that is returned twice, one
+        given: dict[tuple[Any, ...], torch.Tensor] = {}  # a value that is returned twice is wrapped once
         values = list(out)
         made = [out[i] for i in self.boundary.balanced_order]
         orders = RowPermutation(*made) if made else input_orders(args, self.boundary.layouts)
@@ -142,7 +145,7 @@ class ShardedProgram:
             local, length = values[i], self._value(result.length, args)
             parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | balanced
             layout = replace(result.layout, **parts)
-            # A window of a value is made of the same rows.
+            # A window of a value has the same rows.
             key = id(result.late or local), result.layout, result.length, *result.parts.items()
             if key not in given:
                 source = None if result.ticket is None else out[result.ticket]
@@ -167,7 +170,7 @@ class ShardedProgram:
         args: Sequence[Any],
         out: Sequence[Any],
     ) -> torch.Tensor:
-        """A result that is not made yet."""
+        """Return a result that is computed later."""
         origin = self._origin(result)
         shape = [self._value(extent, args) for extent in result.shape]
         tickets = [out[ticket] for ticket in late.tickets if ticket is not None]
@@ -178,7 +181,10 @@ class ShardedProgram:
         return Origin(words, partial(meet_to_read, self.ranks))
 
     def _value(self, length: Size, args: Sequence[Any]) -> int | torch.SymInt:
-        """Symbolic where nothing runs: DDPOptimizer compiles each bucket for what the one before returns."""
+        """Return the value of a length, which is symbolic while nothing is executed.
+
+        DDPOptimizer compiles each bucket for the results of the previous one.
+        """
         if isinstance(length, int):
             return length
         symbols = self.boundary.symbols
@@ -189,7 +195,7 @@ class ShardedProgram:
 
 
 def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBoundary) -> list[Any]:
-    """The results of a program, those among them that are views of others, or of its arguments, made as such."""
+    """Return the results of a program, with views of other results or of arguments created as views."""
     found = list(values)
     for view in edges.views:
         base = (args if view.of_argument else values)[view.base]
@@ -199,25 +205,31 @@ def rebuild_views(values: Sequence[Any], args: Sequence[Any], edges: GraphBounda
 
 
 _sharded_output_ranks: set[tuple[int, str]] = set()
-"""Groups of whose programs one has left results in shards, each with the number of Dynamo's resets before."""
+"""Groups with a program that returns sharded results, each with the number of earlier Dynamo resets."""
 
 
 def register_sharded_outputs(ranks: Ranks) -> None:
-    """A program of these ranks, which is compiled now, leaves results in shards."""
+    """Register that the program of these ranks that is compiled now returns sharded results."""
     _sharded_output_ranks.add((compiled_frame_id()[0], ranks.group))
 
 
 def has_sharded_outputs(ranks: Ranks) -> bool:
-    """Has a program of these ranks done so that was compiled before this one?"""
+    """Return True if an earlier program of these ranks returns sharded results."""
     return (compiled_frame_id()[0], ranks.group) in _sharded_output_ranks
 
 
 def simulate_sharded_outputs(
     results: Sequence[Any], args: Sequence[Any], edges: GraphBoundary, looked: Callable[[str], None]
 ) -> Sequence[Any]:
-    """Whole results that say where they would lie, as the next graph takes them: a look at a model without ranks.
+    """Return full results with the sharding of a real run, in a dry run without ranks.
 
-    One that lies along a part of a dim the next graph takes whole. looked: is told of each, by name, when it is read.
+    A result that is sharded along a part of a dim is passed to the next graph replicated.
+
+    Args:
+        results: Results of the program.
+        args: Arguments of the call.
+        edges: Boundary of the program.
+        looked: Called with the name of each result that is read.
     """
     values = list(results)
     for i, result in edges.results.items():
@@ -228,9 +240,12 @@ def simulate_sharded_outputs(
 
 
 def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[str]) -> SpError | None:
-    """Return the error of a call that changes one argument in place while another shares its memory; None without one.
+    """Return the error of a call that mutates an argument whose memory another one shares, or None.
 
-    names: as `input_names` gives them.
+    Args:
+        args: Arguments of the call.
+        written: Indices of the mutated arguments.
+        names: Names from `input_names`.
     """
     places = [_memory_range(args[i]) for i in written]
     end_of_all = max((end for _, _, end in places), default=0)
@@ -248,14 +263,14 @@ def call_refusal(args: Sequence[Any], written: Sequence[int], names: Sequence[st
 
 
 def _plain_argument(a: torch.Tensor) -> torch.Tensor:
-    """The argument, or what has been read of it."""
+    """Return the argument, or its full tensor if it is gathered."""
     return a if not isinstance(a, Sharded) or a.shard_storage.full is None else a.shard_storage.full
 
 
 def _memory_range(a: torch.Tensor) -> tuple[Any, int, int]:
-    """Where the elements of an argument are: in which memory, and the bytes there from the first to the last.
+    """Return the memory of an argument, and the first and last byte of its elements.
 
-    A value in shards, with all its views, has a memory of its own, a number, until it is read.
+    A sharded value that is not gathered has, with all its views, a separate memory, identified by a number.
     """
     if isinstance(a, Sharded) and not a.is_gathered:
         return (id(a.shard_storage.base) if isinstance(a.shard_storage, ViewStorage) else id(a.shard_storage)), 0, 1
@@ -277,9 +292,9 @@ def _argument_at(args: Sequence[Any], place: tuple[int, int | None]) -> Any:
 
 
 def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where each symbol of a graph in the global view can be read: the number of an input, and the dim of a tensor.
+    """Return the input index, and the dim of a tensor, at which each symbol of a global graph is read.
 
-    With inputs="local" a program is called with a rank's shard, whose length a symbol is; the view's is n times that.
+    With inputs="local" a symbol is the length of a rank's shard; the length in the global view is n times that.
     """
     found: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
@@ -293,8 +308,12 @@ def symbol_sources(graph: GraphModule) -> dict[sympy.Symbol, tuple[int, int | No
 
 
 def meet_to_read(ranks: Ranks, words: str) -> None:
-    """All ranks are about to read the same value. Raises SpError, on every rank, if they are not."""
+    """Announce that all ranks read the same value.
+
+    Raises:
+        SpError: On every rank, if they do not.
+    """
     everyone = all_gather_messages(ranks, Message(READ_VERB, words, fields={"": f"at {user_line()}"})) or ()
-    problem = describe_operation_mismatch(everyone)  # lines may differ: it is one value
+    problem = describe_operation_mismatch(everyone)  # lines may differ, the value is the same
     if problem is not None:
         raise problem

@@ -23,16 +23,25 @@ from .input_checks import local_value
 
 
 def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh_dim: str | None = None) -> None:
-    """Compare all weights and buffers of `model` over the ranks that share its sequence: now, every bit.
+    """Compare all weights and buffers of a model bitwise over the ranks that share its sequence.
 
-    The backend compares checksums by itself on a model's first call and every `check_every` calls. This is for what is
-    between: before a checkpoint is saved, after one was loaded, and to find the step of a drift. Every rank of the mesh
-    calls it at the same place of its program; mesh and mesh_dim are those of the options. Of a DTensor each rank's part
-    is compared, unless it is sharded over these ranks. It reads every weight once, and waits for the device.
+    The backend compares checksums on the first call of a model and every `check_every` calls. Use this function between
+    those calls: before a checkpoint is saved, after one is loaded, and to find the step of a drift. Every rank of the
+    mesh must call it at the same point. It reads every weight once and synchronizes with the device. For a DTensor the
+    local shards are compared, unless it is sharded over these ranks.
 
-    Raises SpError, on every rank: weights or buffers differ in a value, a shape, a dtype or a name, with the first of
-    them and what each rank has; a rank is at another place of its program, or does not come; the model holds nothing
-    that could be compared. Where the mesh of one rank alone has no such axis, the others hear of it while they wait.
+    Args:
+        model: The module, compiled or not.
+        mesh: The mesh, as in the options of the backend.
+        mesh_dim: The dim of the mesh, as in the options of the backend.
+
+    Returns:
+        None.
+
+    Raises:
+        SpError: On every rank, if weights or buffers differ in a value, shape, dtype or name, with the first of them on
+            each rank; if a rank is at another point of its program or does not arrive; or if the model has nothing to
+            compare. If the mesh of a rank lacks the axis, the waiting ranks receive that error.
     """
     with publish_failure():
         ranks = resolve(mesh, mesh_dim)
@@ -59,7 +68,7 @@ def compare_weights(model: torch.nn.Module, mesh: DeviceMesh | None = None, mesh
 
 
 def _is_sharded_over(x: torch.Tensor, ranks: Ranks) -> bool:
-    """Is it a DTensor of which each of these ranks has another part?"""
+    """Return True if the tensor is a DTensor that is sharded over these ranks."""
     if not isinstance(x, DTensor) or ranks.process_group is None:
         return False
     ours = {*dist.get_process_group_ranks(ranks.process_group)}

@@ -1,1 +1,1 @@
-"""The control channel of a group: small messages on the CPU, and what ranks leave in the store for others."""
+"""Exchange small CPU messages between the ranks of a group, and publish failures in its store."""

@@ -1,12 +1,12 @@
-"""How the ranks of a group reach each other with words: on the CPU, beside the group and never in its way.
+"""Exchange control messages on the CPU, separately from the collectives of the group.
 
-Words have a Gloo communicator of their own over the group's store. It is there whatever the group's backend is, so no
-device is waited for; and what a rank sends over the group itself, a barrier of the user's or half a step that another
-rank has skipped, never meets words, which would be of another size and abort the process.
+Messages use a Gloo communicator over the group's store, for every backend of the group. No exchange therefore waits
+for a device. Collectives of the group itself, such as a barrier of the user or half a step that a rank has skipped,
+cannot be matched with messages, whose size differs and would abort the process.
 
-A wait ends within the group's timeout with an SpError, which has what every rank was last seen doing and what a rank
-that stopped has left in the store. A rank that compiles leaves signs of life there, because a compilation may take
-longer than any timeout. A group has one key for either, whatever the number of ranks and steps.
+A wait ends within the group's timeout with an SpError. It has the last operation of every rank, and the stop notice in
+the store. A rank that compiles writes heartbeats to the store, since compilation may exceed any timeout. Heartbeats and
+notices use one key each per group, independent of the number of ranks and steps.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from sp_compile.lowering.torch_compat import (
 from .message import CALL_VERB, GROUP_ENDED, LIKELY_CAUSE, NO_RANK, READ_VERB, Field, Message, StopNotice
 from .store import package_store, query_store
 
-WAIT_SLICE = timedelta(seconds=1)  # of a wait, in which Python sees no signal
-READ_SECONDS = 10.0  # seconds of a wait in which all should have come that read one value
-HEARTBEAT_PATIENCE = 2.0  # seconds of a wait before a rank that has stopped is looked for
+WAIT_SLICE = timedelta(seconds=1)  # of a wait, during which Python handles no signal
+READ_SECONDS = 10.0  # seconds within which all ranks should read a value
+HEARTBEAT_PATIENCE = 2.0  # seconds of a wait before the store is read
 RETRY_HINT = 5.0  # seconds within which a rank that has raised in a call makes the next one
-CONNECT_CAUSE = timedelta(seconds=60)  # of ranks that are all there
-FEW_INTEGERS = 8  # integers of an exchange whose memory is kept for the next one
-POLL_INTERVAL = 0.005  # seconds between looks for ranks that have not connected
-STOPPED_CAUSE = 1000  # characters of why a rank stopped, which may have heard it of another
-HEARTBEAT_INTERVAL = 2.0  # seconds between the signs of life of a rank that compiles
+CONNECT_CAUSE = timedelta(seconds=60)  # timeout of connecting after all ranks have arrived
+FEW_INTEGERS = 8  # largest exchange whose buffers are reused, in integers
+POLL_INTERVAL = 0.005  # seconds between checks for ranks that have not connected
+STOPPED_CAUSE = 1000  # characters of the reason of a stop
+HEARTBEAT_INTERVAL = 2.0  # seconds between heartbeats of a rank that compiles
 TWO_THREADS = "two threads of this process call programs over one process group, so their exchanges have no order."
 
 log = logging.getLogger(__name__)
 
 
 class GatherBuffers(NamedTuple):
-    """What an all-gather takes: this rank's integers, (n,), and all ranks', (ranks, n); as arrays and as tensors."""
+    """Buffers of an all-gather: integers of this rank, (n,), and of all ranks, (ranks, n)."""
 
     mine: Any
     out: Any
@@ -72,59 +72,57 @@ class GatherBuffers(NamedTuple):
 
     @classmethod
     def of(cls, form: tuple[int, torch.dtype], ranks: int) -> GatherBuffers:
-        with torch.inference_mode(False), torch.device("cpu"):  # or nobody could write to it later, or from here
+        """Return new buffers for a number of integers, a dtype and a number of ranks."""
+        with torch.inference_mode(False), torch.device("cpu"):  # so that the buffers stay writable
             mine, out = torch.empty(form[0], dtype=form[1]), torch.empty(ranks, form[0], dtype=form[1])
         options = _without_timeout(dist.distributed_c10d.AllgatherOptions())
         return cls(mine.numpy(), out.numpy(), [mine], [[*out.unbind()]], options)
 
     def start(self, gloo: Any) -> Any:
+        """Start the all-gather and return its work handle."""
         return gloo.allgather(self.out_given, self.mine_given, self.options)
 
 
 @dataclass(eq=False)
 class ControlChannel:
-    """One group's words. name, ranks: as torch knows the group. seen: what each rank said last. broken: why the group
-    cannot be used any more.
+    """Control channel of one process group."""
 
-    talks: how many exchanges there were. calls: how often this rank has called each program, by its name and model.
-    later: what of a call is said at the next, as the names of fields and their checksums. models: by the identities
-    of its parameters each model that was called and is alive, two of one class too; known: how many there were.
-    beats: of the last wait when it began, and how many signs of life were seen, the last of them when.
-    warned: the wait for a read that was warned of, by when it began. gloo: None
-    until all ranks have met. memory: of exchanges of a few integers, by how many, as long as none of these is on its
-    way. ended: who raised in a program, if that has ended the group; raised: this rank,
-    and what it has raised there since the last exchange.
-    """
-
-    name: str
-    ranks: list[int]
+    name: str  # name of the group in torch
+    ranks: list[int]  # global ranks of the group
     store: Any
     timeout: timedelta
-    last_fields: list[str]
-    gloo: Any = None
-    broken: str = ""
-    ended: StopNotice | None = None
-    raised: tuple[int, str] | None = None
-    thread: int = 0
-    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    later: list[tuple[list[Field], PendingChecksums]] = field(default_factory=list)
-    known: int = 0
-    exchanges: int = 0
-    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)
-    warned: float = 0.0
+    last_fields: list[str]  # last operation of each rank
+    gloo: Any = None  # None until all ranks have connected
+    broken: str = ""  # why the group cannot be used any more
+    ended: StopNotice | None = None  # the rank whose exception has ended the group
+    raised: tuple[int, str] | None = None  # this rank and its exception since the last exchange
+    thread: int = 0  # the thread that calls programs
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)  # calls of each program and model
+    later: list[tuple[list[Field], PendingChecksums]] = field(default_factory=list)  # compared at the next call
+    known: int = 0  # number of models so far
+    exchanges: int = 0  # number of exchanges so far
+    heartbeats: tuple[float, int, float] = (0.0, 0, 0.0)  # start of the last wait, heartbeats, time of the last one
+    warned: float = 0.0  # start of the read whose wait was logged
     process: int = field(default_factory=os.getpid)
+    # live models by the identities of their parameters
     models: dict[tuple[int, ...], tuple[int, list[Any]]] = field(default_factory=dict)
+    # buffers of small exchanges that are not in use
     memory: dict[tuple[int, torch.dtype], GatherBuffers] = field(default_factory=dict)
 
     def gather(self, mine: Sequence[int], dtype: torch.dtype, saying: Message) -> list[list[int]]:
-        """Every rank's integers, as many from each. saying: what this rank is about to do, for the error of a wait.
+        """Return the integers of every rank; each rank passes the same number of them.
 
-        Raises SpError: a rank did not come within the group's timeout or is gone, and at once where that has happened
-        before.
+        Args:
+            mine: Integers of this rank.
+            dtype: dtype of the integers.
+            saying: The operation of this rank, for the error of a wait.
+
+        Raises:
+            SpError: If a rank does not arrive within the group's timeout or is lost, or the channel is already broken.
         """
         form = len(mine), dtype
         memory = self.memory.pop(form, None)
-        memory = memory or GatherBuffers.of(form, len(self.last_fields))  # of two threads one makes its own
+        memory = memory or GatherBuffers.of(form, len(self.last_fields))  # a second thread allocates its own buffers
         memory.mine[:] = mine
         self._exchange(memory.start, (memory,), saying)
         found: list[list[int]] = memory.out.tolist()
@@ -133,17 +131,29 @@ class ControlChannel:
         return found
 
     def broadcast(self, values: torch.Tensor, root: int, saying: Message) -> None:
-        """Fill every rank's `values` (contiguous bytes on the CPU, as many on each) with those of the group's `root`.
+        """Fill `values` of every rank with those of the group's rank `root`.
 
-        Raises what `gather_integers` does.
+        Args:
+            values: Contiguous bytes on the CPU, of the same size on every rank.
+            root: Rank in the group.
+            saying: The operation of this rank, for the error of a wait.
+
+        Raises:
+            SpError: As `gather`.
         """
         options = _without_timeout(dist.BroadcastOptions())
         options.rootRank = root
         self._exchange(lambda gloo: gloo.broadcast([values], options), (values,), saying)
 
     def _exchange(self, start: Callable[[Any], Any], tensors: tuple[Any, ...], saying: Message) -> None:
-        """Start an exchange of the communicator, and wait for it. tensors: what it reads and writes."""
-        if os.getpid() != self.process:  # whose bytes would be taken for those of the rank
+        """Start an exchange of the communicator and wait for it.
+
+        Args:
+            start: Function that starts the exchange.
+            tensors: Buffers that it reads and writes.
+            saying: The operation of this rank.
+        """
+        if os.getpid() != self.process:  # its bytes would be mixed with those of the rank
             raise SpError("SP682", "a process that was forked from a rank calls a program of the rank's process group.")
         self.check_broken()
         begun, finished = time.monotonic(), False
@@ -164,15 +174,18 @@ class ControlChannel:
             raise self.fail_timeout(saying, time.monotonic() - begun, error) from error
         finally:
             _waiting_channels.clear()
-            if not finished:  # an interrupt, too, leaves the others' words on the way
+            if not finished:  # after an interrupt, messages of the others remain in transit
                 if not self.broken:
                     self.broken = f"rank {dist.get_rank()} {saying} and was interrupted"
                     publish_stop(f"it was interrupted when it {saying}", goes_on=True, within=self.name)
-                # Its end would wait for ranks that did not come, and its threads drop tensors when Python has ended.
+                # Its destructor would wait for missing ranks, and its threads free tensors after Python's exit.
                 leak((self.gloo, *tensors))
 
     def _connect(self, saying: Message, begun: float) -> None:
-        """Connect all ranks, once all are here: connecting cannot be interrupted. A rank that gives up is not here."""
+        """Connect all ranks after all have arrived, since connecting cannot be interrupted.
+
+        A rank that stops waiting is removed from the count of arrived ranks.
+        """
         came: list[bool] = []
 
         def arrived() -> int:
@@ -193,7 +206,7 @@ class ControlChannel:
                 query_store(lambda: self.store.add("here", -1), 0)
 
     def _check_progress(self, saying: Message, begun: float) -> None:
-        """Raise SpError if the others are waited for too long, or one of them has said that it does not come."""
+        """Raise SpError if the wait exceeds the timeout, or another rank has stopped."""
         waited, alive = time.monotonic() - begun, self._has_compiling_rank(begun)
         if saying.verb == READ_VERB and waited > READ_SECONDS and self.warned != begun:
             self.warned, advice = begun, ERRORS["SP604"].fix
@@ -206,13 +219,13 @@ class ControlChannel:
 
     @property
     def last(self) -> str:
-        """What this rank said last."""
+        """Return the last operation of this rank."""
         return self.last_fields[self.ranks.index(dist.get_rank())]
 
     def check_thread(self) -> None:
-        """Raise SpError in a second thread that calls programs: the words of two would meet in any order.
+        """Raise SpError in a second thread that calls programs, since exchanges would have no order.
 
-        A backward has threads of its own, which call programs again where they were checkpointed, in the order of all.
+        A backward has its own threads. They call checkpointed programs again, in the same order on all ranks.
         """
         if is_in_backward():
             return
@@ -225,7 +238,14 @@ class ControlChannel:
     def fail_timeout(
         self, saying: Message, waited: float, error: BaseException | None = None, place: str = ""
     ) -> SpError:
-        """Return the error of a wait that was in vain, since which the group is broken. place: the exchange."""
+        """Mark the channel as broken and return the error of a failed wait.
+
+        Args:
+            saying: The operation of this rank.
+            waited: Duration of the wait in seconds.
+            error: The cause, if any.
+            place: Description of the collective.
+        """
         stopped = self._find_stop(saying)
         if stopped.raised:
             return self.break_group(stopped, str(saying))
@@ -241,13 +261,17 @@ class ControlChannel:
         told = "; ".join([f"it {what}", *why]).replace("\n", " ")
         publish_stop(
             told[:STOPPED_CAUSE], of={self.name: self.exchanges}, within=self.name
-        )  # to other groups it may come
+        )  # it may take part in exchanges of other groups
         return SpError("SP622", self.broken) if saying.verb == READ_VERB else SpError("SP621", self.broken)
 
     def break_group(self, found: StopNotice, saying: str) -> SpError:
-        """Return the error of a group that is broken as a rank has raised in a program. saying: what this rank did.
+        """Mark the channel as broken by a rank that has raised, and return the error.
 
-        It is left in the store for those that wait for this rank.
+        The notice is published for the ranks that wait for this one.
+
+        Args:
+            found: The notice of the rank that has raised.
+            saying: The operation of this rank.
         """
         here = "" if found.rank == dist.get_rank() else f"\n  rank {dist.get_rank()} waited for it: it {saying}"
         self.broken = f"rank {found.rank} raised {found.text}{here}\n  {GROUP_ENDED}"
@@ -256,43 +280,43 @@ class ControlChannel:
         return SpError("SP661", self.broken)
 
     def check_broken(self) -> None:
-        """Raise SpError if the group cannot be used any more."""
+        """Raise SpError if the channel is broken."""
         if self.broken:
             raise SpError("SP623", f"this group of ranks is broken since\n{self.broken}")
 
     def find_raised(self) -> StopNotice | None:
-        """Who has raised in a program since the last exchange, as far as others have left it in the store."""
+        """Return the notice of a rank that has raised since the last exchange, or None."""
         last = _read_last_stop(self.name)
         others = last.rank != dist.get_rank() or last.within == self.name
-        known = any(map(self._is_since, _own_stop))  # this rank has raised as well, and goes on
+        known = any(map(self._is_since, _own_stop))  # this rank has raised as well, and continues
         return last if last.raised and others and self._is_since(last) and not known else None
 
     def model(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        """Which of the models it is that has these, in the order of their first calls; 0: that have none."""
+        """Return the number of the model with these parameters, by first call; 0 without parameters."""
         if not parameters:
             return 0
         key = tuple(map(id, parameters))
         if key not in self.models:
             self.known += 1
-            gone = partial(_forget_model, self.models, key)  # before another parameter is found at such an address
+            gone = partial(_forget_model, self.models, key)  # before an address is reused by another parameter
             self.models[key] = self.known, [weakref.ref(one, gone) for one in parameters]
         return self.models[key][0]
 
     def reset_counters(self, everyone: Sequence[Message]) -> None:
-        """Count calls and models from here: ranks were about to do different things, and know it."""
+        """Restart the counts of calls and models after the ranks have detected a mismatch."""
         for counted in (self.calls, self.later, self.models):
             counted.clear()
         self.known = max(self.known, *(one.model for one in everyone))
 
     def earlier_fields(self) -> dict[Any, str]:
-        """The checksums that earlier calls left to be read."""
+        """Return the checksums of earlier calls that are not yet compared."""
         waiting, self.later = self.later, []
         return {name: value for names, one in waiting for name, value in zip(names, one.read(), strict=True)}
 
     def _find_stop(self, saying: Message) -> StopNotice:
-        """What another rank of this group said, if it has stopped since the last exchange, and this one has not.
+        """Return the notice of another rank that stopped since the last exchange, or NO_RANK.
 
-        A rank that cannot compile one program comes to the others, over whichever group that is not broken there.
+        A rank that cannot compile one program still takes part in calls of others, over groups that are not broken.
         """
         last = _read_last_stop(self.name)
         mine = last.rank == dist.get_rank() and last.within != self.name
@@ -307,7 +331,7 @@ class ControlChannel:
         return known == self.exchanges or (one.within == self.name and known == self.exchanges - 1)
 
     def _has_compiling_rank(self, begun: float) -> bool:
-        """Has a rank that compiles shown a sign of life of late, during the wait that began then?"""
+        """Return True if a compiling rank has sent a recent heartbeat during the wait."""
         wait, seen, _ = self.heartbeats
         count, now = query_store(lambda: self.store.add("compiles", 0), seen), time.monotonic()
         if wait != begun:
@@ -317,13 +341,13 @@ class ControlChannel:
         return now - self.heartbeats[2] < 4 * HEARTBEAT_INTERVAL
 
     def send_heartbeat(self) -> None:
-        """Show the other ranks that this one compiles, unless it waits for ranks itself."""
+        """Send a heartbeat to the other ranks, unless this rank waits for ranks itself."""
         if not _waiting_channels.is_set():
-            with suppress(RuntimeError):  # the rank that keeps the store is gone
+            with suppress(RuntimeError):  # the rank that hosts the store is lost
                 self.store.add("compiles", 1)
 
 
-_waiting_channels = threading.Event()  # for other ranks
+_waiting_channels = threading.Event()  # set while this process waits for other ranks
 
 
 def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone: Any) -> None:
@@ -331,22 +355,22 @@ def _forget_model(models: dict[tuple[int, ...], Any], key: tuple[int, ...], gone
 
 
 def _read_line(saying: Message) -> tuple[str, str]:
-    """What a rank is about to do, and of a read at which line."""
+    """Return the operation of a rank, and the line of a read."""
     return str(saying), saying.fields.get("", "") if saying.verb == READ_VERB else ""
 
 
 def _is_done(work: Any) -> bool:
-    """Is it done? Waits for a slice of time."""
+    """Return True if the work is done, after waiting for one time slice."""
     try:
         work.wait(WAIT_SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # raises what it ended with, if it did not end well just now
+        work.wait()  # raises the error, if it has failed
     return True
 
 
-_own_stop: list[StopNotice] = []  # what this rank said last
+_own_stop: list[StopNotice] = []  # last notice of this rank
 
 
 def publish_stop(
@@ -357,9 +381,15 @@ def publish_stop(
     within: str = "",
     raised: bool = False,
 ) -> None:
-    """Leave in the store why this rank stops, for the ranks that wait for it.
+    """Publish in the store why this rank stops, for the ranks that wait for it.
 
-    of: `talks`, if not those of all groups.
+    Args:
+        words: The reason.
+        goes_on: True if the rank may take part in the next call.
+        subject: The program that it cannot call; "" for all.
+        of: Number of exchanges of each group; None for all groups.
+        within: The group whose exchange is broken; "" for none.
+        raised: True if the program raised while it ran.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -368,35 +398,35 @@ def publish_stop(
 
 
 def _store_notice(said: StopNotice) -> None:
-    """Leave it in the store, for the groups of its `talks`."""
+    """Write a notice to the store for each of its groups."""
     _own_stop[:] = [said]
-    with suppress(RuntimeError):  # the rank that keeps the store is gone
+    with suppress(RuntimeError):  # the rank that hosts the store is lost
         store, written = package_store(), json.dumps(astuple(said))
         query_store(lambda: [store.set(f"stopped/{name}", written) for name in said.exchanges], None)
 
 
 def broken_context() -> str:
-    """`within` of what this rank said last, for what it says next."""
+    """Return `within` of the last notice of this rank, for the next notice."""
     return _own_stop[0].within if _own_stop else ""
 
 
 def _read_last_stop(group: str) -> StopNotice:
-    """Which rank of a group stopped last, and why."""
+    """Return the last stop notice of a group."""
     store, key = package_store(), f"stopped/{group}"
     try:
         words = query_store(lambda: store.get(key) if store.check([key]) else b"", b"")
-    except RuntimeError:  # the rank that keeps the store is gone
+    except RuntimeError:  # the rank that hosts the store is lost
         return NO_RANK
     return StopNotice(*json.loads(words)) if words else NO_RANK
 
 
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
 _created_channels: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
-"""How many wires of one name there were since the processes were connected: each has keys of its own."""
+"""Number of channels created for each name since initialization; each uses separate keys."""
 
 
 def channel_of(ranks: Ranks) -> ControlChannel | None:
-    """The wire of a group of processes; None without processes."""
+    """Return the channel of a process group, or None without processes."""
     group = ranks.process_group
     if group is None or not isinstance(current_communicator(), FunctionalCommunicator):
         return None
@@ -406,15 +436,16 @@ def channel_of(ranks: Ranks) -> ControlChannel | None:
     made = _created_channels.setdefault(dist.group.WORLD, Counter())
     made[ranks.group] += 1
     store = dist.PrefixStore(f"sp_compile/{ranks.group}/{made[ranks.group]}", group_store(group))
-    members = dist.get_process_group_ranks(group)  # of the group itself nothing is kept: it may be destroyed
+    members = dist.get_process_group_ranks(group)  # holds no reference to the group, which may be destroyed
     _channels[group] = ControlChannel(ranks.group, members, store, group_timeout(group), ["joined the group"] * ranks.n)
     return _channels[group]
 
 
 def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, saying: Message) -> list[list[int]]:
-    """Every rank's integers, as many from each; of simulated ranks by their communicator.
+    """Return the integers of every rank; simulated ranks use their communicator.
 
-    Raises what `ControlChannel.gather` does.
+    Raises:
+        SpError: As `ControlChannel.gather`.
     """
     with use_real_tensors():
         wire = channel_of(ranks)
@@ -427,6 +458,6 @@ def gather_integers(mine: Sequence[int], ranks: Ranks, dtype: torch.dtype, sayin
 
 
 def _without_timeout(options: Any) -> Any:
-    """Options of an exchange that never gives up by itself, so that whoever waits can look around and wait on."""
+    """Return exchange options with a long timeout, so that the caller can check progress and wait again."""
     options.timeout = timedelta(days=7)
     return options

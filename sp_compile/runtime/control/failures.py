@@ -1,4 +1,4 @@
-"""What a rank does with an exception that its program raises: other ranks may wait for it, or have made it wait."""
+"""Handle exceptions that a program raises on one rank while other ranks may wait for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .message import Message, StopNotice
 from .watch import abort_groups, involved_groups, raised_rank
 
 CAUSE = 500  # characters of an exception that other ranks repeat
-_agreed_errors = "_sp_compile_known"  # an attribute of exceptions that other ranks know of
+_agreed_errors = "_sp_compile_known"  # attribute of exceptions that other ranks know of
 
 
 @contextmanager
 def mark_agreed() -> Iterator[None]:
-    """An SpError that is raised inside is known to all ranks, or announced."""
+    """Mark an SpError raised in the context as known to all ranks."""
     try:
         yield
     except SpError as error:
@@ -34,9 +34,13 @@ def mark_agreed() -> Iterator[None]:
 def announce_failures(
     wire: ControlChannel | None, what: Message, places: Mapping[str, ExchangeSource], lines: Mapping[str, str]
 ) -> Iterator[None]:
-    """Let other ranks know if this one raises inside, and raise SpError where it waits for one that has raised or gone.
+    """Publish exceptions raised in the context, and raise SpError if a peer has raised or is lost.
 
-    what: what this rank does. places, lines: as `exchange_sources` and `node_lines` give them.
+    Args:
+        wire: The channel of the group, or None.
+        what: The operation of this rank.
+        places: Collectives as `exchange_sources` returns them.
+        lines: Lines of nodes as `node_lines` returns them.
     """
     begun = time.monotonic()
     try:
@@ -56,7 +60,7 @@ def announce_failures(
 
 
 def abort_if_connected(wire: ControlChannel | None, everyone: Sequence[Message], doing: Message) -> None:
-    """End the groups of a program that ranks are out of step in, as one has raised, if they are more than one.
+    """End the groups of a program after a rank has raised in it, if there is more than one group.
 
     Ranks of a single group are in step again at the next call: see `GuardedProgram`.
     """
@@ -69,10 +73,17 @@ def abort_if_connected(wire: ControlChannel | None, everyone: Sequence[Message],
 
 
 def _publish_failure(error: BaseException, doing: str, line: str) -> tuple[int, str]:
-    """Leave in the store that this rank has raised, and name the rank and the line in the exception, whose type stays.
+    """Publish that this rank has raised, and add the rank and the line to the exception.
 
-    Returns the rank, and what others are to know of it.
-    doing: what the rank did, as a message has it. line: the user's, or what the op works on; "" if that is not known.
+    The type of the exception does not change.
+
+    Args:
+        error: The exception.
+        doing: Text of the operation of this rank.
+        line: The user's line, or the inputs of the op; "" if unknown.
+
+    Returns:
+        The rank, and the text for other ranks.
     """
     setattr(error, _agreed_errors, True)
     where = f"at {line}, when it {doing}" if line else f"when it {doing}"

@@ -1,7 +1,7 @@
-"""What a rank says before it does something that takes every rank of a group, and how that is written.
+"""Define the messages that ranks exchange before an operation of a group, and their encoding.
 
-First go 24 bytes a rank: a digest. Only where these differ, or somebody asks or has failed, does the message itself
-follow, as JSON: it cannot execute anything.
+Each rank first sends a header of 24 bytes with a digest. The message itself follows only if digests differ, an answer
+is expected or a rank has failed. It is JSON, so that decoding executes no code.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from sp_compile.lowering.base.errors import SpError
 
 
 class HashedFields(dict[str, str]):
-    """Fields that are the same in many messages, and hashed once. Not to be written to."""
+    """Read-only fields that are the same in many messages, hashed once."""
 
     @cached_property
     def digest(self) -> int:
+        """Return the hash of the fields."""
         return hash_text(json.dumps([*self.items()]))
 
 
 @dataclass(frozen=True)
 class Message:
-    """doing: a verb; with subject, model and number of what: the program, whose of several models it is, and its
-    call. All of it has to be the same on every rank, and so have the fields that ranks have in common; the field ""
-    is all that there is to say of a call.
-    fields: by names, or by a Field each. standing: more fields, which other ranks receive among the `fields`.
-    error: why this rank stops. raised: its rank, and what it has raised in a program since the last exchange.
-    asks: does every rank want to know every other's `answer`?
+    """Announcement of an operation that all ranks of a group run.
+
+    The verb, subject, model and number must be equal on every rank, and so must the fields that the ranks have in
+    common. The field "" describes a call that has no further fields.
     """
 
-    verb: str
-    subject: str = ""
-    number: int = 0
-    fields: Mapping[Any, str] = field(default_factory=dict)
-    static_fields: HashedFields = field(default_factory=HashedFields)
-    error: SpError | None = None
-    expects_answer: bool = False
-    answer: Any = None
-    model: int = 0
-    raised: tuple[int, str] | None = None
+    verb: str  # the operation
+    subject: str = ""  # the program
+    number: int = 0  # number of the call
+    fields: Mapping[Any, str] = field(default_factory=dict)  # by name or Field
+    static_fields: HashedFields = field(default_factory=HashedFields)  # received as part of the fields
+    error: SpError | None = None  # why this rank stops
+    expects_answer: bool = False  # gather the answers of all ranks
+    answer: Any = None  # value of this rank
+    model: int = 0  # number of the model
+    raised: tuple[int, str] | None = None  # rank and text of an exception since the last exchange
 
     def __str__(self) -> str:
         number = f" (number {self.number})" if self.number else ""
@@ -53,26 +52,26 @@ class Message:
 
     @property
     def header(self) -> list[int]:
-        """Equal on all ranks where nobody has to read the bodies."""
+        """Return the hash and flags, which are equal on all ranks if no message body is needed."""
         told = [self.verb, self.subject, self.model, self.number, self.static_fields.digest, *self.fields.items()]
         compared = hash_text(json.dumps(told, default=str))
         return [compared, self.error is not None, self.expects_answer]
 
     @property
     def body(self) -> bytes:
-        """All of it."""
+        """Return the encoded message."""
         whole = replace(self, fields={**self.static_fields, **self.fields}, static_fields=HashedFields())
         return json.dumps([_encode_value(getattr(whole, f.name)) for f in fields(self)]).encode()
 
     @classmethod
     def read(cls, body: bytes) -> Message:
-        """The message of a body."""
+        """Return the message that a body encodes."""
         return cls(*map(_decode_value, json.loads(body)))
 
 
 CALL_VERB = "calls"
 COMPILE_VERB = "compiles"
-READ_VERB = "reads"  # a value that lies in shards
+READ_VERB = "reads"  # a sharded value
 LIKELY_CAUSE = (
     "Likely causes: a rank that has skipped a batch or a backward, has ended (killed, a shorter loop) or has destroyed "
     "its process group, runs this part of the model eagerly (the recompile limit, torch.compiler.disable, another "
@@ -81,56 +80,53 @@ LIKELY_CAUSE = (
     "`if rank == 0`)."
 )
 GROUP_ENDED = "The process group cannot be used any more, as exchanges were under way."
-BACKWARD = "runs the backward of"  # by a thread of the device's, where it has one
+BACKWARD = "runs the backward of"  # in the device's autograd thread, if it has one
 STOP_VERB = Message("stops")
 MEASURE_VERB = Message("measures", "how fast the ranks are")
 
 
 @dataclass(frozen=True)
 class StopNotice:
-    """Why a rank stopped. goes_on: with the next call, perhaps. talks: how many exchanges it had over each group that
-    there was; what is said of one does not hold for groups that are made later.
+    """Reason why a rank stopped.
 
-    subject: the program that it cannot call; "": whichever. within: the group in whose next exchange it was, which the
-    others may have finished, and which is broken there for good; "": none. raised: while its program ran, so that
-    others may wait inside of theirs; `rank` is then the one that raised first, whichever rank has written it.
+    The notice does not hold for groups that are created later.
     """
 
-    rank: int
-    text: str
-    continues: bool
-    exchanges: dict[str, int]
-    subject: str = ""
-    within: str = ""
-    raised: bool = False
+    rank: int  # the rank that stopped, or that raised first
+    text: str  # the reason
+    continues: bool  # True if it may take part in the next call
+    exchanges: dict[str, int]  # number of exchanges of each group
+    subject: str = ""  # the program that it cannot call; "" for all
+    within: str = ""  # the group whose next exchange is broken permanently; "" for none
+    raised: bool = False  # raised while its program ran, so that others may wait inside of theirs
 
 
 NO_RANK = StopNotice(-1, "", True, {})
 
 
 def hash_text(text: str) -> int:
-    """63 bits of a text."""
+    """Return a 63-bit hash of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-# What answers are made of, beside JSON's own: tuples, frozen sets, and dataclasses of ours.
+# Answers contain JSON values, tuples, frozen sets and registered dataclasses.
 
 _sendable: dict[str, type] = {}
 
 
 def register_sendable(one: type) -> type:
-    """Let a dataclass be part of an answer; a decorator."""
+    """Register a dataclass that answers may contain. Used as a decorator."""
     _sendable[one.__name__] = one
     return one
 
 
 class FieldKind(StrEnum):
-    """The kinds of fields of a message that state something of one value. Values are what errors show."""
+    """Kinds of message fields that describe one value. Errors show the enum values."""
 
     INPUT = "input"
-    """The size of an input. Every call states it."""
+    """The size of an input. Part of every call."""
     WEIGHT = "weight"
-    """The size of an input that is a parameter. Most calls do not state it."""
+    """The size of an input that is a parameter. Not part of most calls."""
     CHECKSUM = "checksum of"
     """The checksum of an input."""
     PART = "part of"
@@ -142,7 +138,7 @@ class FieldKind(StrEnum):
 @register_sendable
 @dataclass(frozen=True)
 class Field:
-    """The name of a field that states something of one value."""
+    """Name of a message field that describes one value."""
 
     kind: FieldKind
     name: str

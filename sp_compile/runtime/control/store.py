@@ -1,4 +1,4 @@
-"""Requests to the key-value store of the process groups, which may never answer."""
+"""Query the key-value store of the process groups with a timeout."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 from sp_compile.lowering.torch_compat import drain_gloo_threads, group_store
 
-STORE_TIMEOUT = 2.0  # seconds within which the store answers: it may be in a rank that has stopped
+STORE_TIMEOUT = 2.0  # seconds; the store may be hosted by a rank that has stopped
 
 T = TypeVar("T")
 
 
 def query_store(ask: Callable[[], T], otherwise: T) -> T:
-    """What the store says; `otherwise` if it says nothing, as one that lies in a rank that was stopped.
+    """Return the result of a store query, or `otherwise` if the store does not answer.
 
-    Raises what `ask` raises.
+    The store does not answer if its rank was stopped. Exceptions of the query are raised.
     """
     if _pending_queries:
-        _pending_queries[0].join(STORE_TIMEOUT)  # it may have answered just now
+        _pending_queries[0].join(STORE_TIMEOUT)  # it may be answered by now
         if _pending_queries[0].is_alive():
             return otherwise
     answer: Future[T] = Future()
@@ -42,11 +42,11 @@ def query_store(ask: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-_pending_queries: list[threading.Thread] = []  # of the last question to the store, which may be without an answer
+_pending_queries: list[threading.Thread] = []  # thread of the last query, which may be pending
 
 
 def _join_threads() -> None:
-    """Wait for threads in C++: one that comes back from there when Python has ended aborts the process."""
+    """Join query threads, since a thread that returns from C++ after Python's exit aborts the process."""
     for thread in _pending_queries:
         thread.join(STORE_TIMEOUT)
     if dist.is_available() and dist.is_initialized():
@@ -57,5 +57,5 @@ atexit.register(_join_threads)
 
 
 def package_store() -> Any:
-    """The part of the default group's store that is this package's."""
+    """Return this package's part of the default group's store."""
     return dist.PrefixStore("sp_compile", group_store(dist.group.WORLD))

@@ -1,9 +1,9 @@
-"""End the waits of a rank inside of a program, once another rank has raised there.
+"""End the waits of a rank inside of a program after another rank has raised.
 
-A rank that raises leaves that in the store. The others wait in a collective, in C++, until the group's timeout. A
-thread of each process looks once a second whether the program that runs has stood still since its last look, and only
-then reads the store. Where a rank has raised since a group's last exchange, it ends the collectives of all groups that
-the program is connected by: the program raises, and so do those of the other ranks of these groups.
+A rank that raises publishes that in the store. The other ranks wait in a collective, in C++, until the group's timeout.
+A thread of each process checks once a second whether the running program has made progress, and reads the store only if
+it has not. If a rank has raised since the last exchange of a group, the thread aborts the collectives of all groups of
+the program. The program then raises, as do those of the other ranks of these groups.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from .channel import ControlChannel, channel_of
 from .message import StopNotice
 from .store import STORE_TIMEOUT
 
-WATCH_INTERVAL = 1.0  # seconds between looks
-IDLE_SECONDS = 0.2  # of the time between two looks: a thread that has computed for less of it waits
+WATCH_INTERVAL = 1.0  # seconds between checks
+IDLE_SECONDS = 0.2  # a thread with less CPU time between checks is waiting
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
-    """A program that is connected by these groups runs inside, forward or backward.
+    """Mark that a program over these groups runs in the context, forward or backward.
 
-    Raises SpError if one of them was ended meanwhile: what a collective has given then is no result.
+    Raises:
+        SpError: If a group was ended during the run, since the results of its collectives are invalid.
     """
     thread, wires = threading.get_ident(), [wire for wire in map(channel_of, groups) if wire is not None]
     outermost = thread not in _active_runs
@@ -53,18 +54,20 @@ def mark_running(groups: Sequence[Ranks]) -> Iterator[None]:
 
 
 _run_numbers = itertools.count(1)
-_active_runs: dict[int, int] = {}  # of each thread that runs a program the number of the run
+_active_runs: dict[int, int] = {}  # number of the run of each thread that runs a program
 _recent_groups: list[Ranks] = []  # the groups of the program that runs, or ran last
 
 
 def abort_groups(found: StopNotice, everywhere: bool = False) -> None:
-    """End the collectives of all groups that the program which runs, or ran last, is connected by.
+    """Abort the collectives of all groups of the program that runs or ran last.
 
-    found: which rank has raised. everywhere: of all groups that this rank shares with it.
+    Args:
+        found: The notice of the rank that has raised.
+        everywhere: If True, abort all groups that this rank shares with that rank.
     """
     names, at = {wire.name for wire in involved_groups()}, _progress_state()
     for group in all_groups():
-        if everywhere and _progress_state() != at:  # the program has gone on: groups that are made now are none of it
+        if everywhere and _progress_state() != at:  # the program has continued; new groups do not belong to it
             return
         wire = channel_of(ranks_of(group))
         if wire is not None and (wire.name in names or (everywhere and found.rank in wire.ranks)):
@@ -74,18 +77,22 @@ def abort_groups(found: StopNotice, everywhere: bool = False) -> None:
 
 
 def involved_groups() -> list[ControlChannel]:
-    """Return the groups of the program that runs, or ran last."""
+    """Return the channels of the groups of the program that runs or ran last."""
     return [wire for wire in map(channel_of, _recent_groups) if wire is not None]
 
 
 def raised_rank() -> StopNotice | None:
-    """Which rank has raised that the program which runs waits for; None: none that is known."""
+    """Return the notice of a rank that has raised in the running program, or None."""
     return next(filter(None, (wire.ended or wire.find_raised() for wire in involved_groups())), None)
 
 
 class _Watcher:
-    """What is remembered from look to look. at: the runs, and of each group how many exchanges there were. computed: by
-    each thread that runs a program, in seconds. found: who has raised, once that has ended the groups of the program.
+    """State of the watch thread between checks.
+
+    Attributes:
+        at: The runs, and the number of exchanges of each group.
+        computed: CPU time of each thread that runs a program, in seconds.
+        found: The rank that has raised, after the groups of the program were aborted.
     """
 
     def __init__(self) -> None:
@@ -94,7 +101,7 @@ class _Watcher:
         self.found: StopNotice | None = None
 
     def poll(self) -> None:
-        """End what waits for a rank that has raised."""
+        """Abort the collectives that wait for a rank that has raised."""
         if not self._is_stalled():
             self.found = None
             return
@@ -104,12 +111,12 @@ class _Watcher:
             return
         self.found = raised_rank()
         if self.found is not None:
-            if not _active_runs:  # but autograd, as for the sums of a DDP, whose error will be Gloo's own
+            if not _active_runs:  # only autograd waits, as in DDP, whose error is Gloo's
                 log.error("rank %d raised %s; what waits for it is ended", self.found.rank, self.found.text)
             abort_groups(self.found)
 
     def _is_stalled(self) -> bool:
-        """Is a program running, or autograd around one, of which no thread has gone on since the last look?"""
+        """Return True if a program or its autograd runs and no thread has progressed since the last check."""
         threads = {*_active_runs, *backward_threads()}
         computed, at = {one: _cpu_seconds(one) for one in threads}, _progress_state()
         before, self.computed = self.computed, computed
@@ -122,15 +129,15 @@ class _Watcher:
 
 
 def _progress_state() -> list[tuple[int | str, int]]:
-    """Where this process is: the runs of its threads, and of each group how many exchanges there were."""
+    """Return the runs of the threads of this process, and the number of exchanges of each group."""
     return [*_active_runs.items(), *((wire.name, wire.exchanges) for wire in involved_groups())]
 
 
 def _cpu_seconds(thread: int) -> float:
-    """For how many seconds a thread has computed."""
+    """Return the CPU time of a thread in seconds."""
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    except (AttributeError, OSError):  # there is no such clock; the thread has ended
+    except (AttributeError, OSError):  # no such clock, or the thread has ended
         return 0.0
 
 
@@ -139,7 +146,7 @@ _is_ended = threading.Event()
 
 
 def _start_watching() -> None:
-    """Start to look, unless that has begun."""
+    """Start the watch thread if it is not running."""
     if not (_watch_threads and _watch_threads[0].is_alive()) and not _is_ended.is_set():
         _watch_threads[:] = [threading.Thread(target=_watch_loop, daemon=True, name="sp_compile watch")]
         _watch_threads[0].start()
@@ -151,12 +158,12 @@ def _watch_loop() -> None:
         try:
             if _recent_groups and dist.is_initialized():
                 watch.poll()
-        except Exception as error:  # groups or the store may be destroyed meanwhile
+        except Exception as error:  # groups or the store may be destroyed concurrently
             log.debug("a look at the ranks failed: %r", error)
 
 
 def _stop_watching() -> None:
-    """Wait for a thread in C++: one that comes back from there when Python has ended aborts the process."""
+    """Join the watch threads, since a thread that returns from C++ after Python's exit aborts the process."""
     _is_ended.set()
     for thread in _watch_threads:
         thread.join(STORE_TIMEOUT)
