@@ -140,11 +140,10 @@ class ShardedProgram:
         values = list(out)
         made = [out[i] for i in self.boundary.balanced_order]
         orders = RowPermutation(*made) if made else input_orders(args, self.boundary.layouts)
-        balanced = {} if orders is None else {"balanced": orders}
         for i, result in self.boundary.results.items():
             local, length = values[i], self._value(result.length, args)
-            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()} | balanced
-            layout = replace(result.layout, **parts)
+            parts: dict[str, Any] = {part: self._value(one, args) for part, one in result.parts.items()}
+            layout = replace(result.layout, balanced=orders or result.layout.balanced, **parts)
             # A window of a value has the same rows.
             key = id(result.late or local), result.layout, result.length, *result.parts.items()
             if key not in given:
