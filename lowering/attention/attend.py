@@ -130,8 +130,8 @@ class PlanRunner:
         if not self._data and not self.of(Kind.PACKED, self._rows).supports_masks:
             calls = [(call, self._from_call(call)) for call in packed]
             blocks = [(block, self._from_call(block)) for block in others]
-            told = any(kernel.supports_masks for block, kernel in blocks if block.kind is not Kind.MASKED)
-            if not told and not any(kernel.supports_masks for _, kernel in calls):
+            has_mask_kernel = any(kernel.supports_masks for block, kernel in blocks if block.kind is not Kind.MASKED)
+            if not has_mask_kernel and not any(kernel.supports_masks for _, kernel in calls):
                 return [*self._split_by_length(calls, len(blocks))], blocks
         return [], [(block, self._from_call(block)) for block in self._plan.blocks]
 

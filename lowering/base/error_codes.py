@@ -529,11 +529,11 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP803": ErrorInfo(
         "A loader's state of another number of replicas",
-        "Resume on as many replicas, or with a DataLoader, which has no state of its own.",
+        "Resume on the same number of replicas, or with a DataLoader, which has no state of its own.",
     ),
     "SP804": ErrorInfo(
         "A sampler's state that this number of replicas cannot have",
-        "Save at a multiple of the samples that all replicas take at once, or resume on as many replicas.",
+        "Save at a multiple of the samples that all replicas take at once, or resume on the same number of replicas.",
     ),
     "SP805": ErrorInfo(
         "A batch with an object that cannot be sent",

@@ -25,7 +25,6 @@ from sp_compile.passes.sharding.attention_axes import attention_nodes
 from sp_compile.passes.sharding.matchers import keeps_order, move_source, skip_reshapes, value_origin
 
 aten = torch.ops.aten
-SDPA_OP = aten.scaled_dot_product_attention.default
 
 
 HEADS_DIM = -3
