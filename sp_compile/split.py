@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -105,8 +105,9 @@ class SplitProgram:
         """
         view, ranks = self.view, self.session.ranks
         inputs = local_inputs(self.program.inputs, view.layouts, view.graph)
-        settings = replace(
-            PassSettings.of(self.config, ranks),
+        settings = PassSettings.of(
+            self.config,
+            ranks,
             seq_dims=view.seq_dims,
             inputs=view.inputs,
             outputs=view.outputs,
