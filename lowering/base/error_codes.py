@@ -276,7 +276,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP455": ErrorInfo("A mask of large finite numbers", "Use -inf for pairs that may not attend, or a bool mask."),
     # SP5xx: scans and collectives
-    "SP501": ErrorInfo("An unknown name of an option or an operation", "Use one of the names that the message lists."),
+    "SP501": ErrorInfo("An unknown name of an operation", "Use one of the names that the message lists."),
     "SP502": ErrorInfo("An argument of the wrong type", "Pass a value of the type that the message names."),
     "SP503": ErrorInfo("A dim out of range", "Pass a dim of the tensor."),
     "SP504": ErrorInfo("A tensor of the wrong shape", "Pass a tensor of the shape that the message names."),

@@ -67,11 +67,6 @@ def _three_dims_on_one_rank(rank: int) -> Tensor:
     return ring_attention(q[0] if rank else q, k, v, mesh=in_rank.group())
 
 
-def _unknown_on_one_rank(rank: int) -> Tensor:
-    options = {"windows": 3} if rank else {}
-    return ring_attention(*operands(), mesh=in_rank.group(), **options)
-
-
 def _way_home_on_one_rank(rank: int) -> Tensor:
     return ring_attention(*operands(), mesh=in_rank.group(), kv_grads=("travel", "fly")[rank])
 
@@ -98,7 +93,6 @@ DIFFER = {
 }
 WRONG = {
     _three_dims_on_one_rank: "SP504: rank 1: attention: q, k, v",
-    _unknown_on_one_rank: "SP501: rank 1: attention: Unknown option 'windows' (did you mean 'window'?)",
     _way_home_on_one_rank: "SP507: rank 1: attention: kv_grads: expected 'travel' or 'scatter', got 'fly'.",
     _odd_zigzag: "SP454: rank 0, 1: attention: layout",
     _heads: "SP453: rank 0, 1: attention: ulysses_attention",
