@@ -204,6 +204,7 @@ class RewriteAssociativeScans(CanonicalPass):
         self.replace(node, fresh)
 
     def scan_field(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
+        """Emit the scan of one field of the state before a node, and return its node."""
         rows = [given.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
@@ -212,6 +213,7 @@ class RewriteAssociativeScans(CanonicalPass):
         return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
 
     def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
+        """Emit the inverse of the dim moves that were removed from the operands, and return its node."""
         for target, args in reversed(given.moved_ops):
             x = self.compute(target, (x, *args), node)
         return x

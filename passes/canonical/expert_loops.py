@@ -57,7 +57,7 @@ class RewriteSortedRows(CanonicalPass):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         sorts = [node for op in SORT_OPS for node in gm.graph.find_nodes(op="call_function", target=op)]
-        return sum([self._rewrite(node) for node in sorts])
+        return sum(self._rewrite(node) for node in sorts)
 
     def _rewrite(self, node: Node) -> bool:
         call = OpCall(node)

@@ -228,8 +228,8 @@ def plan(
         The plan.
 
     Raises:
-        SpError: The model is not a module (SP721), a number of ranks is invalid (SP711), a size is invalid, or `explain`
-            would raise.
+        SpError: The model is not a module (SP721), a number of ranks is invalid (SP711), a size is invalid (SP722), or
+            `explain` would raise.
     """
     if not isinstance(model, nn.Module):
         raise SpError("SP721", f"model: expected an nn.Module, got {model!r:.80}.")

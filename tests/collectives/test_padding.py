@@ -263,7 +263,7 @@ def test_attention_reads_no_padding(way: str, causal: bool, balance: bool) -> No
             n: int = n,
             frame: list[int] = frame,
             poison: float = poison,
-            call: Any = (op, [*args, frame, frame, n, SIMULATED_GROUP, balance, *more]),
+            call: Any = (op, (*args, frame, frame, n, SIMULATED_GROUP, balance, *more)),
         ) -> tuple[Tensor, list[Tensor]]:
             shards = [sp.shard(one, 2, frame, n, SIMULATED_GROUP).requires_grad_() for one in x]
             attend, rest = call

@@ -67,7 +67,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         found = [n for n in gm.graph.nodes if n.target is autograd_function_apply or _kernel_name(n) in FLASH_KERNELS]
-        return sum([self._rewrite_call(node) for node in found])
+        return sum(self._rewrite_call(node) for node in found)
 
     def _rewrite_call(self, node: Node) -> bool:
         bodies = _function_bodies(node)

@@ -68,7 +68,7 @@ class RewriteFlexAttention(RewriteMasks):
         found = self.graph.find_nodes(op="call_function", target=flex_attention_op)
         for body in [_graph_body(ref) for node in found for ref in (node.args[3], node.args[4][-1])]:
             _inline_numbers(body)
-        changes = sum([self._rewrite_call(n) for n in found])
+        changes = sum(self._rewrite_call(n) for n in found)
         self.drop(*self.written)
         return changes
 

@@ -54,9 +54,9 @@ class AttentionPass(DemandPass):
 
 
 def register_strategy(strategy: Strategy, rule: RuleFunction = sharded_attention_rule) -> ExitStack:
-    """Register a strategy, permanently or for a block: `with register_strategy(...):`.
+    """Register a strategy permanently, or for the block of a `with` statement.
 
-    attention=<its name> is then an option, "auto" considers it, and `explain` shows its cost and its traffic.
+    Its name becomes a value of the option `attention`. "auto" considers it, and `explain` shows its cost and traffic.
 
     Args:
         strategy: The strategy.
