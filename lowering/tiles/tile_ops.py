@@ -159,6 +159,7 @@ class _RecomputeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the program in tiles and save its operands."""
         rows, whole = list(operands[:many]), list(operands[many:])
         results = sp.tiles_forward.default(rows, whole, tiles, program, seed)
         ctx.save_for_backward(seed, *operands)
@@ -169,6 +170,7 @@ class _RecomputeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Recompute each tile and run its backward."""
         (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, whole = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
@@ -183,6 +185,7 @@ class _AtOnceFunction(torch.autograd.Function):
     def forward(
         ctx: Any, many: int, tiles: int, program: str, seed: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run the program and its backward in tiles, and save the gradients."""
         found = PROGRAMS[program]
         made = sp.tiles_at_once.default(list(operands[:many]), list(operands[many:]), tiles, program, seed)
         results, gradients = made[: len(found.results)], made[len(found.results) :]
@@ -195,6 +198,7 @@ class _AtOnceFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the saved gradients by the gradient of the scalar result."""
         found = PROGRAMS[ctx.program]
         (given,) = (grads[i].reshape(()) for i in found.differentiable)
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.

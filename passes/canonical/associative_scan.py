@@ -273,7 +273,10 @@ def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:
     """Return a function that computes the tree over the leaves, followed by captured values."""
 
     def run(*xs: Any) -> Any:
+        """Scan the leaves with the combine function; the other inputs are its constants."""
+
         def both(left: Any, right: Any) -> Any:
+            """Combine two states."""
             return list(Interpreter(combine).run(*left, *right, *xs[leaves:]))
 
         return tree.tree_inclusive(both, list(xs[:leaves]), 0)

@@ -146,6 +146,7 @@ def _match(
     symbols: dict[sympy.Symbol, tuple[str, Node]] = {}
 
     def symbol(x: Node) -> sympy.Symbol | None:
+        """Return the symbol of rows on the left or right; None for other values."""
         source, taken = _rows(x, level.dim)
         if source is level.odd and prefixes and taken == (0, 1, prefixes):
             side, source = "left", leaf

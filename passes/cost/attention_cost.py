@@ -115,6 +115,7 @@ class AttentionShape:
             )
 
         def distant(by: float) -> float:  # pairs with the key at least `by` before the query
+            """Return the number of pairs whose key is at least `by` positions before the query."""
             return _integrate_clamped(stop - by, self.kv_len) - _integrate_clamped(start - by, self.kv_len)
 
         later = (stop - start) * self.kv_len - distant(0)

@@ -37,6 +37,7 @@ def _inline(editor: GraphEditor, node: Node, decompositions: Mapping[Any, Callab
     values = [operand.meta["val"] for operand in operands]
 
     def body(*given: Any) -> Any:
+        """Run the node's function on other operands."""
         args, kwargs = map_arg((node.args, node.kwargs), dict(zip(operands, given)).__getitem__)
         return node.target(*args, **kwargs)
 

@@ -127,6 +127,7 @@ def rule(op: Any, *texts: str, **options: Any) -> None:
     by_count = {len(p.operands): p for p in parsed}
 
     def instantiate(call: OpCall) -> BoundRule | None:
+        """Bind the pattern with the call's number of operands, or return None."""
         pattern = by_count.get(len(call.operands))
         return pattern.bind(call) if pattern is not None else None
 

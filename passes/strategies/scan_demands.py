@@ -122,6 +122,7 @@ class _TwoLevelScan:
         self.wide = given or accumulate_dtype(self.op, self.value.dtype, self.value.device)
 
     def run(self, shard: Shard) -> Node:
+        """Emit the scan in two levels, and return the node of its result."""
         dim, length = self.dim, shard.frame.length
         parts = (shard.outer, length) if is_same_size(shard.inner, 1) else (shard.outer * length, shard.inner)
         x, whole = self.editor.cast(self.x, self.wide, self.node), as_sizes(self.value.shape)
@@ -139,10 +140,12 @@ class _TwoLevelScan:
         return each, self.scan(last, dim, True)
 
     def scan(self, x: Node, dim: int, exclusive: bool) -> Node:
+        """Emit a scan along one dim."""
         value = x.meta["val"]
         return emit_scan(self.editor, x, dim, self.op, value, self.node, exclusive, self.reverse)
 
     def call(self, target: Any, *args: Any) -> Node:
+        """Emit a call at the position of the scan."""
         return self.editor.compute(target, args, self.node)
 
 

@@ -62,6 +62,7 @@ def compile_under_ddp(
     SPConfig.of(given)  # raises here, not at the first call
 
     def check() -> None:
+        """Raise SpError for a training call outside DDP."""
         if model.training and torch.is_grad_enabled() and not is_under_ddp() and resolve(mesh, None).n > 1:
             raise SpError("SP832", WITHOUT_DDP)
 

@@ -48,6 +48,7 @@ class SequenceParallel(ItemCounter):
         """
 
         def make(**kwargs: Any) -> SequenceParallelAccelerator:
+            """Create the Accelerator with the sizes of the arguments."""
             kwargs.pop("parallelism_config", None)
             config = self.args.parallelism_config
             return SequenceParallelAccelerator(parallelism_config=config, sp_options=self.sp_options, **kwargs)

@@ -56,6 +56,7 @@ class _Unrolled(LivenessWalk):
     more: list[Callable[[], list[LiveValue]]] = field(default_factory=list)  # the values that are alive in addition
 
     def alive(self, moment: int) -> list[LiveValue]:
+        """Return the values that are alive at a moment, the largest first."""
         return sorted([*self.walk.alive(self.of[moment]), *self.more[moment]()], key=lambda held: -held.nbytes)
 
 

@@ -202,6 +202,7 @@ class CompileSession:
         wires = [*filter(None, map(channel_of, dict.fromkeys([*self.everyone, self.ranks])))]
 
         def beat() -> None:
+            """Send heartbeats until the compilation ends."""
             while not done.wait(HEARTBEAT_INTERVAL):
                 for wire in wires:
                     wire.send_heartbeat()
@@ -238,6 +239,7 @@ class CompileSession:
         """Return True if each two groups are axes of a grid, or one contains the other."""
 
         def fits(one: str, other: str) -> bool:
+            """Return True if two groups intersect in one rank each or one encloses the other."""
             a, b = self.grids[one], self.grids[other]
             return (other in a.level and one in b.level) or other in a.enclosing or one in b.enclosing
 

@@ -182,6 +182,7 @@ class RewriteFlexAttention(RewriteMasks):
         shape, reads = _scores_shape(node), node.args[8]
 
         def read() -> AttentionMask:
+            """Inline the mask function and parse its result."""
             with self.graph.inserting_before(node):
                 indices = [self._indices(length, node) for length in shape]
                 allowed = self._inline_body(body, [*indices, *reads], node)

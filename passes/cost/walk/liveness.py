@@ -196,6 +196,7 @@ class _TileLoop:
 
     @staticmethod
     def of(node: Node) -> _TileLoop:
+        """Return the tile loop of a node, with the bytes of its sums and gaps."""
         first, part, kinds = TILE_LOOPS[node.target]
         rows, whole, tiles, name, _ = node.args[first:]
         program: TileProgram = PROGRAMS[name]
@@ -466,6 +467,7 @@ class _StoragePlaces(FusedEvents):
         keys = {storage_of(x) for x in node_tensors(node)}
 
         def is_view(n: Node) -> bool:
+            """Return True if a node returns the same memory as one of its operands."""
             shares = n.target is operator.getitem or bool(keys & {storage_of(x) for x in node_tensors(n)})
             return n.op != "output" and shares
 

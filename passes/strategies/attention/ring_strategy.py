@@ -84,6 +84,7 @@ def max_hops(predicate: str, n: int, rows: int) -> int:
     near = [c for c in split_conjuncts(predicate) if depends_on_distance(c, ())]
 
     def may(condition: str, rank: int, step: int) -> bool:
+        """Return True if queries of a rank may satisfy a condition with the keys of a step."""
         keys = _rank_rows((rank - step) % n, rows)
         return evaluate_over(condition, {**free, "q": _rank_rows(rank, rows), "k": keys}) is not False
 
