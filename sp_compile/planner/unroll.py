@@ -163,7 +163,7 @@ class Unroll:
     def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, behind: bool) -> _Unrolled:
         """Return the unrolled walk.
 
-        If `behind`, it is the backward, which runs the layers in reverse order and creates gradients.
+        The backward runs the layers in reverse order and creates gradients.
         """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
         leave = list(self._remaining_per_layer(sent))
