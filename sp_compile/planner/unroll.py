@@ -161,7 +161,7 @@ class Unroll:
             before[i] += 1
 
     def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, behind: bool) -> _Unrolled:
-        """Return the unrolled walk.
+        """Return the unrolled walk of a graph.
 
         The backward runs the layers in reverse order and creates gradients.
         """
