@@ -53,7 +53,7 @@ def _cut_tile(values: Sequence[Tensor], dims: Sequence[int | None], first: int, 
 
 @contextmanager
 def _tile_rng(seed: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Seed the generators within the context; restore the caller's state after it."""
+    """Restore the state of the generators after the context; do nothing without a seed."""
     if seed is None:
         yield
         return
@@ -70,10 +70,10 @@ def _run_tiles(
     made: Sequence[TileValue],
     cotangents: TileOperands,
 ) -> TileOperands:
-    """Call the part that computes these values for each tile, with rows of any cotangents.
+    """Run the part of the program that computes the values `made` for each tile, and combine its results.
 
-    Each tile draws from its own generator state, derived from `seed`. A backward that recomputes it restores that
-    state.
+    Each tile seeds the generators with `seed` plus the index of its first row, so that a backward that recomputes the
+    tile draws the same numbers.
     """
     given = [*rows, *whole, *cotangents]
     dims = [*program.rows, *[None] * len(whole), *(r.dim for r in _differentiable_results(program)[: len(cotangents)])]
@@ -221,6 +221,7 @@ def run_tiled(rows: TileOperands, whole: TileOperands, tiles: int, program: str,
     """Run the program on all rows, tile by tile, differentiable once.
 
     Shapes: rows (.., R, ..), whole any -> as the program defines; tiles of ceil(R / tiles) rows, the last one shorter.
+    If the program supports any length, the lengths of tiles differ by at most one, and each has two rows or more.
     seed: () int64 on the CPU, of the random numbers of a program; None if it draws none.
     Bytes: none. Saves: the operands; if the only result is a scalar, the gradients for a cotangent of 1, which the same
     loop computes. Source: DeepSpeed's ALST (arXiv:2506.13996), Liger's fused loss.

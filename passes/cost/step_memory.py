@@ -49,8 +49,8 @@ class GraphStep:
 
     forward: LivenessWalk
     backward: LivenessWalk | None
-    inputs: int  # inputs
-    results: int  # results for the caller
+    inputs: int  # inputs of the program, without the model
+    results: int  # results that remain after the forward, without saved values
     saved: int = 0  # saved on the device for the backward, besides parameters and inputs
     tangents: int = 0  # gradients of results, zeros for unused ones
     copied: int = 0  # part of these that is copied to another layout
@@ -107,11 +107,11 @@ def _is_row_major(x: torch.Tensor) -> bool:
 class StepMoment:
     """Moment of a step; state is not counted."""
 
-    phase: str
+    phase: str  # one of `PHASES`
     moment: WalkMoment
-    nbytes: int  # bytes of live values
-    graph: int
-    index: int
+    nbytes: int  # bytes of live values of all graphs
+    graph: int  # index of the graph
+    index: int  # index of the moment in its walk
     is_after: bool = False  # True in a backward
     gradients: int = 0  # bytes of gradients of parameters
     arriving: bool = True  # True if gathered weights arrive or are present
@@ -159,7 +159,7 @@ class StepMemory:
         return self.state if self.shards == 1 else self.in_shards(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
-        """Return the other bytes at a moment."""
+        """Return the bytes at a moment in addition to `constant`."""
         return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
 
     def held_in_shards(self, point: StepMoment, n: int) -> int:
@@ -168,7 +168,7 @@ class StepMemory:
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
 
     def points(self) -> Iterator[StepMoment]:
-        """Iterate over the moments of the step."""
+        """Yield the moments of the forward of each graph, then of the backwards in reverse order."""
         held = 0
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
@@ -233,7 +233,7 @@ class StepMemory:
         return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
 
     def peak_in_shards(self, held: int, n: int) -> int:
-        """Return the peak bytes for a maximum of `held`, or of the optimizer with sharded gradients."""
+        """Return the peak bytes if n ranks shard the state: of the optimizer, or of a step with `held` other bytes."""
         return self.in_shards(n) + max(held, -(-self.weights.trainable // n))
 
     def in_shards(self, n: int) -> int:

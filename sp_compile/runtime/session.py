@@ -266,10 +266,18 @@ class CompileSession:
     # After the passes.
 
     def finish(self, gm: GraphModule, error: Exception | None) -> Exception | None:
-        """Run the remaining exchanges, and return the error of this rank, which may be from another rank.
+        """Run the remaining exchanges of the compilation.
+
+        Args:
+            gm: Dynamo's graph.
+            error: The error of the passes on this rank, if any.
+
+        Returns:
+            That error, or one that the exchanges received. The guard raises it at the call, on all ranks.
 
         Raises:
-            SpError: Through Dynamo, if a group of the program cannot exchange the error at the call.
+            RankMismatchError: At once, if there is an error and the ranks of a group do not meet at the call, since
+                they have not all started to compile or have stopped.
         """
         if not self.groups:
             return error

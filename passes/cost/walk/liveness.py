@@ -63,11 +63,11 @@ MAX_WALK_STEPS = 8
 
 @dataclass(frozen=True)
 class LiveValue:
-    """Value in memory."""
+    """Value in memory at a moment."""
 
     name: str  # name of its node
     where: str  # user's line
-    nbytes: int
+    nbytes: int  # bytes of its storage
     origin: str = "value"  # or "saved", "result" ("gradient" in a backward), "workspace" or "reuse" (retained buffer)
 
 
@@ -223,7 +223,7 @@ class _TileLoop:
         return _tile_bytes(self.part, fused)
 
     def inside(self, fused: bool) -> int:
-        """Return the bytes besides operands and results."""
+        """Return the largest number of bytes during the loop, without operands and results."""
         tile = max((moment.nbytes for moment in self.tile(fused).moments), default=0)
         return max(tile + self.rows + self.wide - self.narrow, self.wide)
 
