@@ -79,7 +79,7 @@ class SplitNestedScans(DemandPass):
         return "" if is_only_sequence(scan_shard(self.plan, node)) else _unsupported_error(node)
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a scan along a part of a dim by scans of its two levels."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         with self.graph.inserting_before(fresh):
@@ -173,7 +173,7 @@ class ShardScans(DemandPass):
         return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace a scan by the operator that exchanges carries between ranks."""
         shard = scan_shard(self.plan, node)
         fresh = to_sp_scan(self, node)
         call, ranks, folds = OpCall(fresh), self.job.ranks, shard.frame.folds

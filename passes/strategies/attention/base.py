@@ -116,7 +116,7 @@ class ShardedAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Replace an attention by the operator of the strategy, with frames of its queries and keys."""
         call = OpCall(node)
         query, key = (sequence_shard(self.plan, call, i) for i in range(2))
         assert query is not None

@@ -73,7 +73,7 @@ class UlyssesAttention(AttentionPass):
         return None
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
-        """Meet the demands of a node and keep its meaning in the global view."""
+        """Insert the exchanges around an attention, or around each of several groups of its heads."""
         placed = {o: self.plan.of(o) for o in OpCall(node).operands[:3]}
         if self._needs_repeat(OpCall(node)):
             placed.update(self._repeat(node, placed))
