@@ -118,7 +118,8 @@ ERRORS: dict[str, ErrorInfo] = {
         "Call the operator outside the transform, or register a derivative with torch.library.register_autograd.",
     ),
     "SP215": ErrorInfo(
-        "A value of torch.func that is read outside its region", "Keep the call of torch.func out of the compiled region."
+        "A value of torch.func that is read outside its region",
+        "Keep the call of torch.func out of the compiled region.",
     ),
     "SP216": ErrorInfo("A region whose body is not a sub-graph", "Remove the region, or compile its body only."),
     "SP217": ErrorInfo(
@@ -198,9 +199,7 @@ ERRORS: dict[str, ErrorInfo] = {
         "Sharded inputs of a program with one step per position",
         "Pass the full inputs with inputs='global', or use one operator for the scan (cumsum, sp_compile.functional).",
     ),
-    "SP307": ErrorInfo(
-        "Sharded inputs whose sequence is not found", "Name all inputs that are sharded in seq_dims."
-    ),
+    "SP307": ErrorInfo("Sharded inputs whose sequence is not found", "Name all inputs that are sharded in seq_dims."),
     "SP308": ErrorInfo(
         "Sharded results of unequal length", "Use a length that the number of ranks divides, or outputs='gather'."
     ),
@@ -228,7 +227,8 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP402": ErrorInfo("Attention that Ulysses does not support", "Use attention='auto' or another strategy."),
     "SP403": ErrorInfo(
-        "A layout that differs from the layout of an earlier graph", "Use layout='auto', or one layout for all compiled parts."
+        "A layout that differs from the layout of an earlier graph",
+        "Use layout='auto', or one layout for all compiled parts.",
     ),
     "SP411": ErrorInfo("A program that does not support the balanced layout", "Use layout='auto'."),
     "SP412": ErrorInfo(
@@ -313,7 +313,8 @@ ERRORS: dict[str, ErrorInfo] = {
         "Pad the dim to the size that the message names, or use a number of ranks that divides it.",
     ),
     "SP544": ErrorInfo(
-        "An out tensor whose elements overlap", "Pass an out tensor without overlapping elements, such as a contiguous one."
+        "An out tensor whose elements overlap",
+        "Pass an out tensor without overlapping elements, such as a contiguous one.",
     ),
     "SP545": ErrorInfo(
         "An out tensor that needs a gradient", "Omit out=, detach x and out, or call under torch.no_grad()."
@@ -337,7 +338,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "Call it with the same sizes, numbers and mode on every rank: pad other sizes, and pass a number that changes "
         "as a tensor. TORCH_LOGS=recompiles shows the reason.",
     ),
-    "SP603": ErrorInfo("A rank that stops after a mismatch in another of its groups", "Correct the error of that rank."),
+    "SP603": ErrorInfo(
+        "A rank that stops after a mismatch in another of its groups", "Correct the error of that rank."
+    ),
     "SP604": ErrorInfo(
         "A sharded tensor that only some ranks read",
         "Read it on every rank (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
@@ -345,8 +348,8 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP605": ErrorInfo(
         "New weights on some ranks only",
-        "Replace weights on every rank. Causes are load_state_dict(assign=True), a copy of the model, and a weight that "
-        "is set, tied or added on some ranks only.",
+        "Replace weights on every rank. Causes are load_state_dict(assign=True), a copy of the model, and a weight "
+        "that is set, tied or added on some ranks only.",
     ),
     "SP607": ErrorInfo(
         "A model that could not be compiled on a rank",
@@ -366,11 +369,14 @@ ERRORS: dict[str, ErrorInfo] = {
         "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the model is compiled.",
     ),
     "SP612": ErrorInfo(
-        "A process group that this rank does not have", "Create the group on every rank with torch.distributed.new_group."
+        "A process group that this rank does not have",
+        "Create the group on every rank with torch.distributed.new_group.",
     ),
     "SP613": ErrorInfo("A number of names that is not the number of axes", "Pass one name for each axis of the mesh."),
     "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
-    "SP615": ErrorInfo("A mesh that declare_groups does not support", "Pass a DeviceMesh, or a list of process groups."),
+    "SP615": ErrorInfo(
+        "A mesh that declare_groups does not support", "Pass a DeviceMesh, or a list of process groups."
+    ),
     "SP616": ErrorInfo(
         "Unions of axes that do not form a grid",
         "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
@@ -381,8 +387,7 @@ ERRORS: dict[str, ErrorInfo] = {
         "Pass on every rank the group of the axis that it is in; the groups of an axis do not overlap.",
     ),
     "SP619": ErrorInfo(
-        "A sequence axis that the program's own collectives use",
-        "Name another axis of the mesh with mesh_dim.",
+        "A sequence axis that the program's own collectives use", "Name another axis of the mesh with mesh_dim."
     ),
     "SP621": ErrorInfo(
         "A timeout in a collective of the ranks",
@@ -422,8 +427,8 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP635": ErrorInfo(
         "Weights that were equal at an earlier call",
-        "Train in the same way on every rank. Causes are an optimizer step, a schedule, a scaler, zero_grad, clipping or "
-        "a change of weights on some ranks only (under `if rank == 0`), and torch.autograd.grad in place of backward.",
+        "Train in the same way on every rank. Causes are an optimizer step, a schedule, a scaler, zero_grad, clipping "
+        "or a change of weights on some ranks only (under `if rank == 0`), and torch.autograd.grad for backward.",
     ),
     "SP636": ErrorInfo(
         "Inputs that differ between ranks and are not detected as shards, with inputs='local'",
@@ -442,8 +447,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP639": ErrorInfo("Gradients that only some ranks require", "Set requires_grad to the same value on every rank."),
     "SP651": ErrorInfo(
         "Weights that differ between ranks",
-        "Initialize and update the weights in the same way on every rank. Causes are a seed, a checkpoint, an optimizer "
-        "step or a change of a weight on some ranks only.",
+        "Initialize and update the weights in the same way on every rank. Causes are a seed, a checkpoint, an "
+        "optimizer step or a change of a weight on some ranks only.",
     ),
     "SP652": ErrorInfo(
         "A model without weights that the ranks share", "Compare the model before FSDP or tensor parallelism splits it."
@@ -487,7 +492,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP711": ErrorInfo("A number of ranks that is not positive", "Pass 1 or more ranks."),
     "SP712": ErrorInfo("A number of ranks that differs from the mesh", "Pass sp or mesh, not both."),
     "SP713": ErrorInfo(
-        "A memory size passed as memory= of explain", "Pass memory=True, and the size of a device as cost={'memory': 80e9}."
+        "A memory size passed as memory= of explain",
+        "Pass memory=True, and the size of a device as cost={'memory': 80e9}.",
     ),
     "SP714": ErrorInfo("An optimizer without memory=True", "Pass memory=True as well."),
     "SP715": ErrorInfo(
@@ -532,7 +538,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP804": ErrorInfo(
         "A sampler state that this number of replicas cannot resume",
-        "Save at a multiple of the number of samples per step of all replicas, or resume on the same number of replicas.",
+        "Save at a multiple of the samples per step of all replicas, or resume on the same number of replicas.",
     ),
     "SP805": ErrorInfo(
         "A batch with an object that cannot be sent",
@@ -619,7 +625,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "Localize on a graph with unclaimed demands", "Run a pass that claims the demand first, such as passes.Gather."
     ),
     "SP921": ErrorInfo("A node that is not an operator", "Use ATen or sp:: operators in graphs."),
-    "SP922": ErrorInfo("A result of a collective that is read before wait_tensor", "Insert wait_tensor before the reader."),
+    "SP922": ErrorInfo(
+        "A result of a collective that is read before wait_tensor", "Insert wait_tensor before the reader."
+    ),
     "SP923": ErrorInfo(
         "An operator that does not declare its padded rows",
         "Register it with padded='nearest', 'finite' or 'as given' (lowering/base/library.py).",
@@ -639,7 +647,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "Malformed dims of a rule", "Write the dims as 'b (h d), d e -> b h e': docs/api.md describes the notation."
     ),
     "SP932": ErrorInfo("An unknown option of a rule", "Use one of the options that the message lists."),
-    "SP933": ErrorInfo("An option of a rule whose value is not a constant", "Write a Python constant, such as 1 or 0.0."),
+    "SP933": ErrorInfo(
+        "An option of a rule whose value is not a constant", "Write a Python constant, such as 1 or 0.0."
+    ),
     "SP934": ErrorInfo(
         "A classified factor that is in no operand", "Name a factor of an operand, or remove it from the options."
     ),

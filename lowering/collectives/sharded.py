@@ -118,8 +118,8 @@ class Sharded(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         if self.is_gathered:
             return repr(self.shard_storage.read())
-        told = f"{tuple(self.shape)}, {self.dtype}, {self.sharding}"
-        return f"Sharded({told}: .full() on every rank reads it)"
+        text = f"{tuple(self.shape)}, {self.dtype}, {self.sharding}"
+        return f"Sharded({text}: .full() on every rank reads it)"
 
     # Attributes that torch reads from memory, without a dispatcher.
 
@@ -133,7 +133,7 @@ class Sharded(Tensor):
     @torch.compiler.disable
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
-            raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is in shards, got {_describe(new)}.")
+            raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is sharded, got {_describe(new)}.")
         if isinstance(new, Sharded):
             self.shard_storage = new.shard_storage
             return

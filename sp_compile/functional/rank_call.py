@@ -46,7 +46,7 @@ class RankCall(ABC):
     name: str
     check: bool
 
-    same: ClassVar[str] = "shards are of equal length, options the same"
+    same: ClassVar[str] = "shards have equal lengths, options are equal"
     """What must be the same on all ranks, in words."""
 
     @abstractmethod

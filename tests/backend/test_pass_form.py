@@ -329,7 +329,7 @@ REFUSED = {
     "columns": (attention(lambda s: s.softmax(-2)), "not fuse_eager_attention the softmax is along dim 2, and"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
-        "not fuse_eager_attention something else reads the probabilities",
+        "not fuse_eager_attention another op reads the probabilities",
     ),
     "overflow": (
         attention(lambda s: (e := s.exp()) / e.sum(-1, keepdim=True)),
@@ -342,19 +342,19 @@ REFUSED = {
     "bias": (masked(lambda x: -grid(x)[1][None].float()), "a bias of other numbers than 0 and fills"),
     "pairs": (
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
-        r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
+        r"the mask remains a tensor: \w+ .* contains torch.float32 values that do not depend on a position",
     ),
     "op": (
         masked(lambda x: torch.arange(x.shape[-2])[:, None] ^ torch.arange(x.shape[-2]) > 1),
-        r"the mask stays data: \w+ \(aten.__xor__.Tensor\) works on the bits of integers",
+        r"the mask remains a tensor: \w+ \(aten.__xor__.Tensor\) is a bitwise op on integers",
     ),
     "batches": (
         masked(lambda x: grid(x)[1] <= grid(x)[0] + (torch.arange(x.shape[0]) * x.shape[1])[:, None, None, None]),
-        "the mask stays data: it differs between heads or batches",
+        "the mask remains a tensor: it differs between heads or batches",
     ),
     "heads": (
         masked(lambda x: grid(x)[1] <= grid(x)[0] + torch.arange(x.shape[1])[:, None, None]),
-        "the mask stays data: it differs between heads",
+        "the mask remains a tensor: it differs between heads",
     ),
 }
 
