@@ -50,7 +50,7 @@ from sp_compile.passes.tiles.run_in_tiles import RunInTiles
 class ApplyStrategies(RepeatPasses):
     """The strategies, round after round, until no demand is left."""
 
-    requires = frozenset({"canonical", "attention is chosen"})
+    requires = frozenset({"canonical", "chosen attention"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:

@@ -19,16 +19,16 @@ import sp_compile
 from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, make_settings, register_pass
-from sp_compile.passes.base import CAPTURED_WORD, CanonicalPass, CollectivePass, order_passes, registered_passes
+from sp_compile.passes.base import CAPTURED_PROPERTIES, CanonicalPass, CollectivePass, order_passes, registered_passes
 from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
 from sp_compile.passes.context import NoteKind, runs_by_pass
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.node_info import clear_node_info, node_info, set_node_info
-from sp_compile.passes.joint.joint import JOINT_WORD, JointPasses
+from sp_compile.passes.joint.joint import JOINT_PROPERTIES, JointPasses
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.pipeline import Pipeline, strategy_passes
 
-BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_WORD, PartitionedPasses: CAPTURED_WORD}
+BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
 """What runs behind the pipeline, and what it is given."""
 
 
@@ -90,7 +90,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    every = {Pipeline: CAPTURED_WORD, **BEHIND}
+    every = {Pipeline: CAPTURED_PROPERTIES, **BEHIND}
     kind = next(one for one in every if {first, second} <= {part.name for part in iterate_passes(one)})
     order = list(iterate_passes(kind))
     names = [one.name for one in order]
@@ -282,19 +282,19 @@ def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
-    "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
+    "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are not a scan: a state that is not affine"),
+    "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are not a scan: steps that differ"),
     "flips of two dims": (
         lambda x: x.flip(1).cumsum(1).flip(1, 2),
         "not rewrite_scan_idioms .* other dims than 1 are flipped",
     ),
     "a scan read before it is flipped back": (
         lambda x: (s := x.flip(1).cumsum(1)).flip(1) + s,
-        r"not rewrite_scan_idioms .* something else reads the scan \(cumsum\)",
+        r"not rewrite_scan_idioms .* another op reads the scan \(cumsum\)",
     ),
     "a recurrence read before it is flipped back": (
         lambda x: (h := step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1))).flip(1) + h,
-        r"not rewrite_scan_idioms .* something else reads the scan \(linear_scan_default\)",
+        r"not rewrite_scan_idioms .* another op reads the scan \(linear_scan_default\)",
     ),
     "a recurrence of flipped rows": (
         lambda x: step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1)).flip(1),
@@ -302,10 +302,7 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
-    "rows read on the way": (
-        lambda x: rows(x, read=True),
-        "not stack_written_rows .* something else reads select_scatter",
-    ),
+    "rows read on the way": (lambda x: rows(x, read=True), "not stack_written_rows .* another op reads select_scatter"),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
         "not group_key_heads .* its copies are of all heads in turn",

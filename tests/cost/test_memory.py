@@ -52,7 +52,7 @@ def test_weights_and_gradients_are_whole() -> None:
     (memory,) = roomy().memory
     nbytes = sum(p.numel() * p.element_size() for p in seeded(partial(Decoder, layers=2)).parameters())
     assert (memory.weights, memory.gradients) == (nbytes, nbytes)
-    assert "are left for an attention" in str(roomy())
+    assert "are available for an attention" in str(roomy())
 
 
 def test_what_is_kept_is_a_share() -> None:
@@ -109,7 +109,7 @@ def test_the_rest_alone_is_too_large() -> None:
 def test_text() -> None:
     memory = RankMemory(device=80 * GIB, weights=15 * GIB, gradients=15 * GIB, saved=8 * GIB)
     assert str(memory) == (
-        "weights 15.0 GiB, gradients 15.0 GiB, kept for the backward 8.0 GiB; 42.0 of 80.0 GiB are left for an attention"
+        "weights 15.0 GiB, gradients 15.0 GiB, saved for the backward 8.0 GiB; 42.0 of 80.0 GiB are available for an attention"
     )
     assert math.isinf(RankMemory(device=math.inf, weights=1, gradients=1, saved=1).available)
 

@@ -65,8 +65,8 @@ class WeightChain:
 class FuseEagerAttention(CanonicalPass):
     """Replacement of every eager attention around a softmax."""
 
-    requires = frozenset({"explicit", "loops are rolled"})
-    provides = frozenset({"canonical", "attention is fused"})
+    requires = frozenset({"normalized", "rolled loops"})
+    provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -62,7 +62,7 @@ NON_DIFFERENTIABLE = (aten.alias.default, aten.detach.default)
 class ReplaceFlashFunctions(RewriteVarlenAttention):
     """Replacement of the Functions of one graph and, where no gradient is needed, of bare kernels."""
 
-    provides = frozenset({"canonical", "masks are predicates"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -58,8 +58,8 @@ WHOLE_BLOCK = 1 << 30
 class RewriteFlexAttention(RewriteMasks):
     """Replacement of the calls of flex_attention in one graph."""
 
-    requires = frozenset({"explicit"})
-    provides = frozenset({"canonical", "attention is fused"})
+    requires = frozenset({"normalized"})
+    provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -34,8 +34,8 @@ HEADS_DIM = -3
 class GroupKeyHeads(CanonicalPass):
     """Replacement of repeated key and value heads by the heads before the repetition."""
 
-    requires = frozenset({"masks are predicates"})  # a mask is recognized by the scores of all heads
-    provides = frozenset({"canonical", "heads are grouped"})
+    requires = frozenset({"mask predicates"})  # a mask is recognized by the scores of all heads
+    provides = frozenset({"canonical", "grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -210,8 +210,8 @@ class MaskPrinter:
 class RewriteMasks(base.CanonicalPass):
     """Replacement of the masks of all attention in one graph."""
 
-    requires = frozenset({"attention is fused"})
-    provides = frozenset({"canonical", "masks are predicates"})
+    requires = frozenset({"fused attention"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
         """Start to edit a graph with empty caches."""

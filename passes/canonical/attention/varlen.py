@@ -34,7 +34,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class RewriteVarlenAttention(CanonicalPass):
     """Replacement of the calls of varlen_attn in one graph."""
 
-    provides = frozenset({"canonical", "masks are predicates"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
         """Start to edit a graph with empty caches."""
