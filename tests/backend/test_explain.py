@@ -44,9 +44,9 @@ Constraints
 
 Rewrites
   nodes  pass             at                                                        rewrite and reason
--------  ---------------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                                    whole sequence
+-------  ---------------  --------------------------------------------------------  --------------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the full
+                                                                                    sequence
       2  ulysses          backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, the result in 1
       1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  adds the partial sums of the ranks
 
@@ -86,9 +86,9 @@ Constraints
 
 Rewrites
   nodes  pass             at                                                        rewrite and reason
--------  ---------------  --------------------------------------------------------  -------------------------------------------------------
-      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                                    whole sequence
+-------  ---------------  --------------------------------------------------------  --------------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the full
+                                                                                    sequence
       2  ring             backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
       1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  adds the partial sums of the ranks
 

@@ -32,8 +32,9 @@ def test_table() -> None:
     assert "chosen: requested" in candidate_table(found, other)
     assert "chosen: requested" in candidate_table(found, chosen, asked=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, as many collectives, and ulysses is preferred to" in candidate_table(
-        tied, tied[1]
+    assert (
+        "chosen: within 5 % of ring 1 x 4, same number of collectives, and ulysses is preferred to"
+        in candidate_table(tied, tied[1])
     )
     tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
     assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in candidate_table(tied, tied[1])

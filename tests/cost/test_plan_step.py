@@ -503,8 +503,8 @@ def test_what_is_not_tried_is_said() -> None:
     assert "no list of blocks" in str(plan)
     ways, plan = ways_looked_at(False, decoder(), own=True)
     assert ways == [(False, "auto"), (False, TILE_COUNTS)]
-    assert "the model's own checkpoints are kept as they are" in str(plan)
-    with pytest.raises(SpError, match="own checkpoints are kept"):
+    assert "the model's own checkpoints do not change" in str(plan)
+    with pytest.raises(SpError, match="own checkpoints do not change"):
         _ = plan.best
     assert not ways_looked_at(True, nn.Linear(8, 8))[1].notes
 
