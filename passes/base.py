@@ -3,7 +3,7 @@
     class DoubleSum(CanonicalPass):                         # one file in passes/canonical per pass
         # x + x -> 2 * x
 
-        requires = frozenset({"explicit"})
+        requires = frozenset({"normalized"})
 
         def apply(self, gm, job):
             ...
@@ -43,7 +43,7 @@ from .context import Note, NoteKind, PassContext, PassRun, PassSettings, make_se
 
 log = logging.getLogger(__name__)
 
-CAPTURED_WORD = frozenset({"captured"})
+CAPTURED_PROPERTIES = frozenset({"captured"})
 """Properties of a graph before the first pass."""
 SINGLE_RANK_SETTINGS = PassSettings(Ranks(1, ""))
 """Default settings of passes that are run directly without ranks."""
@@ -61,7 +61,7 @@ class Pass(PassBase, GraphEditor):
     """
 
     name: ClassVar[str]
-    requires: ClassVar[frozenset[str]] = CAPTURED_WORD  # properties that other passes provide before
+    requires: ClassVar[frozenset[str]] = CAPTURED_PROPERTIES  # properties that other passes provide before
     provides: ClassVar[frozenset[str]] = frozenset()  # properties of the graph after the run
     gm: GraphModule
 
@@ -284,7 +284,7 @@ def order_passes(passes: tuple[type[P], ...]) -> tuple[type[P], ...]:
 
 
 @cache
-def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED_WORD) -> None:
+def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAPTURED_PROPERTIES) -> None:
     """Check that each property is provided before the passes that require it, and not after them.
 
     Args:
@@ -298,11 +298,11 @@ def check_pass_order(passes: tuple[type[Pass], ...], given: frozenset[str] = CAP
     for i, one in enumerate(passes):
         missing = one.requires - provided
         if missing:
-            raise ValueError(f"{one.name} requires {_as_words(missing)}, which no pass before it provides")
+            raise ValueError(f"{one.name} requires {_as_words(missing)}, which no earlier pass provides")
         for later in passes[i:]:
             late = one.requires & later.provides
             if late:
-                raise ValueError(f"{one.name} requires {_as_words(late)}, and {later.name} provides it only later")
+                raise ValueError(f"{one.name} requires {_as_words(late)}, and {later.name} provides it later")
         provided |= one.provides
 
 

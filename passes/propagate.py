@@ -72,10 +72,10 @@ def _scale_shard(base: Shard, dim: int, extent: Size, n: int) -> Shard | None:
 
 
 SUMMAND_DEMAND = Replicate(partial_grad=True)  # the placement of a replicated operand of a node on shards
-SCANNED_DEMAND = "every position needs what all before it combine to"
-NEIGHBORS_DEMAND = "every position needs its neighbours"
-NO_PLACEMENT = "the sequence has no single place in the result's shape"
-DIFFERENT_PLACEMENT = "another operand differs from rank to rank, so every rank needs all rows of this one"
+SCANNED_DEMAND = "every position needs the reduction of all positions before it"
+NEIGHBORS_DEMAND = "every position needs its neighbors"
+NO_PLACEMENT = "the sequence is not a single dim of the result"
+DIFFERENT_PLACEMENT = "another operand differs between ranks, so every rank needs all rows of this one"
 Demands = tuple[Demand, ...]
 FACTORIES = parse_overloads("full ones zeros")
 
@@ -210,7 +210,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], stays, "attention mixes the sequence"))
         elif base is None or f != factor or not _has_same_positions(call, rule, i, f, own, base, n):
-            why = f"operand {kept} is sharded otherwise"
+            why = f"operand {kept} is sharded differently"
             demands.append(Demand(node, i, "align", shards[i], stays, why))
     if base is not None:
         return _shard_factor(call, rule, have, factor, base, n, tuple(demands))
@@ -233,7 +233,7 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         node, rest, "whole", "every window reads all of it", keeps_sharding=not isinstance(placed, str)
     )
     if isinstance(placed, str):
-        why = f"every position needs its neighbours, and {placed}"
+        why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *others))
     alone = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
@@ -265,14 +265,14 @@ def _shard_factor(
     results = [shard_of_factor(rule, base, d, s, factor, n) for d, s in zip(rule.results, call.result_shapes())]
     named = zip((*rule.operands, *rule.results), (*wants, *results))
     if any(factor in flatten_dims(dims) and not isinstance(placed, Shard) for dims, placed in named):
-        why = f"the sizes of {factor!r} are not provably those of one sequence"
+        why = f"the sizes of {factor!r} are not provably equal along one sequence"
         return replicate_operands(call.node, have, "align", why, len(results))
     for i in rule.lenders:
         wants[i] = have[i]
     lost = REPLICATE if rule.kind(factor) == "attend" else Partial()
     if rule.kind(factor) in ("mean", "total"):
         demands += tuple(
-            Demand(call.node, i, rule.kind(factor), w, why="a total over the whole sequence")
+            Demand(call.node, i, rule.kind(factor), w, why="a total over the full sequence")
             for i, w in enumerate(wants)
             if isinstance(w, Shard) and isinstance(have[i], Shard)
         )
@@ -296,7 +296,7 @@ def _is_mask_use(node: Node, user: Node) -> bool:
     return bool(at) and all(i in rule.masks for i in at)
 
 
-INVARIANT = "it runs alike on every rank, so the gradient it sends back is whole on every rank"
+INVARIANT = "it is replicated, so the gradient that it returns is replicated, too"
 DeclineRule = Callable[[OpCall, BoundRule | None, Sequence[Placement]], str | None]
 
 
@@ -413,7 +413,7 @@ def _visit(
         reduce += [Demand(node, i, "invariant", p, why=INVARIANT) for i, p in enumerate(have) if p == SUMMAND_DEMAND]
     demands = [*reduce, *step.demands]
     if step.wants is None and n > 1 and is_random(node) and not _is_broadcast_draw(node):
-        why = "a random draw that must be the same on every rank"
+        why = "a random draw that must be equal on every rank"
         demands.append(Demand(node, 0, "draw", REPLICATE, why=why))
     return NodeStep(step.wants, step.results, tuple(demands))
 

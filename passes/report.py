@@ -106,17 +106,17 @@ class Report:
         if self.constraints:
             yield "Constraints\n" + "\n".join(f"  {c}" for c in self.constraints)
         if self.sharded_outputs:
-            yield f"Results that stay in shards: {', '.join(self.sharded_outputs)}"
+            yield f"Sharded results: {', '.join(self.sharded_outputs)}"
         if self.notes:
             rows = _group_rows((note.label, shorten_line(note.where), note.text) for note in self.notes)
             yield "Rewrites\n" + tabulate(
-                rows, headers=("nodes", "pass", "at", "what and why"), maxcolwidths=LINE_WIDTH
+                rows, headers=("nodes", "pass", "at", "rewrite and reason"), maxcolwidths=LINE_WIDTH
             )
         if self.layers:
             rows = [
                 (shorten_line(one.where), one.mode, list(one.shape), one.dim, one.ops, one.why) for one in self.layers
             ]
-            headers = ("linear + all_reduce at", "mode", "rows of", "cut along", "ops on rows", "why")
+            headers = ("linear + all_reduce at", "mode", "rows of", "sharded dim", "ops on rows", "why")
             yield "Tensor-parallel layers\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if limits := [str(one) for one in self.memory if not math.isinf(one.device)]:
             yield "Memory of a rank, predicted\n" + "\n".join(f"  {one}" for one in limits)
@@ -148,7 +148,7 @@ class Report:
             headers = ("pass", "requires", "provides", "rewrites", "nodes", "seconds")
             yield "Passes, in order\n" + tabulate(rows, headers=headers, maxcolwidths=LINE_WIDTH)
         if self.errors:
-            yield tabulate(self.errors, headers=("against one device", "largest relative error"), floatfmt=".2e")
+            yield tabulate(self.errors, headers=("against a single device", "largest relative error"), floatfmt=".2e")
 
     def _ranks(self) -> str:
         found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
@@ -156,7 +156,7 @@ class Report:
         if not self.parallel:
             return whole
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        return f"{whole}; {groups}" if found else f"{groups}; no other ranks split the sequence"
+        return f"{whole}; {groups}" if found else f"{groups}; the sequence is not split"
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

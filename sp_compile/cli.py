@@ -103,25 +103,29 @@ def _cannot_write(path: Any, error: OSError) -> SpError:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sp_compile", description="What sequence parallelism does to a model."
+        prog="python -m sp_compile", description="Show the effect of sequence parallelism on a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in (
-        ("explain", "rewrites, collectives and memory of a rank"),
-        ("verify", "numbers of simulated ranks against one device"),
-        ("plan", "what fits on how many ranks, and how fast it is"),
+        ("explain", "show rewrites, collectives and memory of a rank"),
+        ("verify", "compare results and gradients of simulated ranks with a single device"),
+        ("plan", "list the configurations that fit in memory, with their predicted times"),
     ):
         one = commands.add_parser(name, help=words, description=words)
-        one.add_argument("target", help="module:function that gives (model, args) or (model, args, kwargs)")
-        one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
-        one.add_argument("--json", type=Path, help="write it as JSON, too")
-        one.add_argument("--html", type=Path, help="write it as a page, too")
+        one.add_argument("target", help="module:function that returns (model, args) or (model, args, kwargs)")
+        one.add_argument(
+            "--option", action="append", default=[], metavar="NAME=VALUE", help="a backend option; repeatable"
+        )
+        one.add_argument("--json", type=Path, help="also write the report to this JSON file")
+        one.add_argument("--html", type=Path, help="also write the report to this HTML file")
         if name == "plan":
-            one.add_argument("--memory", default="80GB", help="of a device")
-            one.add_argument("--host-memory", help="of the host for each rank, where that has a limit")
-            one.add_argument("--ranks", nargs="+", default=["8,16,64"], help="numbers of ranks, as in 8 16 64")
+            one.add_argument("--memory", default="80GB", help="memory of a device, in bytes or with a unit")
+            one.add_argument("--host-memory", help="host memory for each rank, if it is limited")
+            one.add_argument(
+                "--ranks", nargs="+", default=["8,16,64"], help="numbers of ranks to compare, such as 8 16 64"
+            )
         else:
-            one.add_argument("--sp", type=int, default=2, help="ranks that share the sequence")
+            one.add_argument("--sp", type=int, default=2, help="number of ranks that share the sequence")
         if name == "verify":
             one.add_argument("--tolerance", type=float, default=TOLERANCE, help="the largest relative error")
     return parser

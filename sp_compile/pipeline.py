@@ -53,7 +53,7 @@ from sp_compile.passes.tiles.run_in_tiles import RunInTiles
 class ApplyStrategies(RepeatPasses):
     """Passes that satisfy the demands of operations on shards, repeated until no demand remains."""
 
-    requires = frozenset({"canonical", "attention is chosen"})
+    requires = frozenset({"canonical", "chosen attention"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
@@ -178,7 +178,7 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     options = SPConfig.of({"outputs": "gather", **config})
     options.refuse("parallelize", WHEN_COMPILED, **CALL_OPTIONS)
     if sp is not None:
-        options.refuse(f"sp={sp}", mesh="gives the number of ranks already", mesh_dim="has no mesh")
+        options.refuse(f"sp={sp}", mesh="already sets the number of ranks", mesh_dim="has no mesh")
     job = PassSettings.of(options, options.ranks() if sp is None else Ranks(sp, SIMULATED_GROUP))
     seq_dims, outputs = job.user_io.seq_dims, job.user_io.outputs
     if outputs not in ("gather", "local"):
@@ -193,15 +193,15 @@ def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, *
     return local
 
 
-WHEN_COMPILED = "Leave the option out, or compile the model with torch.compile(model, backend='sp')."
+WHEN_COMPILED = "Omit the option, or compile the model with torch.compile(model, backend='sp')."
 _COMPILE_OPTIONS = "returns a module that is not compiled yet"
 CALL_OPTIONS = {
-    "inputs": "takes a program whose sequence length is fixed",
+    "inputs": "supports only programs with a fixed sequence length",
     "compiler": _COMPILE_OPTIONS,
-    "check_every": "returns a graph, whose calls are not compared",
+    "check_every": "returns a graph whose calls are not compared",
     "activation_memory_budget": _COMPILE_OPTIONS,
     "offload": _COMPILE_OPTIONS,
-    "sequence_parallel_linear": "changes no layers over groups of the program's own",
-    "merge_reductions": "merges no reductions",
+    "sequence_parallel_linear": "does not change layers over the program's own groups",
+    "merge_reductions": "does not merge reductions",
 }
 """Options that `parallelize` rejects, since they apply to the joint graph or to its compilation, and the reasons."""

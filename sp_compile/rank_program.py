@@ -39,7 +39,7 @@ NO_CUDA_GRAPHS = (
     "records CUDA graphs, which are not supported: attention launches kernels by the documents of each batch, and "
     "ranks cannot record and replay together."
 )
-NO_COLLECTIVE_PASSES = "compiler={!r} has no place for passes on collectives: they stay"
+NO_COLLECTIVE_PASSES = "compiler={!r} does not support passes on collectives: they are not changed"
 
 
 @dataclass

@@ -20,16 +20,16 @@ SEQUENCE_OPTIONS = dict.fromkeys(
         *("seq_dims", "attention", "layout", "inputs", "outputs", "param_grads", "state", "fallback", "tiles"),
         "ulysses_chunks",
     ),
-    "has no ranks left to split a sequence over",
+    "has no effect without ranks that split a sequence",
 )
-NAME_RANKS = "Leave the option out, or name the ranks by mesh and mesh_dim."
-CANNOT_SPLIT = "every rank runs the complete graph, as it was written, because it cannot be split"
+NAME_RANKS = "Omit the option, or pass the ranks with mesh and mesh_dim."
+CANNOT_SPLIT = "every rank runs the unsplit graph, because it cannot be split"
 UNSPLIT_NOTE = Note(
     NoteKind.REPLICATED, "capture", "the program has its own collectives and no sequence, so it is not split"
 )
 CHANGING_LENGTHS = (
     "torch cannot trace this program of DTensors (RecursionError), with any backend, when the length of a sequence "
-    "changes from call to call and becomes a symbol."
+    "is dynamic."
 )
 
 

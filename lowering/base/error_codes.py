@@ -43,22 +43,22 @@ ERRORS: dict[str, ErrorInfo] = {
         "An unknown option", "Use one of the names that the message lists; docs/options.md describes them."
     ),
     "SP103": ErrorInfo(
-        "A value that an option does not take",
+        "An unsupported value of an option",
         "Pass a value of the kind that the message names; docs/options.md lists the values of each option.",
     ),
     "SP104": ErrorInfo(
         "An unknown compiler", "Pass a name that torch.compiler.list_backends() returns, or a callable."
     ),
     "SP105": ErrorInfo(
-        "An option that the compiler has no place for",
-        "Set compiler='inductor' or compiler='aot_eager', or leave the option out.",
+        "An option that the compiler does not support",
+        "Set compiler='inductor' or compiler='aot_eager', or omit the option.",
     ),
     "SP106": ErrorInfo(
-        "An option that the attention strategy does not use", "Leave the option out, or pass attention='auto'."
+        "An option that the attention strategy does not use", "Omit the option, or pass attention='auto'."
     ),
     "SP107": ErrorInfo("A mode of Inductor with another compiler", "Pass either mode or compiler."),
     "SP108": ErrorInfo("A mode that records CUDA graphs", "Use mode='max-autotune-no-cudagraphs' or mode='default'."),
-    "SP109": ErrorInfo("An option without effect at this entry", "Leave the option out."),
+    "SP109": ErrorInfo("An option without effect at this entry point", "Omit the option."),
     "SP111": ErrorInfo(
         "A mesh of the wrong type", "Pass a mesh that torch.distributed.device_mesh.init_device_mesh returns."
     ),
@@ -73,13 +73,13 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP114": ErrorInfo("An axis that the mesh does not have", "Use one of the axes that the message lists."),
     "SP115": ErrorInfo(
         "Axes of a hybrid in the wrong order",
-        "Order the axes so that ranks of the inner axis are neighbours: mesh_dim_names=('ring', 'ulysses').",
+        "Order the axes so that ranks of the inner axis are neighbors: mesh_dim_names=('ring', 'ulysses').",
     ),
     "SP116": ErrorInfo("An axis without a mesh", "Pass mesh=... as well."),
     "SP117": ErrorInfo(
-        "Tensors of a GPU exchanged by Gloo",
-        'Initialize the group with NCCL for tensors of a GPU: init_process_group("cpu:gloo,cuda:nccl"), or name '
-        "no backend.",
+        "GPU tensors exchanged by Gloo",
+        'Initialize the group with NCCL for GPU tensors: init_process_group("cpu:gloo,cuda:nccl"), or without a '
+        "backend.",
     ),
     # SP2xx: capture of the program
     "SP201": ErrorInfo(
@@ -88,8 +88,8 @@ ERRORS: dict[str, ErrorInfo] = {
         "that calls an operator.",
     ),
     "SP202": ErrorInfo(
-        "A constant tensor made on the meta device",
-        "Make that tensor with torch.zeros or torch.full. In models of transformers it belongs to the cache: set "
+        "A constant tensor created on the meta device",
+        "Create the tensor with torch.zeros or torch.full. In models of transformers it belongs to the cache: set "
         "use_cache=False in their config.",
     ),
     "SP203": ErrorInfo("capture outside a backend of torch.compile", "Use capture_export for an exported program."),
@@ -118,9 +118,10 @@ ERRORS: dict[str, ErrorInfo] = {
         "Call the operator outside the transform, or register a derivative with torch.library.register_autograd.",
     ),
     "SP215": ErrorInfo(
-        "A value of torch.func that leaves its region", "Keep the call of torch.func out of the compiled region."
+        "A value of torch.func that is read outside its region",
+        "Keep the call of torch.func out of the compiled region.",
     ),
-    "SP216": ErrorInfo("A region whose body is not a sub-graph", "Leave the region out, or compile its inside."),
+    "SP216": ErrorInfo("A region whose body is not a sub-graph", "Remove the region, or compile its body only."),
     "SP217": ErrorInfo(
         "A region that is called with keyword arguments", "Pass the arguments of the region by position."
     ),
@@ -136,7 +137,7 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP222": ErrorInfo("A view that is read after its memory has changed", "Clone the view before the change."),
     "SP223": ErrorInfo("A change in place of an input's shape", "Use the variant of the op without an underscore."),
     "SP224": ErrorInfo(
-        "A change in place that autograd does not record", "Make a new tensor instead, for example x = x.clone()."
+        "A change in place that autograd does not record", "Create a new tensor instead, for example x = x.clone()."
     ),
     "SP225": ErrorInfo(
         "A change in place through a view without a known inverse", "Clone the view before changing it."
@@ -147,8 +148,8 @@ ERRORS: dict[str, ErrorInfo] = {
         "Use the expression without inplace=True.",
     ),
     "SP231": ErrorInfo(
-        "Shards at the edges of a model with graph breaks",
-        "Use outputs='lazy', which keeps values that cross a break in shards, or remove the breaks that "
+        "Local inputs or outputs of a model with graph breaks",
+        "Use outputs='lazy', which keeps values sharded between graphs, or remove the breaks that "
         "TORCH_LOGS=graph_breaks shows.",
     ),
     "SP232": ErrorInfo(
@@ -160,15 +161,15 @@ ERRORS: dict[str, ErrorInfo] = {
         "Pass inputs whose other dims have other sizes, or name the sequence in seq_dims.",
     ),
     "SP234": ErrorInfo(
-        "Shards of one sequence with different numbers of rows", "Name the inputs that come in shards in seq_dims."
+        "Shards of one sequence with different numbers of rows", "Name the inputs that are sharded in seq_dims."
     ),
-    "SP235": ErrorInfo("A program that depends on the length of a shard", "Pass whole inputs: inputs='global'."),
+    "SP235": ErrorInfo("A program that depends on the length of a shard", "Pass the full inputs with inputs='global'."),
     "SP236": ErrorInfo(
         "An input that the program does not have",
         "Use a name that the message lists; an input that is passed twice has its first name.",
     ),
     "SP237": ErrorInfo(
-        "A result that the program does not have", "Use a name that the message lists, or the place of the result."
+        "A result that the program does not have", "Use a name that the message lists, or the index of the result."
     ),
     "SP241": ErrorInfo(
         "DTensor parameters on a mesh with an axis of the sequence",
@@ -176,7 +177,7 @@ ERRORS: dict[str, ErrorInfo] = {
         "sequence.",
     ),
     "SP242": ErrorInfo(
-        "A program of DTensors whose lengths change",
+        "A program of DTensors with dynamic lengths",
         "Compile one graph for each length with torch.compile(..., dynamic=False), or pad to one length.",
     ),
     # SP3xx: sequence and sharding
@@ -187,38 +188,36 @@ ERRORS: dict[str, ErrorInfo] = {
         "A dim in seq_dims that does not exist", "Count dims from 0, or from the last one with negative numbers."
     ),
     "SP304": ErrorInfo(
-        "A program of which nothing runs on shards, with fallback='error'",
+        "A program without sharded operations, with fallback='error'",
         "Name the sequence with seq_dims, or use fallback='gather'.",
     ),
     "SP305": ErrorInfo(
-        "An operator that cannot run on shards, with fallback='error'",
+        "An operator that does not support shards, with fallback='error'",
         "Use fallback='gather', or register a rule for the operator with sp_compile.sharding_rule.",
     ),
     "SP306": ErrorInfo(
-        "Inputs in shards of a program with one step per position",
+        "Sharded inputs of a program with one step per position",
         "Pass the full inputs with inputs='global', or use one operator for the scan (cumsum, sp_compile.functional).",
     ),
-    "SP307": ErrorInfo(
-        "Inputs in shards whose sequence is not found", "Name all inputs that are passed in shards with seq_dims."
-    ),
+    "SP307": ErrorInfo("Sharded inputs whose sequence is not found", "Name all inputs that are sharded in seq_dims."),
     "SP308": ErrorInfo(
-        "Results in shards of unequal length", "Use a length that the number of ranks divides, or outputs='gather'."
+        "Sharded results of unequal length", "Use a length that the number of ranks divides, or outputs='gather'."
     ),
     "SP309": ErrorInfo(
         "Rows in the order of a sort that are read by position",
-        "Put the rows back into the order of the sequence first, as y[inverse] or index_add does.",
+        "Restore the order of the sequence first, for example with y[inverse] or index_add.",
     ),
     "SP321": ErrorInfo(
         "A result that can no longer be computed when it is read",
         "Read it before the weights change, or use outputs='gather' or tiles='never'.",
     ),
     "SP322": ErrorInfo(
-        "Other data assigned to a value in shards",
+        "An assignment of other data to a sharded tensor",
         "Assign data of the same shape, dtype and device, or bind the name to the new tensor (x = new).",
     ),
     "SP323": ErrorInfo(
         "A transform of torch.func over a compiled program",
-        "Call the transform inside of what is compiled, request one gradient at a time (torch.autograd.grad in a "
+        "Call the transform inside the compiled function, request one gradient at a time (torch.autograd.grad in a "
         "loop), or do not compile this part.",
     ),
     # SP4xx: attention
@@ -228,14 +227,15 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP402": ErrorInfo("Attention that Ulysses does not support", "Use attention='auto' or another strategy."),
     "SP403": ErrorInfo(
-        "A layout that is not the one of an earlier graph", "Use layout='auto', or one layout for all compiled parts."
+        "A layout that differs from the layout of an earlier graph",
+        "Use layout='auto', or one layout for all compiled parts.",
     ),
     "SP411": ErrorInfo("A program that does not support the balanced layout", "Use layout='auto'."),
     "SP412": ErrorInfo(
-        "The balanced layout with inputs in shards", "Use inputs='global' and one graph, or layout='auto'."
+        "The balanced layout with sharded inputs", "Use inputs='global' and one graph, or layout='auto'."
     ),
     "SP413": ErrorInfo("The balanced layout with outputs='local'", "Use outputs='gather', or layout='auto'."),
-    "SP414": ErrorInfo("A layout that is not the balanced one of an earlier graph", "Use layout='auto'."),
+    "SP414": ErrorInfo("A balanced layout that differs from the one of an earlier graph", "Use layout='auto'."),
     "SP431": ErrorInfo(
         "Attention with dropout and without a seed", "Pass a seed, an int64 tensor of shape (), the same on every rank."
     ),
@@ -288,20 +288,20 @@ ERRORS: dict[str, ErrorInfo] = {
         "Make the same call on every rank: shards of equal length, padded if necessary with length=..., and the "
         "same options.",
     ),
-    "SP511": ErrorInfo("Options of shards without a group", "Pass group= as well."),
-    "SP512": ErrorInfo("A tensor of no dims with a group", "Pass a tensor with at least one dim, or leave group= out."),
+    "SP511": ErrorInfo("Options for shards without a group", "Pass group= as well."),
+    "SP512": ErrorInfo("A tensor of no dims with a group", "Pass a tensor with at least one dim, or omit group=."),
     "SP513": ErrorInfo(
         "An exchange that the layout does not support",
         "Pass exchange='gather' or exchange='auto', or layout='contiguous'.",
     ),
-    "SP521": ErrorInfo("An operation without indices", "Pass op='max' or op='min', or leave indices=True out."),
+    "SP521": ErrorInfo("An operation without indices", "Pass op='max' or op='min', or omit indices=True."),
     "SP522": ErrorInfo("A dtype that scans do not support", "Cast x, or pass dtype= with a supported dtype."),
-    "SP523": ErrorInfo("A result in integers that needs a gradient", "Detach x, or pass a floating-point dtype."),
+    "SP523": ErrorInfo("An integer result that needs a gradient", "Detach x, or pass a floating-point dtype."),
     "SP524": ErrorInfo("Complex numbers in a scan", "Scan the real and the imaginary part separately."),
     "SP525": ErrorInfo("A sum or product in torch.bool", "Pass op='max' for any and op='min' for all."),
     "SP526": ErrorInfo(
-        "A dtype to accumulate in that does not fit the result",
-        "Pass the dtype that the message names, or leave accumulate_dtype out.",
+        "An accumulation dtype that does not match the result",
+        "Pass the dtype that the message names, or omit accumulate_dtype.",
     ),
     "SP541": ErrorInfo("A DTensor in an exchange of shards", "Use x.redistribute(...), or pass x.to_local()."),
     "SP542": ErrorInfo(
@@ -313,10 +313,11 @@ ERRORS: dict[str, ErrorInfo] = {
         "Pad the dim to the size that the message names, or use a number of ranks that divides it.",
     ),
     "SP544": ErrorInfo(
-        "An out tensor whose elements overlap", "Pass an out tensor that has its own place for each element."
+        "An out tensor whose elements overlap",
+        "Pass an out tensor without overlapping elements, such as a contiguous one.",
     ),
     "SP545": ErrorInfo(
-        "An out tensor that needs a gradient", "Leave out= out, detach x and out, or call under torch.no_grad()."
+        "An out tensor that needs a gradient", "Omit out=, detach x and out, or call under torch.no_grad()."
     ),
     "SP546": ErrorInfo("Rows without their dim", "Pass the dim of the rows: in_shards(rows, dim)."),
     "SP547": ErrorInfo(
@@ -326,31 +327,33 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP561": ErrorInfo("An unknown reduction of a collective", "Use one of the reductions that the message lists."),
     "SP571": ErrorInfo(
         "Simulated ranks whose collectives differ",
-        "Run the same operators in the same order on every rank. Report this if backend='sp' has made the program.",
+        "Run the same operators in the same order on every rank. Report this if backend='sp' compiled the program.",
     ),
     # SP6xx: ranks and process groups
     "SP601": ErrorInfo(
-        "Ranks that do different things", "Run the same models and backwards in the same order on every rank."
+        "Ranks that run different operations", "Run the same models and backwards in the same order on every rank."
     ),
     "SP602": ErrorInfo(
-        "A program that only some ranks compile again",
+        "A program that only some ranks recompile",
         "Call it with the same sizes, numbers and mode on every rank: pad other sizes, and pass a number that changes "
-        "as a tensor. TORCH_LOGS=recompiles shows why it compiles.",
+        "as a tensor. TORCH_LOGS=recompiles shows the reason.",
     ),
-    "SP603": ErrorInfo("A rank that stops because of another of its groups", "Correct the error of that rank."),
+    "SP603": ErrorInfo(
+        "A rank that stops after a mismatch in another of its groups", "Correct the error of that rank."
+    ),
     "SP604": ErrorInfo(
-        "A value in shards that not every rank reads",
-        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
+        "A sharded tensor that only some ranks read",
+        "Read it on every rank (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
         "outputs={'<result>': 'gather'}, which returns it gathered.",
     ),
     "SP605": ErrorInfo(
         "New weights on some ranks only",
-        "Make such tensors on every rank: look for load_state_dict(assign=True), a copy of the model, a weight that is "
-        "set, tied or added on some ranks only.",
+        "Replace weights on every rank. Causes are load_state_dict(assign=True), a copy of the model, and a weight "
+        "that is set, tied or added on some ranks only.",
     ),
     "SP607": ErrorInfo(
         "A model that could not be compiled on a rank",
-        "Correct the error of that rank. If it says `Failed to import`, `No space left` or `Read-only`, Inductor's "
+        "Correct the error of that rank. If it contains `Failed to import`, `No space left` or `Read-only`, Inductor's "
         "cache on that rank is damaged, full or not writable: remove it, or set TORCHINDUCTOR_CACHE_DIR.",
     ),
     "SP608": ErrorInfo("An exception on another rank", "Correct the error of that rank."),
@@ -363,40 +366,42 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP611": ErrorInfo(
         "A process group that was not declared",
-        "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the graph is made.",
+        "Call sp_compile.declare_groups(mesh) with the mesh of the group on every rank, before the model is compiled.",
     ),
     "SP612": ErrorInfo(
-        "A process group that this rank does not have", "Make the group on every rank with torch.distributed.new_group."
+        "A process group that this rank does not have",
+        "Create the group on every rank with torch.distributed.new_group.",
     ),
-    "SP613": ErrorInfo("Names that are not one for each axis", "Pass one name for each axis of the mesh."),
+    "SP613": ErrorInfo("A number of names that is not the number of axes", "Pass one name for each axis of the mesh."),
     "SP614": ErrorInfo("declare_groups without process groups", "Call torch.distributed.init_process_group() first."),
-    "SP615": ErrorInfo("A mesh that declare_groups does not take", "Pass a DeviceMesh, or a list of process groups."),
+    "SP615": ErrorInfo(
+        "A mesh that declare_groups does not support", "Pass a DeviceMesh, or a list of process groups."
+    ),
     "SP616": ErrorInfo(
         "Unions of axes that do not form a grid",
         "Pass lists of names of axes whose groups form a full grid, such as [('dp', 'sp')].",
     ),
-    "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass the same on every rank."),
+    "SP617": ErrorInfo("Arguments of declare_groups that differ between ranks", "Pass equal arguments on every rank."),
     "SP618": ErrorInfo(
         "Groups that do not form an axis",
         "Pass on every rank the group of the axis that it is in; the groups of an axis do not overlap.",
     ),
     "SP619": ErrorInfo(
-        "An axis of the program's own collectives that is to split the sequence",
-        "Name another axis of the mesh with mesh_dim.",
+        "A sequence axis that the program's own collectives use", "Name another axis of the mesh with mesh_dim."
     ),
     "SP621": ErrorInfo(
-        "A rank that does not come",
+        "A timeout in a collective of the ranks",
         "Correct the first error in the output of that rank. Set the timeout of the group with "
         "init_process_group(timeout=...).",
     ),
     "SP622": ErrorInfo(
-        "A rank that does not read a value in shards",
-        "Read it on all ranks (.full() does), not under `if rank == 0`, or compile with outputs='gather', or "
-        "outputs={'<result>': 'gather'}, which returns it gathered.",
+        "A timeout in the read of a sharded tensor",
+        "Correct the first error in the output of the rank that is missing. Without an error, that rank does not read "
+        "the tensor: call .full() on every rank, or compile with outputs='gather'.",
     ),
     "SP623": ErrorInfo(
-        "A group of ranks that is broken",
-        "Correct the first error, and restart the processes or make a new process group.",
+        "A process group that is unusable after an error",
+        "Correct the first error, and restart the processes or create a new process group.",
     ),
     "SP624": ErrorInfo(
         "Two threads with one process group",
@@ -404,7 +409,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP631": ErrorInfo(
         "Programs that differ between ranks",
-        "Use the same code, sizes, numbers and modes (model.eval(), of a part too) on every rank.",
+        "Use the same code, sizes, numbers and modes (model.eval(), also of a submodule) on every rank.",
     ),
     "SP632": ErrorInfo(
         "Sizes or numbers that differ between ranks",
@@ -415,21 +420,20 @@ ERRORS: dict[str, ErrorInfo] = {
         "Call the same model, with the same weights, on the same arguments on every rank.",
     ),
     "SP634": ErrorInfo(
-        "Data that differ between ranks, and nothing else",
-        "Pass the same batch to ranks that share a sequence, which a DistributedSampler over all ranks does not: use "
+        "Batches that differ between ranks, with equal programs and weights",
+        "Pass the same batch to the ranks that share a sequence. A DistributedSampler over all ranks does not: use "
         "sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
         "accelerate use sp_compile.integrations.",
     ),
     "SP635": ErrorInfo(
         "Weights that were equal at an earlier call",
-        "Train in the same way on every rank: look for a step of the optimizer, a schedule, a scaler, zero_grad, "
-        "clipping or a change of weights that only some ranks make (under `if rank == 0`), or make otherwise "
-        "(torch.autograd.grad in place of backward).",
+        "Train in the same way on every rank. Causes are an optimizer step, a schedule, a scaler, zero_grad, clipping "
+        "or a change of weights on some ranks only (under `if rank == 0`), and torch.autograd.grad for backward.",
     ),
     "SP636": ErrorInfo(
-        "Inputs that differ between ranks and are not found to be shards, with inputs='local'",
-        "Pass the full input on every rank, or, if it is a rank's rows, name the dim: "
-        "options={'seq_dims': {'<input>': <dim>}}, with all inputs that are passed in shards.",
+        "Inputs that differ between ranks and are not detected as shards, with inputs='local'",
+        "Pass the full input on every rank. If it is a shard, name its dim and those of all sharded inputs: "
+        "options={'seq_dims': {'<input>': <dim>}}.",
     ),
     "SP637": ErrorInfo(
         "Gradients of results that differ between ranks",
@@ -437,27 +441,27 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP638": ErrorInfo(
         "Values that differed between ranks at an earlier call",
-        "Go back to the state before that call, and call the same model, with the same weights, on the same arguments "
+        "Restore the state before that call, and call the same model, with the same weights, on the same arguments "
         "on every rank.",
     ),
     "SP639": ErrorInfo("Gradients that only some ranks require", "Set requires_grad to the same value on every rank."),
     "SP651": ErrorInfo(
         "Weights that differ between ranks",
-        "Begin with the same weights and change them in the same way on every rank: look for a seed, a checkpoint, a "
-        "step of the optimizer or a change of a weight that only some ranks have made.",
+        "Initialize and update the weights in the same way on every rank. Causes are a seed, a checkpoint, an "
+        "optimizer step or a change of a weight on some ranks only.",
     ),
     "SP652": ErrorInfo(
         "A model without weights that the ranks share", "Compare the model before FSDP or tensor parallelism splits it."
     ),
     "SP661": ErrorInfo(
-        "A rank that has raised in a program",
+        "An exception of a rank in a compiled program",
         "Correct the error of that rank, and restart the processes, or call destroy_process_group and "
         "init_process_group.",
     ),
     "SP671": ErrorInfo(
         "Gradients of a shared result that differ between tensor-parallel ranks",
         "Compute the same loss on every rank, or sum the gradient over the group first, or compile with "
-        "sequence_parallel_linear='never', which leaves gradients as autograd has them.",
+        "sequence_parallel_linear='never', which does not change the gradients of autograd.",
     ),
     "SP681": ErrorInfo(
         "The default process group changed",
@@ -482,15 +486,16 @@ ERRORS: dict[str, ErrorInfo] = {
         "Use one of the names that the message lists; sp_compile.passes.cost.machine.Machine describes them.",
     ),
     "SP704": ErrorInfo(
-        "An optimizer that makes no step on a small matrix",
-        "Pass its class or a function of parameters that makes it, or leave it out for AdamW.",
+        "An optimizer that fails in a trial step on a small matrix",
+        "Pass an optimizer class or a function that returns an optimizer for parameters, or omit it for AdamW.",
     ),
     "SP711": ErrorInfo("A number of ranks that is not positive", "Pass 1 or more ranks."),
-    "SP712": ErrorInfo("A number of ranks beside a mesh of another size", "Pass sp or mesh, not both."),
+    "SP712": ErrorInfo("A number of ranks that differs from the mesh", "Pass sp or mesh, not both."),
     "SP713": ErrorInfo(
-        "A size of memory for explain", "Pass memory=True, and the size of a device as cost={'memory': 80e9}."
+        "A memory size passed as memory= of explain",
+        "Pass memory=True, and the size of a device as cost={'memory': 80e9}.",
     ),
-    "SP714": ErrorInfo("An optimizer without a prediction of memory", "Pass memory=True as well."),
+    "SP714": ErrorInfo("An optimizer without memory=True", "Pass memory=True as well."),
     "SP715": ErrorInfo(
         "verify on the meta device", "Build a smaller model on a CPU, or use explain, which needs no numbers."
     ),
@@ -501,7 +506,7 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP722": ErrorInfo("A size of memory that cannot be read", "Pass bytes or a size such as '80GB' or '75GiB'."),
     "SP723": ErrorInfo(
         "A plan in which nothing fits",
-        "Change what the message names: more ranks, more memory, checkpointed blocks or a sharded state.",
+        "Use more ranks, more memory, checkpointed blocks or a sharded optimizer state, as the message proposes.",
     ),
     "SP731": ErrorInfo(
         "An unknown argument of the command line", "Pass options of the backend as --option NAME=VALUE."
@@ -509,7 +514,7 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP732": ErrorInfo(
         "An argument of the command passed as an option of the backend", "Pass it as an argument of the command."
     ),
-    "SP733": ErrorInfo("A file that cannot be written", "Name a file in an existing folder that you can write to."),
+    "SP733": ErrorInfo("A file that cannot be written", "Pass a file name in an existing, writable folder."),
     "SP734": ErrorInfo(
         "A model that cannot be imported",
         "Pass module:function, where the module can be imported from the current folder.",
@@ -525,15 +530,15 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP802": ErrorInfo(
         "A loader with a DistributedSampler",
-        "Make the loader as for one device (shuffle=True), or give it a SequenceSampler of this mesh.",
+        "Create the loader as on a single device (shuffle=True), or pass a SequenceSampler of this mesh to it.",
     ),
     "SP803": ErrorInfo(
-        "A loader's state of another number of replicas",
-        "Resume on the same number of replicas, or with a DataLoader, which has no state of its own.",
+        "A loader state saved with another number of replicas",
+        "Resume on the same number of replicas, or use a DataLoader without a state of its own.",
     ),
     "SP804": ErrorInfo(
-        "A sampler's state that this number of replicas cannot have",
-        "Save at a multiple of the samples that all replicas take at once, or resume on the same number of replicas.",
+        "A sampler state that this number of replicas cannot resume",
+        "Save at a multiple of the samples per step of all replicas, or resume on the same number of replicas.",
     ),
     "SP805": ErrorInfo(
         "A batch with an object that cannot be sent",
@@ -542,7 +547,7 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP806": ErrorInfo("A rank that could not read its data", "Fix the error of that rank."),
     "SP807": ErrorInfo(
         "Ranks that read different data",
-        "Make the same loader over the same dataset on every rank, and set the same epoch.",
+        "Create the same loader over the same dataset on every rank, and set the same epoch.",
     ),
     "SP811": ErrorInfo(
         "data_dims without a mesh of several axes",
@@ -551,7 +556,7 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP812": ErrorInfo("A mesh without names of its axes", "Pass mesh_dim_names=('dp', 'sp') to init_device_mesh."),
     "SP813": ErrorInfo(
         "data_dims with the axis of the sequence",
-        "Leave the axis of the sequence out of data_dims: its ranks take the same batches.",
+        "Remove the sequence axis from data_dims: its ranks read the same batches.",
     ),
     "SP814": ErrorInfo("A mesh without an axis of the sequence", "Name the axis of the sequence with mesh_dim."),
     "SP815": ErrorInfo(
@@ -560,15 +565,15 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP821": ErrorInfo(
         "Another backend in accelerate's settings",
-        "Leave the backend out or set it to 'sp', and pass the compiler in sp_options={'compiler': ...}.",
+        "Omit the backend or set it to 'sp', and pass the compiler in sp_options={'compiler': ...}.",
     ),
-    "SP822": ErrorInfo("An option that the Accelerator sets itself", "Leave the option out."),
+    "SP822": ErrorInfo("An option that the Accelerator sets itself", "Omit the option."),
     "SP823": ErrorInfo(
         "A distributed type of accelerate other than DDP", "Use DDP, or FSDP2 in a training loop without accelerate."
     ),
     "SP824": ErrorInfo(
         "dispatch_batches with ranks that share sequences",
-        "Leave dispatch_batches out, or pass a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, "
+        "Omit dispatch_batches, or pass a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, "
         "reads='first').",
     ),
     "SP825": ErrorInfo(
@@ -577,15 +582,15 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP826": ErrorInfo(
         "Sizes of ParallelismConfig that do not multiply to the number of processes",
-        "Pass sizes whose product is the number of processes, or leave one of them out.",
+        "Pass sizes whose product is the number of processes, or omit one of them.",
     ),
     "SP827": ErrorInfo(
         "A kind of parallelism that is not supported with accelerate",
-        "Leave it out, and set dp_replicate_size and sp_size only.",
+        "Remove it, and set dp_replicate_size and sp_size only.",
     ),
     "SP828": ErrorInfo(
         "A sum of integers that differ between ranks of one sequence",
-        "Use torch.distributed.all_reduce for numbers that each rank counts by itself.",
+        "Use torch.distributed.all_reduce for numbers that each rank counts independently.",
     ),
     "SP829": ErrorInfo(
         "Replicas that pass different values to gather_for_metrics",
@@ -597,13 +602,13 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP832": ErrorInfo(
         "A model that is compiled for DDP and called without it",
-        "Wrap the model by DistributedDataParallel(model), or compile it with torch.compile(model, "
+        "Wrap the model with DistributedDataParallel(model), or compile it with torch.compile(model, "
         "backend='sp'). To evaluate, call model.eval() or use torch.no_grad().",
     ),
     # SP9xx: passes and rules of a contributor
     "SP901": ErrorInfo(
-        "A name that is registered already",
-        "Use another name, or register the first one in a with block, at whose end it is removed.",
+        "A name that is already registered",
+        "Use another name, or register the first one in a with block, which removes it at its end.",
     ),
     "SP902": ErrorInfo("An unknown name in a table", "Use one of the names that the message lists."),
     "SP903": ErrorInfo("A row of a table that does not support the call", "Select another row, or change the call."),
@@ -612,15 +617,17 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP906": ErrorInfo("A graph without shapes", "Run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it first."),
     "SP907": ErrorInfo("A pass with another number of ranks than its group has", "Pass the size of the group."),
     "SP912": ErrorInfo(
-        "A demand that no pass meets",
-        "Report this with the program, or correct your own pass that leaves the demand: explain(passes=True) shows "
+        "A demand that no strategy claims",
+        "Report this with the program, or correct your own pass that records the demand: explain(passes=True) shows "
         "which passes ran.",
     ),
     "SP913": ErrorInfo(
-        "Localize on a graph that has demands left", "Run a pass that meets the demand first, such as passes.Gather."
+        "Localize on a graph with unclaimed demands", "Run a pass that claims the demand first, such as passes.Gather."
     ),
-    "SP921": ErrorInfo("A node that is no operator", "Use ATen or sp:: operators in graphs."),
-    "SP922": ErrorInfo("A result of an exchange that is read too early", "Insert wait_tensor before the reader."),
+    "SP921": ErrorInfo("A node that is not an operator", "Use ATen or sp:: operators in graphs."),
+    "SP922": ErrorInfo(
+        "A result of a collective that is read before wait_tensor", "Insert wait_tensor before the reader."
+    ),
     "SP923": ErrorInfo(
         "An operator that does not declare its padded rows",
         "Register it with padded='nearest', 'finite' or 'as given' (lowering/base/library.py).",
@@ -633,19 +640,21 @@ ERRORS: dict[str, ErrorInfo] = {
         "Correct the rule of the operator if it is yours. Otherwise report this with the program.",
     ),
     "SP926": ErrorInfo(
-        "An operator whose local shape is not the one of its placement",
+        "An operator whose local shape does not match its placement",
         "Correct the rule of the operator if it is yours. Otherwise report this with the program.",
     ),
     "SP931": ErrorInfo(
         "Malformed dims of a rule", "Write the dims as 'b (h d), d e -> b h e': docs/api.md describes the notation."
     ),
     "SP932": ErrorInfo("An unknown option of a rule", "Use one of the options that the message lists."),
-    "SP933": ErrorInfo("A value of a rule's option that is no constant", "Write a Python constant, such as 1 or 0.0."),
+    "SP933": ErrorInfo(
+        "An option of a rule whose value is not a constant", "Write a Python constant, such as 1 or 0.0."
+    ),
     "SP934": ErrorInfo(
-        "A classified factor that no operand has", "Name a factor of an operand, or remove it from the options."
+        "A classified factor that is in no operand", "Name a factor of an operand, or remove it from the options."
     ),
     "SP935": ErrorInfo(
-        "A factor that is in no result and not classified",
+        "An unclassified factor that is in no result",
         "Classify it with one of the options that sp_compile.passes.sharding.rule describes, such as sum= or whole=.",
     ),
     "SP936": ErrorInfo("A factor of unknown size", "Pass the sizes with sizes=."),

@@ -115,7 +115,7 @@ def _skip_meet(words: str) -> None:
 class Origin:
     """Origin of a value."""
 
-    text: str = "a value in shards"  # description in messages
+    text: str = "a sharded tensor"  # description in messages
     meet: Callable[[str], None] = _skip_meet  # compares reads across ranks; raises SpError
     simulated: Callable[[str], None] = _skip_meet  # called with the description when a full tensor is read in a dry run
 

@@ -131,7 +131,7 @@ class Sharded(Tensor):
     def data(self, new: Tensor) -> None:
         """Replace the storage; a dense tensor is stored in full."""
         if (new.shape, new.dtype, new.device) != (self.shape, self.dtype, self.device):
-            raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is in shards, got {_describe(new)}.")
+            raise SpError("SP322", f"x.data: expected {_describe(self)}, as x is sharded, got {_describe(new)}.")
         if isinstance(new, Sharded):
             self.shard_storage = new.shard_storage
             return

@@ -64,7 +64,7 @@ def balance_rows(
 
     found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, behind)
     log.debug(
-        "dealt %d positions in %d chunks to %d ranks: the busiest has %.3f times the mean of pairs, contiguous %.3f",
+        "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
         *(length, len(found.firsts), n, found.imbalance, found.is_identity),
     )
     return found

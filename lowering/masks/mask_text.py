@@ -21,7 +21,7 @@ def bounded_power(base: Any, exponent: Any) -> Any:
         ValueError: If the base or the exponent is too large.
     """
     if base.is_Rational and exponent.is_Rational and (abs(exponent) > 64 or max(abs(base.p), base.q) >= 1 << 64):
-        raise ValueError("no such power")
+        raise ValueError("unsupported power")
     return base**exponent
 
 
@@ -76,4 +76,4 @@ def _read_node(node: ast.AST, language: Language) -> Any:
             return language.operations[type(op)](_read_node(left, language), _read_node(right, language))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in language.functions:
             return language.functions[name](*[_read_node(one, language) for one in args])
-    raise ValueError(f"no {type(node).__name__} is in the language")
+    raise ValueError(f"no {type(node).__name__} is supported")

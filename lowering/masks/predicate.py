@@ -254,7 +254,7 @@ def _predicate_constant(value: Any) -> Any:
     if isinstance(value, bool):
         return sympy.true if value else sympy.false
     if not isinstance(value, int):
-        raise ValueError(f"{value!r} is no integer")
+        raise ValueError(f"{value!r} is not an integer")
     return sympy.Integer(value)
 
 

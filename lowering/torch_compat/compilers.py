@@ -262,7 +262,7 @@ def joint_compiler(
     if name == "inductor":
         return _joint_inductor(transform, key, patches, halves)
     if name != "aot_eager":
-        raise NotImplementedError(f"compiler={name!r}: no place for passes on AOTAutograd's joint graph")
+        raise NotImplementedError(f"compiler={name!r}: passes on AOTAutograd's joint graph are not supported")
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition

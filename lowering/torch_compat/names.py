@@ -85,7 +85,7 @@ def result_names(gm: GraphModule) -> dict[str, str]:
     return {node: name for name, node in reversed(named.items())}
 
 
-UNKNOWN_BREAK = {"step_unsupported": "something there that it does not trace; TORCH_LOGS=graph_breaks says what"}
+UNKNOWN_BREAK = {"step_unsupported": "code there that it does not trace; TORCH_LOGS=graph_breaks shows it"}
 """Texts for graph breaks whose reason Dynamo does not record."""
 
 

@@ -45,7 +45,7 @@ def _window_reach(
         ValueError: A frame is zigzag.
     """
     if frame_folds(frame) != 1 or frame_folds(result) != 1:
-        raise ValueError("a window needs neighbours, which the zigzag layout parts")
+        raise ValueError("a window needs neighbors, which the zigzag layout separates")
     s, low = local_row_count(frame, n), frame[2] - before - stride * result[2]
     return low, low + s + width - stride, s
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from sp_compile.lowering.torch_compat import storage_of
-from sp_compile.passes.base import CAPTURED_WORD, Pass, Passes, check_pass_order, iterate_passes
+from sp_compile.passes.base import CAPTURED_PROPERTIES, Pass, Passes, check_pass_order, iterate_passes
 from sp_compile.passes.graph.call import is_tensor
 from sp_compile.passes.graph.sizes import as_sizes
 from sp_compile.passes.sharding.output_rules import OUTPUT_RULES
@@ -25,8 +25,8 @@ class ReturnPermutation(Pass):
     Does nothing if the graph receives the order as an input.
     """
 
-    requires = frozenset({"proved"})
-    provides = frozenset({"orders are returned"})
+    requires = frozenset({"validated"})
+    provides = frozenset({"row orders"})
 
     def apply(self, gm: GraphModule, job: BoundaryContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -48,7 +48,7 @@ class AddGradientTokens(Pass):
     the caller reads the output; see `lowering/collectives/grad_tokens.py`.
     """
 
-    requires = frozenset({"proved", "late results are taken out"})
+    requires = frozenset({"validated", "deferred outputs"})
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:
@@ -75,7 +75,7 @@ class AddGradientTokens(Pass):
         return len(found)
 
 
-VALIDATED = CAPTURED_WORD | {"proved", "tiled"}
+VALIDATED = CAPTURED_PROPERTIES | {"validated", "tiled"}
 """Properties of the program of one rank."""
 
 

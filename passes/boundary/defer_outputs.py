@@ -29,8 +29,8 @@ from .boundary_context import BoundaryContext, insert_detach, insert_tap, output
 class DeferOutputs(Pass):
     """Pass that returns the operands of deferred outputs in place of these, after all other outputs."""
 
-    requires = frozenset({"tiled", "orders are returned"})
-    provides = frozenset({"late results are taken out"})
+    requires = frozenset({"tiled", "row orders"})
+    provides = frozenset({"deferred outputs"})
 
     @classmethod
     def of(cls, job: BoundaryContext) -> Pass | None:

@@ -152,9 +152,9 @@ def _match_recurrence(results: list[Any], i: int, left: list[Any], right: list[A
     return None
 
 
-UNKNOWN_FUNCTION = "its combine function is no sum, product, maximum, minimum, log-sum-exp or linear recurrence"
+UNKNOWN_FUNCTION = "its combine function is not a sum, product, maximum, minimum, log-sum-exp or linear recurrence"
 
-OTHER_DTYPE = "its combine function is known, but not of these dtypes: a sum of bools, or a recurrence of two dtypes"
+OTHER_DTYPE = "its combine function is not supported for these dtypes: a sum of bools, or a recurrence of two dtypes"
 
 
 @dataclass
@@ -172,7 +172,7 @@ class _ScanOperands:
 class RewriteAssociativeScans(CanonicalPass):
     """Replacement of the calls with a recognized combine function."""
 
-    requires = frozenset({"explicit"})
+    requires = frozenset({"normalized"})
     provides = frozenset({"canonical", "scans"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -252,7 +252,7 @@ class ExpandAssociativeScans(Pass):
     """
 
     requires = frozenset({"local"})
-    provides = frozenset({"ops"})
+    provides = frozenset({"local ops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -52,7 +52,7 @@ GROUPED_MM_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 class RewriteSortedRows(CanonicalPass):
     """Replacement of every sort along which only complete rows are moved."""
 
-    requires = frozenset({"explicit"})
+    requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -66,7 +66,7 @@ class RewriteSortedRows(CanonicalPass):
             return False
         region = _sort_region(node, call)
         if region.left is not None and region.taken:
-            self.note_refusal(region.left, "it reads rows that are sorted by a key and not put back yet")
+            self.note_refusal(region.left, "it reads rows that are sorted by a key and not restored")
         if region.left is not None or not region.back:
             return False
         with self.graph.inserting_before(node):

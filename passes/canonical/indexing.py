@@ -25,7 +25,7 @@ aten = torch.ops.aten
 class RewriteElementReads(CanonicalPass):
     """Replacement of reads of one element per row in one graph."""
 
-    requires = frozenset({"explicit"})
+    requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 class ReplaceMaskedWrites(CanonicalPass):
     """Replacement of the writes at masks in one graph."""
 
-    requires = frozenset({"explicit"})
+    requires = frozenset({"normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

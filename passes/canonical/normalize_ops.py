@@ -47,7 +47,7 @@ class NormalizeOps(CanonicalPass):
     Ops that are not in the table are already in their simplest form.
     """
 
-    provides = frozenset({"canonical", "explicit"})
+    provides = frozenset({"canonical", "normalized"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -206,7 +206,7 @@ _NORMALIZERS = {
 class NormalizeRepeats(CanonicalPass):
     """Replacement of every repeat_interleave along a dim."""
 
-    requires = frozenset({"heads are grouped"})
+    requires = frozenset({"grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -215,7 +215,7 @@ class NormalizeRepeats(CanonicalPass):
         for node in nodes:
             if OpCall(node)["dim"] is None and OpCall(node).ndim() > 1:
                 self.note_refusal(
-                    node, "without a dim it repeats the flattened tensor, which is no shard of it; give the dim"
+                    node, "without dim= it repeats the flattened tensor, which cannot be sharded; pass dim="
                 )
         for node in found:
             call = OpCall(node)

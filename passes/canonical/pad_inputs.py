@@ -71,9 +71,7 @@ class FoldPaddings(CanonicalPass):
         if len(known) < len(found):
             if any(one.op is not sp.shift.default for one in known):
                 other = next(user for user, one in zip(users, found) if one not in known)
-                self.note_refusal(
-                    other, f"it reads {node.name} with its padding, which a window that pads itself could take"
-                )
+                self.note_refusal(other, f"it reads {node.name} with its padding; pass the padding to the window op")
             return False
         for user, one in zip(users, known):
             self._merge_slides([user], padded.source, padded.dim, one)

@@ -49,7 +49,7 @@ class ReplaceReducePairs(CanonicalPass):
         if there is None or back is None:
             way = "forward" if there is None else "backward"
             if any(map(_is_reduce_pair, bodies)):
-                self.note_refusal(node, f"what it reads is gathered: its {way} does more than reduce one tensor")
+                self.note_refusal(node, f"its operand is gathered: its {way} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)

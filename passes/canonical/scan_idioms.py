@@ -94,7 +94,7 @@ def match_scan(node: object) -> ScanMatch | None:
 class RewriteScanIdioms(CanonicalPass):
     """Replacement of the scan idioms of one graph."""
 
-    requires = frozenset({"scans", "masks are predicates"})  # masks are matched in their original form
+    requires = frozenset({"scans", "mask predicates"})  # masks are matched in their original form
     provides = frozenset({"canonical", "scan idioms"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -111,7 +111,7 @@ class RewriteScanIdioms(CanonicalPass):
             changed = meant is not None or self._reverse_recurrence(node) or self._subtract_operand(node)
             why = _reverse_refusal(node) if not changed else None
             if why is not None:
-                self.note_refusal(node, f"this is no scan backwards, and flips all rows: {why}")
+                self.note_refusal(node, f"this is not a reverse scan, so it flips all rows: {why}")
             changes += changed
         return changes
 
@@ -229,10 +229,10 @@ def _reverse_refusal(node: Node) -> str | None:
     if not flips or dim not in flipped_dims(node):
         return None
     if not all(flips_along(x, dim) for x in (node, *flips)):
-        return f"other dims than {dim} are flipped with it; flip those apart"
+        return f"other dims than {dim} are flipped with it; flip them separately"
     if not is_only_read_by(inner, node):
-        return f"something else reads the scan ({inner.name}) before it is flipped back"
-    return "what it scans is computed of flipped rows; go through the rows backwards, or flip what is scanned"
+        return f"another op reads the scan ({inner.name}) before it is flipped back"
+    return "its operand is computed from flipped rows; iterate in reverse, or flip the operand of the scan"
 
 
 def _pointwise_operands(node: Node) -> list[Node]:

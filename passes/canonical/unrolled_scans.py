@@ -47,7 +47,7 @@ class _Level(NamedTuple):
 class UnrolledScans(RewriteAssociativeScans):
     """Replacement of the trees of one graph with a known combine function."""
 
-    requires = frozenset({"loops are rolled"})
+    requires = frozenset({"rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -41,7 +41,7 @@ from . import view_inverses
 from .aliases import Aliases
 
 aten = torch.ops.aten
-RENORM_BEFORE = "Leave max_norm out, and call torch.embedding_renorm_ under no_grad before the compiled model."
+RENORM_BEFORE = "Omit max_norm, and call torch.embedding_renorm_ under no_grad before the compiled model."
 COMPLEX_ERROR = {aten.silu_.default: "x * x.sigmoid()"}
 
 
@@ -147,7 +147,7 @@ class _Functionalizer:
         """Emit a view of the current value of its base."""
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             raise WriteError(
-                "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares has changed."
+                "SP222", f"{node.name}: {node_line(node)} is read after memory that it shares was changed."
             )
         args, kwargs = self.current_in(node)
         value = self.graph.call_function(node.target, args, kwargs)
@@ -279,7 +279,7 @@ class _Functionalizer:
             whole = view_inverses.invert_view(self.application(view), new, emit)
         if whole is None:
             raise WriteError(
-                "SP225", f"{node.name}: {node_line(node)} changes a view made by {view.target} at {node_line(view)}."
+                "SP225", f"{node.name}: {node_line(node)} changes a view created by {view.target} at {node_line(view)}."
             )
         return whole
 

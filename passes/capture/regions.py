@@ -170,8 +170,8 @@ def _recompute_tags(node: Node, body: GraphModule) -> dict[str, Any]:
     policy = None if context_fn is None else policy_of(context_fn)
     if context_fn is not None and policy is None:
         log.warning(
-            "%s: context_fn is not of create_selective_checkpoint_contexts, and is left out: all of the region is "
-            "computed again, with the same numbers",
+            "%s: context_fn was not created by create_selective_checkpoint_contexts and is ignored: the region is "
+            "recomputed completely, with equal results",
             node_line(node),
         )
     return recompute_tags(next(_region_ids), policy)

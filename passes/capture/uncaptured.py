@@ -17,11 +17,11 @@ from sp_compile.lowering.torch_compat import RestartAnalysis, ShortenTraceback, 
 log = logging.getLogger(__name__)
 
 UNSPLIT_WARNING = (
-    "%s runs whole on every rank, as it was written, though it is compiled with backend='sp', which cannot split it: "
-    "%s. fallback='error' makes this an error"
+    "%s runs unsplit on every rank, although it is compiled with backend='sp', which cannot split it: "
+    "%s. fallback='error' raises an error instead"
 )
 
-NOT_TRACED_CAUSE = "torch cannot trace it, forward or backward, without the data"
+NOT_TRACED_CAUSE = "torch cannot trace its forward or backward without the data"
 
 _warned_unsplit: set[tuple[str, str]] = set()
 

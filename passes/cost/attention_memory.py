@@ -44,16 +44,16 @@ class RankMemory:
         return self.device - self.used_with_tiles if self.used_with_tiles < self.device else self.device
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights), ("gradients", self.gradients), ("kept for the backward", self.saved))
+        parts = (("weights", self.weights), ("gradients", self.gradients), ("saved for the backward", self.saved))
         text = ", ".join(f"{name} {nbytes / GIB:.1f} GiB" for name, nbytes in parts)
         if math.isinf(self.device):
             return text
         device = f"{self.device / GIB:.1f} GiB"
         if self.used_with_tiles < self.used:
-            text += f", {self.tiled / GIB:.1f} GiB of it not if losses go in tiles"
+            text += f", {self.tiled / GIB:.1f} GiB less if losses are tiled"
         if self.used_with_tiles < self.device:
-            return f"{text}; {self.available / GIB:.1f} of {device} are left for an attention"
+            return f"{text}; {self.available / GIB:.1f} of {device} are available for an attention"
         return (
-            f"{text}; more than {device}, so no attention is refused for what they leave: checkpoint layers, shard the "
+            f"{text}; more than {device}, so the memory of an attention is not limited: checkpoint layers, shard the "
             "state, or use more ranks"
         )

@@ -77,9 +77,9 @@ def _candidate_row(c: Candidate, chosen: Candidate, won: str) -> tuple[object, .
 
 def _winning_reason(c: Candidate, found: Sequence[Candidate], asked: bool) -> str:
     if not c.fits:
-        return f"chosen: needs least, {c.legal}"
+        return f"chosen: needs the least memory, {c.legal}"
     if asked or not any(other.legal is None for other in found) or c != choose_attention(found):
-        return "chosen: asked for"
+        return "chosen: requested"
     best = fastest_candidate(found)
     if c == best:
         return "chosen: fastest"
@@ -91,7 +91,7 @@ def _simplicity_reason(c: Candidate, best: Candidate) -> str:
     if c.collectives != best.collectives:
         return f"{c.collectives} collectives instead of {best.collectives}"
     if c.kind != best.kind:
-        return f"as many collectives, and {c.kind} is preferred to {best.kind}"
+        return f"same number of collectives, and {c.kind} is preferred to {best.kind}"
     if c.relayout != best.relayout:
-        return "as many collectives, and nothing is moved"
-    return "as many collectives, in a " + ("shorter ring" if c.ring != best.ring else f"{c.layout} layout")
+        return "same number of collectives, and no rows are moved"
+    return "same number of collectives, in a " + ("shorter ring" if c.ring != best.ring else f"{c.layout} layout")

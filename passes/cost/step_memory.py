@@ -36,7 +36,7 @@ from .offload_cost import HostValues
 from .weight_memory import ADAMW_STATE, ModelBytes
 
 PHASES = ("forward", "loss", "backward")
-OTHER_VALUES_ORIGIN = "results, their gradients, and what other graphs keep"
+OTHER_VALUES_ORIGIN = "results, their gradients, and values saved by other graphs"
 ALIVE_LINES = 6
 """Lines of a report for values alive at a peak."""
 LINE_WIDTH = 56
@@ -248,19 +248,19 @@ class StepMemory:
         """
         w = self.weights
         state = {"parameters": w.parameters, "gradients": w.trainable, "optimizer": self.optimizer}
-        state |= {"buffers": w.buffers, "inputs": self.inputs, "kept for the backward": self.saved}
+        state |= {"buffers": w.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
             kept = format_bytes(sent.nbytes + sent.kept)
-            whole = f"of {kept} kept, {format_bytes(sent.nbytes)} wait in the host's memory"
-            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them beside no other work"
+            whole = f"of {kept} saved, {format_bytes(sent.nbytes)} are copied to the host"
+            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
             lines.append(f"offload: {whole} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
             held = self.peak_with(point)
             total = format_bytes(self.constant + held)
             rows.append((phase, total, format_bytes(held), point.moment.name, shorten_line(point.moment.where)))
-        lines.append(tabulate(rows, headers=("peak of", "in all", "values", "at node", "line"), disable_numparse=True))
+        lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
             top = max(self.peaks().values(), key=self.peak_with)
             rows = [
@@ -270,8 +270,7 @@ class StepMemory:
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
             lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with parameters, gradients and optimizer in "
-                f"shards"
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with sharded parameters, gradients and optimizer"
             )
         else:
             lines.append(

@@ -94,7 +94,7 @@ def _error_row(name: str, expected: Any, found: Any, floor: float = 0.0) -> tupl
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         facts = [(x.dtype, tuple(x.shape)) for x in (expected, found)]
         if facts[0] != facts[1]:
-            return f"{name}: {facts[1]}, on one device {facts[0]}", float("inf")
+            return f"{name}: {facts[1]}, on a single device {facts[0]}", float("inf")
     return name, _relative_error(expected, found, floor)
 
 

@@ -21,7 +21,7 @@ class AnnotateBackwardSources(Pass):
     The source is the first forward node with the same autograd sequence number.
     """
 
-    provides = frozenset({"sources are named"})
+    provides = frozenset({"named sources"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -20,7 +20,7 @@ from sp_compile.lowering.base.library import sources_digest
 from sp_compile.lowering.base.ranks import Ranks
 from sp_compile.passes import collectives
 from sp_compile.passes.base import (
-    CAPTURED_WORD,
+    CAPTURED_PROPERTIES,
     CollectivePass,
     Pass,
     Passes,
@@ -53,7 +53,7 @@ class ScatterLayers(Passes):
     """Pass that scatters the layers over the job's group."""
 
     requires = frozenset({"captured"})
-    provides = frozenset({"layers are scattered"})
+    provides = frozenset({"scattered layers"})
     steps = (SequenceParallelLinear,)
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
@@ -89,8 +89,8 @@ class ScatterLayers(Passes):
 class LowerExchanges(Pass):
     """Pass that replaces the sp:: exchanges by the functional collectives and ATen ops of their bodies."""
 
-    requires = frozenset({"layers are scattered"})
-    provides = frozenset({"exchanges are lowered"})
+    requires = frozenset({"scattered layers"})
+    provides = frozenset({"lowered collectives"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -115,8 +115,8 @@ class ScatterEachGroup(Passes):
 class MergeExchanges(Passes):
     """Passes that fuse permutes into all-to-alls and merge reductions over several axes."""
 
-    requires = frozenset({"exchanges are lowered"})
-    provides = frozenset({"exchanges are final"})
+    requires = frozenset({"lowered collectives"})
+    provides = frozenset({"final collectives"})
 
     @classmethod
     def parts(cls) -> Sequence[type[Pass]]:
@@ -127,7 +127,7 @@ class MergeExchanges(Passes):
 class AddGradientChecks(Pass):
     """Pass that starts each backward with a check that shared gradients are equal on all ranks."""
 
-    requires = frozenset({"exchanges are final"})
+    requires = frozenset({"final collectives"})
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -172,7 +172,7 @@ class OptimizeUserExchanges(Passes):
         return changes
 
 
-JOINT_WORD = CAPTURED_WORD | {"canonical", "attention is chosen", "checked"}
+JOINT_PROPERTIES = CAPTURED_PROPERTIES | {"canonical", "chosen attention", "checked"}
 """Properties that rewrites require of graphs with a sequence, and that every joint graph has."""
 
 
@@ -184,7 +184,7 @@ class JointPasses(Passes):
     given: JointContext
 
     def __init__(self, job: JointContext | None = None) -> None:
-        check_pass_order(iterate_passes(JointPasses), JOINT_WORD)
+        check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
         super().__init__(job or JointContext())
 
     def apply(self, gm: GraphModule, job: JointContext) -> int:
@@ -209,14 +209,12 @@ class JointPasses(Passes):
 
 
 NEVER_RUNS = "the option sequence_parallel_linear is 'never'"
-REGROUPED_WHY = "AOTAutograd has regrouped the inputs, so nothing says which of them are equal on all ranks"
-OTHER_PROGRAMS = (
-    "the ranks' programs differ or their groups are no grid, so each rank keeps its collectives as they are written"
-)
+REGROUPED_WHY = "AOTAutograd has regrouped the inputs, so it is not known which of them are equal on all ranks"
+OTHER_PROGRAMS = "the programs of the ranks differ or their groups are not a grid, so the collectives are not changed"
 
 
 def _result_sources(results: Sequence[Node]) -> str:
-    return " or ".join(dict.fromkeys(f"made at {node_line(result)}" for result in results))
+    return " or ".join(dict.fromkeys(f"created at {node_line(result)}" for result in results))
 
 
 def replace_nodes(gm: GraphModule, local: GraphModule) -> None:

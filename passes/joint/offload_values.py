@@ -58,7 +58,7 @@ class OffloadValues(Pass):
     `offload` is a share of the saved bytes, or "auto": the smallest amount with which the step fits.
     """
 
-    requires = frozenset({"captured", "exchanges are hidden"})
+    requires = frozenset({"captured", "overlapped collectives"})
     machine: Machine
 
     @classmethod

@@ -30,7 +30,7 @@ from sp_compile.passes.graph.mutation import is_pure
 class OverlapCollectives(Pass):
     """Pass that reorders one partition of a joint graph. A change is a moved node."""
 
-    provides = frozenset({"exchanges are hidden"})
+    provides = frozenset({"overlapped collectives"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

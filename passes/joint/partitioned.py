@@ -19,7 +19,7 @@ from .overlap import OverlapCollectives
 class PartitionPasses(Passes):
     """Passes over the forward, then over the backward if there is one."""
 
-    provides = frozenset({"exchanges are hidden"})
+    provides = frozenset({"overlapped collectives"})
     steps = (OverlapCollectives,)
 
     def apply(self, gm: GraphModule, job: PartitionContext) -> int:

@@ -37,7 +37,7 @@ FORWARD_OPS = (
 class SaveAttentionInCheckpoints(Pass):
     """Pass that saves the results that attention backwards read, so that no forward is recomputed."""
 
-    provides = frozenset({"attention stays"})
+    provides = frozenset({"saved attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -26,7 +26,7 @@ from sp_compile.passes.graph.call import WAIT_OPS, is_tensor, node_shape
 class SeparateResultStorage(Pass):
     """Pass that lets the fake operand of a returned wait share its storage, and returns no views."""
 
-    provides = frozenset({"results are apart"})
+    provides = frozenset({"separate storage"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

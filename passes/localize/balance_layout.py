@@ -53,8 +53,8 @@ FrameMap = dict[str, tuple[Size, ...]]
 class BalanceLayout(Pass):
     """Pass that computes the balanced order and applies it to every balanced frame."""
 
-    requires = frozenset({"proved"})
-    provides = frozenset({"dealt"})
+    requires = frozenset({"validated"})
+    provides = frozenset({"balanced"})
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:
@@ -126,7 +126,7 @@ class BalanceLayout(Pass):
 
     def _order_inputs(self, inputs: Sequence[Node], length: Size, n: int, device: torch.device) -> list[Node]:
         """Add the order of the balanced inputs as inputs of the graph."""
-        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "the balanced order of the inputs is kept"))
+        self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, "reuses the balanced order of the inputs"))
         extent, orders = self.sizes(length), []
         with fake_mode_of([node.meta.get("val") for node in inputs]):
             values = fake_orders(extent.meta["val"] if isinstance(extent, Node) else extent, n, device)
@@ -173,7 +173,7 @@ class BalanceLayout(Pass):
         times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.is_identity:.2f}"
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
-            why = f"what masks look up deals chunks to ranks when the program runs; if it forbids nothing, {why}"
+            why = f"chunks are assigned at run time from the data of masks; without masked pairs, {why}"
         self.notes.append(Note(NoteKind.REWRITTEN, BALANCED.name, why))
 
     def _write(self, call: OpCall, frames: FrameMap) -> None:

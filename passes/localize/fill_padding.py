@@ -146,7 +146,7 @@ class PaddingProof:
         sharded = any(isinstance(p, Shard) for p in results)
         declared = PADDED.get(node.target)
         if sharded and namespace_of(node.target) == "sp" and declared is None:
-            raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare what padded rows hold.")
+            raise SpError("SP923", f"{describe_node(node)} returns shards and does not declare its padded rows.")
         if source is None or source not in self.plan.wants or declared == "nearest":
             return
         read = list(self._loose_operands(node, source))

@@ -48,7 +48,7 @@ class Localize(Pass):
         plan = job.input_placements = job.plan(gm)
         if plan.demands:
             first = plan.demands[0]
-            raise SpError("SP913", f"{describe_node(first.node)} has a demand left ({first.kind}): {first.why}.")
+            raise SpError("SP913", f"{describe_node(first.node)} has an unclaimed demand ({first.kind}): {first.why}.")
         self.gm = _Localizer(gm, plan, job).run()
         return len(plan.wants)
 
@@ -213,7 +213,7 @@ class _Localizer(GraphEditor):
         """Return the operand as its user demands it. A conversion is emitted once, after the producer."""
         have = self.plan.of(source)
         if isinstance(want, Replicate) and not isinstance(have, Replicate):
-            raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not discharged")
+            raise AssertionError(f"{source} is {have} where {user} wants {want}: a demand was not claimed")
         if isinstance(want, Shard) and isinstance(have, Replicate):
             return self._convert_once(source, want, user)
         summand = have == want or source in self.lifted or source not in self.differentiable

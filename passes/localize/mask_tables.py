@@ -30,8 +30,8 @@ sp = torch.ops.sp
 class HoistMaskTables(Pass):
     """Pass that adds the tables of its vectors to every attention."""
 
-    requires = frozenset({"dealt", "strides are restored"})  # it moves vectors and their copies, and adds no copies
-    provides = frozenset({"tables are made"})
+    requires = frozenset({"balanced", "restored strides"})  # it moves vectors and their copies, and adds no copies
+    provides = frozenset({"mask tables"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

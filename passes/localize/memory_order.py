@@ -33,8 +33,8 @@ class RestoreStrides(Pass):
     single-device layout. A copy is added only where the layouts differ.
     """
 
-    requires = frozenset({"proved", "dealt"})  # reordered values are replicated, too
-    provides = frozenset({"strides are restored"})
+    requires = frozenset({"validated", "balanced"})  # reordered values are replicated, too
+    provides = frozenset({"restored strides"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -53,7 +53,7 @@ class KeepDimOrder(Pass):
     In such a graph `meta["val"]` is local and `node_info(node).origin` is global.
     """
 
-    requires = frozenset({"proved"})
+    requires = frozenset({"validated"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -51,8 +51,8 @@ SORTED_OPS = tuple(getattr(sp, name).default for name in ("sort_rows", "to_sorte
 class ValidateShapes(Pass):
     """Pass that validates a local graph, after Localize."""
 
-    requires = frozenset({"local", "ops"})
-    provides = frozenset({"proved"})
+    requires = frozenset({"local", "local ops"})
+    provides = frozenset({"validated"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -100,7 +100,7 @@ def _check_wait(node: Node) -> None:
         return
     for source in node.all_input_nodes:
         if is_pending_exchange(source):
-            raise SpError("SP922", f"{describe_node(node)} reads {source.name} before its exchange has ended.")
+            raise SpError("SP922", f"{describe_node(node)} reads {source.name} before wait_tensor.")
 
 
 def _check_sorted(node: Node, known: set[Node]) -> None:

@@ -164,7 +164,7 @@ def _check_rule(
     kept = {f for dims in results for f in flatten_dims(dims)}
     for f, kind in kinds.items():
         if f not in had and (kind != "whole" or f not in kept):
-            raise SpError("SP934", f"{f!r} is classified but is no dim of an operand.")
+            raise SpError("SP934", f"{f!r} is classified but is not in an operand.")
     lost = sorted(had - kept - set(kinds))
     if lost:
         raise SpError("SP935", f"{lost} are in no result and are not classified.")

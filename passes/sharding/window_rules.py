@@ -62,7 +62,7 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     """
     frame = shard.frame
     if not frame.order.is_in_order:
-        return f"its neighbours are elsewhere in the {frame.order.name} layout"
+        return f"its neighbors are not adjacent in the {frame.order.name} layout"
     if not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
         return "the sequence shares a dim with others"
     if sliding.rolls is not None:
@@ -77,10 +77,10 @@ def place_window(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
         return f"a result of {sliding.length} rows would leave most ranks idle"
     low = simplify_size(frame.start - sliding.before - sliding.stride * found.start)
     if not isinstance(low, int) or not isinstance(sliding.width, int):
-        return "how far it reaches is not known"
+        return "the size of its halo is not known"
     reach = max(-low, 0) + max(low + sliding.width - sliding.stride, 0)
     if sliding.width > 1 and 2 * reach > assume_large(frame.size):
-        return f"it reaches over {reach} rows, more than half of the sequence of {frame.size}"
+        return f"its halo has {reach} rows, more than half of the sequence of {frame.size}"
     return replace(shard, frame=found)
 
 
@@ -88,7 +88,7 @@ def _place_roll(sliding: SlidingRows, shard: Shard, n: int) -> Shard | str:
     sizes = (sliding.rolls, shard.frame.size, shard.frame.start, shard.frame.length)
     if isinstance(sliding.rolls, int) and (shard.frame.is_exact(n) or all(isinstance(s, int) for s in sizes)):
         return shard
-    return f"{n} ranks do not provably divide the sequence of {shard.frame.size} that it goes round"
+    return f"{n} ranks do not provably divide the sequence of {shard.frame.size} that it rolls"
 
 
 def _result_frame(sliding: SlidingRows, frame: Frame, size: Size) -> Frame | None:

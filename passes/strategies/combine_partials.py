@@ -23,7 +23,7 @@ from .discharge import DemandPass
 class MarkPartialSums(DemandPass):
     """Marking of additions and scalings of sums, so that propagation keeps them partial."""
 
-    requires = DemandPass.requires | {"means are sums"}
+    requires = DemandPass.requires | {"decomposed means"}
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -42,7 +42,7 @@ class MarkPartialSums(DemandPass):
                         set_node_info(one, combines=True)
                     ways[node] = ()
                     changes += 1
-                    self.note(node, "sums over the sequence are added up before the ranks add theirs")
+                    self.note(node, "adds local sums before the all-reduce")
                 elif len(sums) == 1 and _is_sum_scaling(node, sums[0], terms, plan):
                     ways[node] = (*ways[sums[0]], node)
         return changes

@@ -25,7 +25,7 @@ class DemandPass(Pass):
     Every call analyzes the graph again, so that passes can run in any order and more than once.
     """
 
-    requires = frozenset({"canonical", "attention is chosen"})
+    requires = frozenset({"canonical", "chosen attention"})
     provides = frozenset({"claimed"})
     kinds: frozenset[str] = frozenset()
     plan: PlacementPlan
@@ -93,6 +93,6 @@ class RepeatPasses(Passes):
             changes += super().apply(gm, job)
         if left := job.plan(gm).demands:
             demand = left[0]
-            cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no pass meets: {demand.why}."
+            cause = f"{describe_node(demand.node)} has a demand ({demand.kind}) that no strategy claims: {demand.why}."
             raise SpError("SP912", cause)
         return changes

@@ -35,7 +35,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class ExchangeHalos(DemandPass):
     """Exchange of halos for windows on shards, for one more row at a shard, and for shifted shards."""
 
-    requires = DemandPass.requires | {"picked"}  # a single row is sent separately
+    requires = DemandPass.requires | {"selected rows"}  # a single row is sent separately
     kinds = frozenset({"halo", "whole", "align"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:

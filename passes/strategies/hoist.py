@@ -116,7 +116,7 @@ class HoistSlices(DemandPass):
         _defer_chain_outputs(chain)
         narrow = ", ".join(x.name for x in chain.inputs)
         for one in fresh.values():
-            self.note(one, f"the window is cut from {narrow}, which is narrower than {source.name}")
+            self.note(one, f"the window is sliced from {narrow}, which is narrower than {source.name}")
 
     def _find_chain(self, node: Node) -> RowChain | None:
         """Return the chain with the narrowest inputs that computes the operand of a slice, or None."""

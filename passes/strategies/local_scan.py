@@ -37,7 +37,7 @@ class UseFastScans(Pass):
         slow = [n for n in nodes if n not in waiting and is_slow(n)]
         for node in slow:
             fresh = to_sp_scan(self, node)
-            why = f"{TORCH_SCANS[node.target]} along dim {OpCall(fresh).dim()}, which torch is slow at"
+            why = f"{TORCH_SCANS[node.target]} along dim {OpCall(fresh).dim()}, which is slow in torch"
             self.note(fresh, why, "scan")
         return len(slow)
 

@@ -25,7 +25,7 @@ class BroadcastDraws(DemandPass):
 
     name = "draw"
     requires = DemandPass.requires | {"gathered"}  # ops on shards draw independently
-    provides = frozenset({"drawn"})
+    provides = frozenset({"broadcast draws"})
     kinds = frozenset({"draw"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -40,4 +40,4 @@ class BroadcastDraws(DemandPass):
         for result in random_results(node):
             with self.insert_after(result):
                 self.insert_between(result, self.emit(sp.broadcast.default, (result, group), result.meta["val"], node))
-        self.note(node, "drawn alike on every rank: rank 0's draw")
+        self.note(node, "broadcasts the draw of rank 0")

@@ -31,7 +31,7 @@ class DecomposeMeans(DemandPass):
     """Decomposition of means, and of losses that sum several operands, into a sum and a count."""
 
     name = "mean"
-    provides = frozenset({"claimed", "means are sums"})
+    provides = frozenset({"claimed", "decomposed means"})
     kinds = frozenset({"mean", "total"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -49,7 +49,7 @@ class DecomposeMeans(DemandPass):
             else:
                 new = self._elementwise_loss(node, mean=any(d.kind == "mean" for d in demands))
         self.replace(node, new)
-        self.note(new, "the sum over all ranks, divided by the count of the whole sequence")
+        self.note(new, "the sum over all ranks, divided by the count of the full sequence")
 
     def _mean(self, node: Node) -> Node:
         call, value = OpCall(node), node.meta["val"]
@@ -103,7 +103,7 @@ class DecomposeMeans(DemandPass):
 class ReducePartials(DemandPass):
     """Reduction of Partial values to replicated ones, once each, right after they are produced."""
 
-    requires = DemandPass.requires | {"means are sums"}
+    requires = DemandPass.requires | {"decomposed means"}
     kinds = frozenset({"reduce"})
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:
@@ -114,4 +114,4 @@ class ReducePartials(DemandPass):
                 with self.insert_after(source):
                     args = (source, self.job.ranks.n, self.job.ranks.group)
                     self.insert_between(source, self.emit(sp.all_reduce.default, args, source.meta["val"], source))
-                self.note(source, "partial sums of the ranks added")
+                self.note(source, "adds the partial sums of the ranks")

@@ -63,7 +63,7 @@ COMBINE_OPS = {
 class SplitNestedScans(DemandPass):
     """Split of scans along a dim of several factors."""
 
-    provides = frozenset({"claimed", "scans are flat"})
+    provides = frozenset({"claimed", "flat scans"})
     kinds = frozenset({"scan"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -103,9 +103,9 @@ def _unsupported_error(node: Node) -> str | None:
     op, value = TORCH_SCANS.get(node.target) or call.get("op", ""), call.results()[0]
     known = node.target in (sp.scan.default, *TORCH_SCANS) and is_scannable_call(call)
     if not known or call.get("segments") is not None or (node.target in EXTREME_OPS and has_index_reader(node)):
-        return "its dim holds more than the sequence, and its parts cannot be put together from two scans"
+        return "its dim contains more than the sequence, and two scans cannot be combined"
     if op not in COMBINE_OPS or (op in ("max", "min") and value.is_floating_point()):
-        return f"its dim holds more than the sequence, and a {op} of two scans has another gradient"
+        return f"its dim contains more than the sequence, and a {op} of two scans has another gradient"
     return None
 
 
@@ -155,7 +155,7 @@ class ShardScans(DemandPass):
     Direct use: `ShardScans(1)(graph_module)` replaces the slow scans of any graph.
     """
 
-    requires = DemandPass.requires | {"scans are flat"}
+    requires = DemandPass.requires | {"flat scans"}
     kinds = frozenset({"scan"})
 
     def call(self, graph_module: GraphModule) -> PassResult:
@@ -166,10 +166,10 @@ class ShardScans(DemandPass):
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
         """Return None to claim the demands of a node, else the reason ("" if they do not concern this pass)."""
         if not is_scannable_call(OpCall(node)):
-            return f"there is no scan of {OpCall(node).results()[0].dtype} on shards"
+            return f"scans do not support {OpCall(node).results()[0].dtype} on shards"
         shard = scan_shard(self.plan, node)
         if shard.frame.order.is_balanced:
-            return f"what comes before each row is elsewhere in the {shard.frame.order.name} layout"
+            return f"the rows before each row are on other ranks in the {shard.frame.order.name} layout"
         return None if is_only_sequence(shard) else ""
 
     def rewrite(self, node: Node, demands: list[Demand]) -> None:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 class SelectRow(DemandPass):
     """Selection of one row along the sharded dim, by select or slice."""
 
-    provides = frozenset({"claimed", "picked"})
+    provides = frozenset({"claimed", "selected rows"})
     kinds = frozenset({"whole"})
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -43,7 +43,7 @@ class SelectRow(DemandPass):
             summed = (only, [dim], True) if _row_position(node) is not None else (only, [dim])
             row = self.compute(aten.sum.dim_IntList, summed, node, {"dtype": value.dtype})
         self.replace(node, row)
-        self.note(row, "one position: the rank that holds it sends it to the others")
+        self.note(row, "one position: its rank broadcasts it")
 
     def _position(self, call: OpCall, dim: int) -> int | Node:
         """Return the nonnegative position as a Python scalar or a node."""

@@ -22,17 +22,17 @@ from sp_compile.passes.sharding.axes import Axes
 from sp_compile.passes.sharding.output_rules import GATHER_REASON, gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Shard
 
-FRAGMENT_FIX = "a piece between graph breaks that has no sequence; every rank runs it whole"
+FRAGMENT_FIX = "a graph between graph breaks without a sequence; every rank runs it unsplit"
 LOST_IN_EAGER_CODE = (
-    "it has no sequence of its own, and what it is given is whole, as is all that eager code makes of a value in "
-    "shards; every rank runs it whole. Compute that in what is compiled."
+    "its inputs are full tensors, as eager code gathers sharded tensors, so it has no sequence; every rank runs it "
+    "unsplit. Move the eager code into the compiled function."
 )
 
 
 NO_SEQUENCE_FIX = {
-    "while_loop": "which may do anything with its values",
-    "map_impl": "which treats all rows alike, and so may run along any dim",
-    "cond": "whose branches are not looked into",
+    "while_loop": "whose effect on its values is not known",
+    "map_impl": "which treats all rows equally, so its dim is not known",
+    "cond": "whose branches are not analyzed",
 }
 """Names of ops with function arguments, and the reason why these do not define a sequence dim."""
 
@@ -40,7 +40,7 @@ NO_SEQUENCE_FIX = {
 class MarkUserCollectives(Pass):
     """Marking of the program's own collectives that need replicated values."""
 
-    provides = frozenset({"exchanges are marked"})
+    provides = frozenset({"marked collectives"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -57,7 +57,7 @@ class FindSequences(Pass):
     of local inputs is unknown (SP306, SP307), or if fallback='error' and no op can start on shards (SP304).
     """
 
-    requires = frozenset({"canonical", "exchanges are marked", "attention begins"})
+    requires = frozenset({"canonical", "marked collectives", "sharded inputs"})
     provides = frozenset({"sequences"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -83,9 +83,7 @@ class FindSequences(Pass):
         names = [argument_name(node) for node in inputs if is_tensor(node)]
         name_it = f"Name the sequence: options={{'seq_dims': {{'<input>': <dim>}}}} with an input out of {names}."
         if not job.fragment and (not job.has_outer_job or job.fallback == "error"):
-            text = (
-                f"the model has no attention or scan whose dim could be followed to an input{_describe_candidates(gm)}"
-            )
+            text = f"the model has no attention or scan whose dim could be traced to an input{_describe_candidates(gm)}"
             job.refusal = Refusal(RefusalKind.NO_SEQUENCE, "SP301", "no sequence found", text, name_it)
             return
         kind, text = NoteKind.SEQUENCE_LOST, f"{LOST_IN_EAGER_CODE} {name_it}"
@@ -96,7 +94,7 @@ class FindSequences(Pass):
 
     def _nothing_sharded_error(self, inputs: list[Node], job: PassContext) -> None:
         """Note that a graph with a sequence runs replicated; raise SpError if fallback='error'."""
-        why = "every rank runs the whole, as no op along the sequence, which has no dim of its own, can begin on shards"
+        why = "every rank runs the unsplit graph, as no op has the sequence as a separate dim to shard"
         if job.seq_dims:
             named = {argument_name(node): job.seq_dims[node.name] for node in inputs if node.name in job.seq_dims}
             why += f". seq_dims={named} may name several sequences"
@@ -121,7 +119,7 @@ def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
         names = [argument_name(node) for node in found if is_tensor(node)]
         raise SpError(
             "SP307",
-            f"inputs='local': the sequence could not be followed to one of the inputs {names}, where it is a part of "
+            f"inputs='local': the sequence could not be traced to one of the inputs {names}, where it is a part of "
             "a dim or has another length (before a concatenation, a pad, patches).",
         )
 
@@ -132,7 +130,7 @@ def _describe_candidates(gm: GraphModule) -> str:
     for node in gm.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name in NO_SEQUENCE_FIX or node_info(node).scanned is not None:
-            why = NO_SEQUENCE_FIX.get(name, "whose dim is made inside of the model")
+            why = NO_SEQUENCE_FIX.get(name, "whose dim is created inside the model")
             found.setdefault(f"{name} at {node_line(node)}", why)
     each = "; ".join(f"{what}, {why}" for what, why in found.items())
     return f" (there is {each})" if each else ""
@@ -189,7 +187,7 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
             raise SpError(
                 "SP308",
                 f"outputs='local': {describe_node(node)} has {have.frame.length} of {have.frame.size} positions "
-                f"on {n} ranks, so the shard of some rank holds padding.",
+                f"on {n} ranks, so the shard of some rank contains padding.",
             )
 
 
@@ -220,4 +218,4 @@ def mark_group_exchanges(gm: GraphModule, aligned: Collection[str]) -> None:
     for node in gm.graph.nodes:
         named = named_groups(node) if is_collective(node) else set()
         if any(known_process_group(name) and name not in aligned for name in named):
-            set_node_info(node, no_rule="it exchanges with ranks that hold other rows of the sequence")
+            set_node_info(node, no_rule="it exchanges with ranks that have other rows of the sequence")

@@ -23,8 +23,8 @@ from sp_compile.passes.sharding.placement import REPLICATE
 class ShardAttentionInputs(Pass):
     """Cloning of replicated inputs of attention that could be sharded along the sequence."""
 
-    requires = frozenset({"canonical", "exchanges are marked"})
-    provides = frozenset({"attention begins"})
+    requires = frozenset({"canonical", "marked collectives"})
+    provides = frozenset({"sharded inputs"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

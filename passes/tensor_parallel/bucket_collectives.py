@@ -33,7 +33,7 @@ class BucketReductions(Pass):
     """Pass that buckets reductions in the graph of one rank. A sum with other readers is not changed."""
 
     requires = frozenset({"local"})
-    provides = frozenset({"ops"})  # which the validation requires
+    provides = frozenset({"local ops"})  # which the validation requires
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

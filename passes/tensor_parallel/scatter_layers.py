@@ -47,8 +47,8 @@ IDLE_REASON = "all its rows are needed at once"
 class ScatterReductions(Pass):
     """Pass that replaces all_reduces of linears by reduce_scatters along the chosen dims."""
 
-    requires = frozenset({"differences are known", "draws are whole"})
-    provides = frozenset({"sums are scattered"})
+    requires = frozenset({"known differences", "replicated draws"})
+    provides = frozenset({"scattered sums"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -69,15 +69,15 @@ def _make_layer(node: Node, chosen: Mapping[Node, Shard | None]) -> LinearLayer:
     shape, shard = node_shape(node), chosen.get(node)
     if shard is not None:
         return LinearLayer(node.name, node_line(node), "scattered", shape, shard.dim, 0)
-    why = "its rows have no axis to be cut along" if node in chosen else "no linear's result is summed"
+    why = "its rows have no axis to scatter along" if node in chosen else "no linear's result is summed"
     return LinearLayer(node.name, node_line(node), "full", shape, None, 0, why)
 
 
 class RevertIdleScatters(Pass):
     """Pass that restores an all_reduce if no op runs on its rows before they are gathered again."""
 
-    requires = frozenset({"sums are scattered"})
-    provides = frozenset({"layers are chosen"})
+    requires = frozenset({"scattered sums"})
+    provides = frozenset({"chosen layers"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -100,14 +100,14 @@ class RevertIdleScatters(Pass):
 class DischargeDemands(RepeatPasses):
     """Passes that gather values of which all rows are needed, and reduce sums over rows."""
 
-    requires = frozenset({"layers are chosen"})
+    requires = frozenset({"chosen layers"})
     steps = (DecomposeMeans, ReducePartials, GatherScattered)
 
 
 class LocalizeLayers(Passes):
     """Passes that create the graph of one rank, if any op runs on shards."""
 
-    requires = frozenset({"layers are chosen"})
+    requires = frozenset({"chosen layers"})
     steps = (DischargeDemands, Localize, BucketReductions, ValidateShapes, KeepDimOrder)
 
     @classmethod
@@ -136,7 +136,7 @@ class SequenceParallelLinear(Passes):
         SpError: The group has another number of ranks.
     """
 
-    provides = frozenset({"layers are scattered"})
+    provides = frozenset({"scattered layers"})
     steps = (DropOverwrites, MarkVarying, DrawFullTensors, ScatterReductions, RevertIdleScatters, LocalizeLayers)
 
     def __init__(self, ranks: Ranks, facts: InputFacts | None = None) -> None:

@@ -36,8 +36,8 @@ DROPOUT_OPS = (aten.dropout.default, aten.native_dropout.default)
 class DrawFullTensors(Pass):
     """Pass that rewrites the random draws that are replicated."""
 
-    requires = frozenset({"differences are known"})
-    provides = frozenset({"draws are whole"})
+    requires = frozenset({"known differences"})
+    provides = frozenset({"replicated draws"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -81,7 +81,7 @@ class DropOverwrites(Pass):
     A write that casts or broadcasts is not changed.
     """
 
-    provides = frozenset({"nothing is overwritten"})
+    provides = frozenset({"no overwrites"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -84,7 +84,7 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     if rule is None:
         return None
     if rule.vanishing and all(is_same_size(size_product(shape), 1) for shape in call.result_shapes()):
-        return "the last layer's result is whole: what becomes one number has no rows to share"
+        return "the result of the last layer is reduced to one number, so it has no rows to scatter"
     if not rule.is_contraction:
         return None
     shards = {i: p for i, p in enumerate(have) if isinstance(p, Shard)}
@@ -92,7 +92,7 @@ def decline_product(call: OpCall, rule: BoundRule | None, have: Sequence[Placeme
     made = sum(map(num_elements, call.results()))
     lost = any(rule.local_part(rule.operands[i], p)[0] in rule.vanishing for i, p in shards.items())
     if (2 * made if lost else made) > read:
-        return "its operands are less to gather than its result would be to " + ("sum" if lost else "gather")
+        return "its operands are smaller to gather than its result would be to " + ("sum" if lost else "gather")
     return None
 
 
@@ -117,8 +117,8 @@ def wait_of(node: Node) -> Node | None:
 class MarkVarying(Pass):
     """Pass that marks the placements of collectives and of varying values, and finds varying inputs."""
 
-    requires = frozenset({"captured", "nothing is overwritten"})
-    provides = frozenset({"differences are known"})
+    requires = frozenset({"captured", "no overwrites"})
+    provides = frozenset({"known differences"})
 
     def apply(self, gm: GraphModule, job: ScatterContext) -> int:
         """Apply the pass to a graph and return the number of changes."""

@@ -39,13 +39,13 @@ from .tile_view import TokenView, is_dropout, token_view
 from .trace_tile import redraws_in_backward, tile_program
 
 sp, aten = torch.ops.sp, torch.ops.aten
-ONCE_REASON = "tiles='auto' does no work again, as its backward would, where the step fits: give a number of tiles"
+ONCE_REASON = "tiles='auto' does not recompute where the step fits in memory: pass a number of tiles"
 
 
 class RunInTiles(Pass):
     """Pass that replaces each region that is worth tiling by one op."""
 
-    requires = frozenset({"proved", "attention is kept"})  # no pass reads the program of a tile
+    requires = frozenset({"validated", "saved attention"})  # no pass reads the program of a tile
     provides = frozenset({"tiled"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
@@ -69,7 +69,7 @@ class RunInTiles(Pass):
             return len(done)
         _materialize_deferred(gm)
         if isinstance(job.tiles, int) and not self.notes:
-            why = "no product of a rank's rows with a weight makes them twice as wide"
+            why = "no matmul of a rank's rows with a weight doubles their width"
             self.notes.append(Note(NoteKind.DECLINED, self.name, why))
         return 0
 
@@ -91,22 +91,22 @@ class RunInTiles(Pass):
         tiles = min(tiles, total)
         program = tile_program(view, region, tiles)
         if not redraws_in_backward(program):
-            self.note_refusal(node, "a backward that computes it again would not draw the random numbers that it drew")
+            self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
         late, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
         made_by_tiles = self._emit_tiles(view, region, program, tiles, late)
         length, whole = tile_length(total, tiles), inner_bytes(region)
         recomputed = bool(program.gradients) and not program.at_once
-        way = "the backward computes it again" if recomputed else "its gradients are computed in the same loop"
+        way = "the backward recomputes it" if recomputed else "its gradients are computed in the same loop"
         back = f"; {way}" if program.gradients else ""
-        again = "; the results that others read are computed once more for them" if region.shared else ""
+        again = "; results with other readers are computed twice" if region.shared else ""
         self.note(
             node,
-            f"{tiles} tiles of {length} of {total} rows: an inside of {_format_size(whole)} becomes "
+            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(whole)} become "
             f"{_format_size(whole * length // total)}{back}{again}",
         )
         if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
-            self.note_refusal(node, "its checkpoint's policy saves nothing of a tile", "checkpoint_policy")
+            self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
             for one in region.nodes:
                 set_node_info(view.source[one], recomputed=True)
@@ -190,26 +190,26 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if any(_reads_symbols(n) for n in nodes) or symbol_places(view, region) is None:
         return "a size is a symbol that no operand has as a dim: compile one graph a size with dynamic=False"
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
-        return "a size is a symbol, which takes torch 2.13: compile with dynamic=False"
+        return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
     made, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
     if made < MIN_WIDENING * left or not (region.results and region.rows):
-        return "what it makes is read elsewhere"
+        return "its result has other readers"
     if region.shared and not thin:
-        return f"{region.shared[0].name}, of its inside, is read elsewhere"
+        return f"{region.shared[0].name}, an intermediate value, has other readers"
     if count_rows(view, region) < 2:
         return ""
     mine = {view.source[n] for n in region.nodes}
     if any(not mine.isdisjoint(one) and not one <= mine for one in sort_groups(view)):
-        return "some of what is sorted with its rows is no part of it"
+        return "values that are sorted with its rows are outside of it"
     place, late = _insertion_node(view, region), _late_nodes(view, region)
     if place is None:
-        return "it ends where no gradients are recorded, and begins where they are"
+        return "it starts in grad mode and ends in no_grad mode"
     cast = next((n for n in late if not has_same_autocast([n, place]) and _is_cast(n)), None)
     if cast is not None:
-        return f"{cast.name} comes between its nodes, in another autocast than its end"
+        return f"{cast.name} is between its nodes, in another autocast region than its end"
     stuck = [n for n in late if not (is_pure(n) or n.target in COMPOSITES)]
-    return f"{stuck[0].name} comes between its nodes and has an effect" if stuck else None
+    return f"{stuck[0].name} is between its nodes and has a side effect" if stuck else None
 
 
 def _is_cast(node: Node) -> bool:

@@ -75,5 +75,5 @@ def _make_sharded(rows: Tensor, dim: int, ranks: Ranks, length: int) -> Tensor:
         return rows
     layout = Layout(dim, ranks.n, ranks.group, tuple(range(rows.ndim)))
     return from_local(
-        rows, layout, length, Origin(f"what in_shards was given, {list(rows.shape)}", partial(meet_to_read, ranks))
+        rows, layout, length, Origin(f"the argument of in_shards, {list(rows.shape)}", partial(meet_to_read, ranks))
     )

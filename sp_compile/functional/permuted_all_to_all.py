@@ -155,7 +155,7 @@ class PermuteCall(RankCall):
             yield SpError(
                 "SP543",
                 f"scatter_dim: {n} ranks do not divide the {size} of dim {self.scatter_dim % len(shape)} of x, of "
-                f"shape {shape} on each rank and {whole} in all.",
+                f"shape {shape} on each rank and {whole} over all ranks.",
                 f"Pad that dim to {more}, or use a number of ranks that divides it.",
             )
 
@@ -213,7 +213,7 @@ def declare_symmetric_memory(size: int, group: Mesh = None, device: torch.device
     fits = isinstance(size, int) and size > 0
     problem = None if fits else SpError("SP507", f"size: expected a positive number of bytes, got {size!r}.")
     compared = ranks if ranks.n > 1 else None
-    require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is the same")
+    require_on_all("declare_symmetric_memory", problem, lambda: f"size={size}", compared, "the size is equal")
     able = ranks.n > 1 and device.type == "cuda" and torch_compat.symmetric_all_to_all() is not None
     buffer = _make_buffer(size, ranks, device) if able else None
     able = ranks.n > 1 and all(all_gather_object(ranks, CALL_VERB, "declare_symmetric_memory", buffer is not None))

@@ -57,7 +57,7 @@ class RankCall(ABC):
     name: str  # name of the function
     check: bool  # True to compare the calls of all ranks
 
-    same: ClassVar[str] = "shards are of equal length, options the same"
+    same: ClassVar[str] = "shards have equal lengths, options are equal"
     """Properties of a call that must be equal on all ranks, for error messages."""
 
     @abstractmethod

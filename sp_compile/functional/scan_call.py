@@ -207,7 +207,7 @@ class ScanCall(ShardCall):
         if ids is None:
             return
         if ids.dtype.is_floating_point or ids.dtype is torch.bool or not is_scannable(ids.dtype):
-            fix = "Make ids of the flags of first positions with .cumsum(dim)." if ids.dtype is torch.bool else None
+            fix = "Convert flags of first positions to ids with .cumsum(dim)." if ids.dtype is torch.bool else None
             yield SpError("SP505", f"segment_ids: expected integers, got {ids.dtype}.", fix)
         if ids.device != x.device:
             yield SpError("SP506", f"segment_ids: expected the device of x, {x.device}, got {ids.device}.")

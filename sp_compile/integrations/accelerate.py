@@ -39,7 +39,7 @@ __all__ = ["SequenceParallelAccelerator", "axis_sizes", "register_backend_name"]
 REPLICA_AXIS, SEQUENCE_AXIS = "dp_replicate", "cp"
 """Axes of the mesh. Ranks along the axis "cp" receive the same batches from accelerate's loaders."""
 
-GATHER_METHODS = Message("gathers", "what a metric takes")
+GATHER_METHODS = Message("gathers", "the arguments of a metric")
 OWN_ARGUMENTS = ("mesh", "mesh_dim", "param_grads")  # options that the Accelerator sets
 DISPATCH_ERROR = (
     "dispatch_batches=True is not supported: it cuts a batch over all ranks, and ranks that share a sequence need "
@@ -314,7 +314,7 @@ def gather_over_replicas(data: Any, group: dist.ProcessGroup, as_objects: bool =
     if {*rows} == {"values"}:
         return [x for _, one in everyone for x in one]
     if len({*rows}) > 1 and not {*rows} <= {"values", "objects"}:
-        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different things", rows))
+        raise SpError("SP829", format_mismatch("gather_for_metrics: the replicas pass different values", rows))
     wire, begun = channel_of(ranks), time.monotonic()
     try:
         if tensors is not None and "objects" not in rows:

@@ -47,7 +47,7 @@ from sp_compile.runtime.sharded_values import simulate_sharded_outputs
 from .graph_steps import graph_step, unroll_step
 from .unroll import Unroll
 
-EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo leaves to Python"
+EAGER_READ = "eager code reads it: code between two graphs, or code that Dynamo does not trace"
 
 DryRunConfigs: TypeAlias = Sequence[tuple[int | None, Mapping[str, Any]]]
 """Numbers of ranks, each with options and the keyword arguments of the model; these are equal in all configurations."""

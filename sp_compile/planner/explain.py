@@ -21,8 +21,8 @@ from .dry_run import DryRun, DryRunConfigs, DryRunResult
 MIN_SKIPPED_LAYERS = 8
 """The least number of layers that are not lowered, from which on a few layers represent all of a model."""
 
-DRY_RUN_OPTIONS = {"check_every": "has one process, so there is nothing to compare"}
-MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report what a backward keeps")
+DRY_RUN_OPTIONS = {"check_every": "runs in one process, so there is nothing to compare"}
+MEMORY_OPTIONS = dict.fromkeys(("activation_memory_budget", "offload"), "does not report saved values")
 """Options that `explain` rejects, and the reasons."""
 
 

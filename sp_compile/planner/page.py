@@ -26,21 +26,21 @@ LABEL_WIDTH = 80
 """The most characters of the label at the peak."""
 EXCHANGE_KINDS = {
     "sharded": "each rank has its rows",
-    "tiled": "rows of a rank, some at a time",
+    "tiled": "rows of a rank, processed in tiles",
     "exchanged": "ranks send and receive",
     "gathered": "replicated on every rank",
 }
 PURPOSES = {
     "reduce_grad": "gradients of parameters, summed over the ranks",
-    "all_to_all": "heads for positions, and back",
+    "all_to_all": "heads exchanged for positions, and back",
     "unshard": "rows of all ranks, concatenated on each",
     "all_gather": "rows of all ranks, concatenated on each",
     "ring_attention": "keys and values, from rank to rank",
-    "hybrid_attention": "heads for positions, then keys and values from rank to rank",
+    "hybrid_attention": "heads exchanged for positions, then keys and values from rank to rank",
     "gathered_attention": "keys and values, concatenated on every rank",
     "shift": "rows of a neighbor",
     "all_reduce": "partial sums of the ranks",
-    "shard": "nothing: a rank slices its rows out of a replicated value",
+    "shard": "no communication: a rank slices its rows out of a replicated value",
 }
 """Purposes of exchanges, if their names are not sufficient."""
 COLORS = {"forward": "#8fb9dd", "loss": "#e0b05a", "backward": "#8cc4a2"}
@@ -51,7 +51,7 @@ def page(found: Mapping[str, Any]) -> str:
     is_plan = found["format"] == "sp_compile.plan"
     values = _plan_values(found) if is_plan else _report_values(found)
     data = json.dumps(found).replace("<", "\\u003c")
-    title = "What fits" if is_plan else f"The program on {found['ranks']} ranks"
+    title = "Plan" if is_plan else f"The program on {found['ranks']} ranks"
     return _template().render(
         found=found, plan=is_plan, title=title, data=jinja2.utils.markupsafe.Markup(data), **values
     )
@@ -105,7 +105,7 @@ def _plan_values(found: Mapping[str, Any]) -> dict[str, Any]:
             *(way["ranks"], way["attention"], way["layout"], "each layer" if way["checkpoint"] else "as written"),
             f"auto: {way['most_tiles'] or 'none'}" if way["tiles"] == "auto" else way["tiles"],
             f"{way['offload']:.0%}: {unit(way['host_bytes'])}" if way["offload"] else "never",
-            *(way["state"], f"{'' if way['looked'] else '~'}{unit(way['memory_bytes'])}", way["phase"]),
+            *(way["state"], f"{'' if way['measured'] else '~'}{unit(way['memory_bytes'])}", way["phase"]),
             *(f"{way['seconds']:.3g}", f"{way['tokens_per_second']:,.0f}"),
         )
         for way in found["ways"]
@@ -131,7 +131,7 @@ def _memory_shares(memory: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
         shards = memory["constant_bytes"] - memory["buffers_bytes"] - memory["inputs_bytes"]
         parameters, _, optimizer = (f"{text} ({format_bytes(memory[f'{name}_bytes'])})" for name, text in state.items())
         yield f"{n} shards of {parameters} and {optimizer}", shards
-    for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "kept for the backward"}.items():
+    for name, text in {"buffers": "buffers", "inputs": "inputs", "kept": "saved for the backward"}.items():
         yield text, memory[f"{name}_bytes"]
     if n == 1:
         yield "peak of the step", memory["peak_bytes"]

@@ -41,7 +41,7 @@ EQUAL_RATIO = 1.01
 """Ratio of seconds up to which two variants count as equally fast."""
 MAX_PLAN_ROWS = 8
 """Maximum rows of the table for each number of ranks."""
-REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and takes no mesh")
+REFUSED_PROGRAM = dict.fromkeys(("mesh", "mesh_dim"), "compares numbers of ranks and does not support a mesh")
 """Options that `plan` rejects, and the reasons."""
 
 
@@ -168,7 +168,7 @@ class StepPlan:
         lines += [ESTIMATED] if not all(row.is_measured for row in shown) else []
         if any(row.fits for row in self.rows):
             best = self.best
-            beside = f", and in the program {best.required_changes}" if best.required_changes else ""
+            beside = f"; change the program: {best.required_changes}" if best.required_changes else ""
             lines.append(f"the fastest, on {best.ranks} ranks: options={best.options}{beside}")
         return "\n".join([*lines, *self.changes.values(), *self.notes])
 
@@ -332,16 +332,16 @@ def _graph_breaks(looked: PlannedStep) -> list[str]:
 
 
 SEVERAL_GRAPHS = (
-    "no tile goes across that, so a head in front of its loss is held whole: without it, less may be enough"
+    "tiles do not cross it, so logits before the loss are stored in full: without it, less memory may be enough"
 )
 NO_BLOCKS = (
-    "no checkpoints were tried: the model has no list of blocks (nn.ModuleList, nn.Sequential) to put them "
-    "around; call torch.utils.checkpoint around parts of it and plan again: a model's own are kept as they are"
+    "no checkpoints were tried: the model has no list of blocks (nn.ModuleList, nn.Sequential) to "
+    "checkpoint; call torch.utils.checkpoint in the model and plan again: a model's own checkpoints do not change"
 )
-OWN_CHECKPOINTS = "the model's own checkpoints are kept as they are, and no others were tried"
+OWN_CHECKPOINTS = "the model's own checkpoints do not change, and no others were tried"
 NOT_CALLED = (
     "no checkpoints were tried: the entries of the model's lists of blocks are not called as modules; call "
-    "torch.utils.checkpoint around parts of it and plan again"
+    "torch.utils.checkpoint in the model and plan again"
 )
 
 
@@ -430,19 +430,19 @@ def _required_change(planner: StepPlanner, found: StepPlan, n: int) -> str:
     more = [row.ranks for row in found.rows if row.fits and row.ranks > n]
     elsewhere = f"it fits on {min(more)}" if more else ""
     if (state := planner.constant(n)) >= found.memory:
-        words = [f"{n} ranks: parameters, gradients and the optimizer's state alone are {found.unit(state)} in shards"]
-        return "; ".join(filter(None, [*words, elsewhere, "take more ranks, or an optimizer with less state"]))
+        words = [f"{n} ranks: sharded parameters, gradients and optimizer state alone need {found.unit(state)}"]
+        return "; ".join(filter(None, [*words, elsewhere, "use more ranks, or an optimizer with less state"]))
     if not rows:
         return f"{n} ranks: {'; '.join(filter(None, [planner.refusal_reason(n), elsewhere]))}"
     least = min(rows, key=lambda row: row.memory)
     way = f"{least.attention}, {'each layer checkpointed' if least.checkpoint else 'as written'}, state {least.state}"
-    way += f", tiles {least.tiles}, {least.offload:.0%} of what is kept on the host"
-    words = [f"{n} ranks: the least is {found.unit(least.memory)} ({way})"]
+    way += f", tiles {least.tiles}, {least.offload:.0%} of the saved values on the host"
+    words = [f"{n} ranks: the smallest plan needs {found.unit(least.memory)} ({way})"]
     if (excess := least.memory - found.memory) > 0:
         words[0] += f", {found.unit(excess)} too much, in its {least.phase}"
-        words.append(f"the largest there: {planner.largest_value(least.config)}")
+        words.append(f"the largest value there: {planner.largest_value(least.config)}")
     if found.host_memory is not None:
-        words.append(f"{found.unit(least.host)} wait on the host, which has {found.unit(found.host_memory)} for a rank")
+        words.append(f"{found.unit(least.host)} are offloaded; the host has {found.unit(found.host_memory)} a rank")
     words.append(elsewhere)
-    words.append("take more ranks or smaller batches, and let the model return its loss alone")
+    words.append("use more ranks or smaller batches, and return only the loss from the model")
     return "; ".join(filter(None, words))

@@ -373,7 +373,7 @@ class StepPlanner:
             if c.legal and c.kind == asked.get("attention", c.kind)
         }
         words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
-        return f"{words} cannot be ({'; '.join(sorted(legal)) or 'no candidate'}); leave it out"
+        return f"{words} is not possible ({'; '.join(sorted(legal)) or 'no candidate'}); omit it"
 
     def plan_rows(self, looked: PlannedStep, attend: AttentionChoice) -> Iterator[dict[str, Any]]:
         """Return variants of an attention: with nothing on the host, and with the least share that fits."""

@@ -19,7 +19,7 @@
     {"format": "sp_compile.plan", "version": 1, "memory_bytes": 8e10, "host_memory_bytes": null | 1e12, "unit": "GB",
      "parameters_bytes": 1, "best": 0 | null,
      "ways": [{"ranks", "attention", "layout", "checkpoint", "tiles", "most_tiles", "offload", "host_bytes", "state",
-               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "looked", "options"}],
+               "memory_bytes", "phase", "kept_bytes", "seconds", "tokens_per_second", "fits", "measured", "options"}],
      "changes": {"8": "..."}, "notes": ["..."]}
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
@@ -135,7 +135,7 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
                 "fits": row.fits,
-                "looked": row.is_measured,
+                "measured": row.is_measured,
                 "options": {name: _option_json(value) for name, value in row.options.items()},
             }
             for row in plan.rows

@@ -226,8 +226,8 @@ def _extra_values(
     return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, made, "result")] if made else found
 
 
-BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "behind the layers"
-OTHER_LAYERS_ORIGIN = "gradients of layers that are alike"
+BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"
+OTHER_LAYERS_ORIGIN = "gradients of equal layers"
 
 
 def _layer_starts(walk: LivenessWalk) -> list[tuple[str, int]]:

@@ -43,12 +43,12 @@ Constraints
   4 ranks divide the 4 heads (dim 1)
 
 Rewrites
-  nodes  pass             at                                                        what and why
--------  ---------------  --------------------------------------------------------  ---------------------------------------------------
-      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                                    whole sequence
-      2  ulysses          backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, 1 back
-      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
+  nodes  pass             at                                                        rewrite and reason
+-------  ---------------  --------------------------------------------------------  --------------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the full
+                                                                                    sequence
+      2  ulysses          backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 operands in 1 all-to-all, the result in 1
+      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  adds the partial sums of the ranks
 
 Attention, predicted
 2 x batch 1, 4 heads x 4, 64 positions, causal
@@ -85,18 +85,18 @@ Constraints
   sequence of 10: 3 positions a rank, padded to 4 * 3
 
 Rewrites
-  nodes  pass             at                                                        what and why
--------  ---------------  --------------------------------------------------------  -------------------------------------------------------
-      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the
-                                                                                    whole sequence
+  nodes  pass             at                                                        rewrite and reason
+-------  ---------------  --------------------------------------------------------  --------------------------------------------------------
+      1  mean             backend/test_explain.py:26: return F.cross_entropy(se...  the sum over all ranks, divided by the count of the full
+                                                                                    sequence
       2  ring             backend/test_explain.py:25: x = x + F.scaled_dot_prod...  3 shifts of keys and values forward, at most 7 backward
-      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  partial sums of the ranks added
+      1  reduce_partials  backend/test_explain.py:26: return F.cross_entropy(se...  adds the partial sums of the ranks
 
 Attention, predicted
 2 x batch 1, 2 heads x 8, 10 positions, causal
 attention    U x R    layout           forward ms    backward ms    total ms    memory MiB  why
 -----------  -------  -------------  ------------  -------------  ----------  ------------  -----------------------------------
-ring         1 x 4    contiguous            1.603          1.907       3.510         0.005  chosen: asked for
+ring         1 x 4    contiguous            1.603          1.907       3.510         0.005  chosen: requested
 gather       1 x 4    contiguous            0.603          0.906       1.509         0.003  -57.0%
 hybrid       2 x 2    contiguous            1.202          1.503       2.705         0.005  -22.9%
 gather       1 x 4    zigzag, moved         1.803          2.406       4.209         0.003  +19.9%

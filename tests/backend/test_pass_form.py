@@ -19,16 +19,16 @@ import sp_compile
 from sp_compile import passes
 from sp_compile.lowering.base.errors import SpError
 from sp_compile.passes import PASSES, Pass, PassContext, check_pass_order, iterate_passes, make_settings, register_pass
-from sp_compile.passes.base import CAPTURED_WORD, CanonicalPass, CollectivePass, order_passes, registered_passes
+from sp_compile.passes.base import CAPTURED_PROPERTIES, CanonicalPass, CollectivePass, order_passes, registered_passes
 from sp_compile.passes.boundary.add_tokens import VALIDATED, BoundaryPasses
 from sp_compile.passes.context import NoteKind, runs_by_pass
 from sp_compile.passes.graph.edit import copy_graph
 from sp_compile.passes.graph.node_info import clear_node_info, node_info, set_node_info
-from sp_compile.passes.joint.joint import JOINT_WORD, JointPasses
+from sp_compile.passes.joint.joint import JOINT_PROPERTIES, JointPasses
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.pipeline import Pipeline, strategy_passes
 
-BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_WORD, PartitionedPasses: CAPTURED_WORD}
+BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_PROPERTIES, PartitionedPasses: CAPTURED_PROPERTIES}
 """What runs behind the pipeline, and what it is given."""
 
 
@@ -90,7 +90,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    every = {Pipeline: CAPTURED_WORD, **BEHIND}
+    every = {Pipeline: CAPTURED_PROPERTIES, **BEHIND}
     kind = next(one for one in every if {first, second} <= {part.name for part in iterate_passes(one)})
     order = list(iterate_passes(kind))
     names = [one.name for one in order]
@@ -116,7 +116,7 @@ def test_passes_that_require_each_other_are_refused() -> None:
 
     with pytest.raises(ValueError, match="require each other"):
         order_passes((A, B))
-    with pytest.raises(ValueError, match="no pass before it provides"):
+    with pytest.raises(ValueError, match="no earlier pass provides"):
         check_pass_order((A,))
 
 
@@ -282,79 +282,76 @@ def convolved(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are no scan: a state that is not affine"),
-    "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are no scan: steps that differ"),
+    "tanh": (step_by_step(lambda h, x, t: torch.tanh(h * x)), "8 steps are not a scan: a state that is not affine"),
+    "steps": (step_by_step(lambda h, x, t: h * x if t % 2 else h + x), "8 steps are not a scan: steps that differ"),
     "flips of two dims": (
         lambda x: x.flip(1).cumsum(1).flip(1, 2),
         "not rewrite_scan_idioms .* other dims than 1 are flipped",
     ),
     "a scan read before it is flipped back": (
         lambda x: (s := x.flip(1).cumsum(1)).flip(1) + s,
-        r"not rewrite_scan_idioms .* something else reads the scan \(cumsum\)",
+        r"not rewrite_scan_idioms .* another op reads the scan \(cumsum\)",
     ),
     "a recurrence read before it is flipped back": (
         lambda x: (h := step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1))).flip(1) + h,
-        r"not rewrite_scan_idioms .* something else reads the scan \(linear_scan_default\)",
+        r"not rewrite_scan_idioms .* another op reads the scan \(linear_scan_default\)",
     ),
     "a recurrence of flipped rows": (
         lambda x: step_by_step(lambda h, x, t: x.sigmoid() * h + x)(x.flip(1)).flip(1),
-        "not rewrite_scan_idioms .* what it scans is computed of flipped rows",
+        "not rewrite_scan_idioms .* its operand is computed from flipped rows",
     ),
     "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
-    "rows read on the way": (
-        lambda x: rows(x, read=True),
-        "not stack_written_rows .* something else reads select_scatter",
-    ),
+    "rows read on the way": (lambda x: rows(x, read=True), "not stack_written_rows .* another op reads select_scatter"),
     "tiled heads": (
         lambda x: F.scaled_dot_product_attention(groups(x).repeat(1, 2, 1, 1), *[groups(x).repeat(1, 2, 1, 1)] * 2),
-        "not group_key_heads .* its copies are of all heads in turn",
+        "not group_key_heads .* it repeats the list of heads",
     ),
     "repeated keys alone": (
         lambda x: F.scaled_dot_product_attention(
             *[groups(x).repeat_interleave(2, 1)] * 2, groups(x).repeat_interleave(2, 1) + 1
         ),
-        "not group_key_heads .* one of them alone is repeated here",
+        "not group_key_heads .* only one of them is repeated",
     ),
     "a window beside its padding": (convolved, "not fold_paddings it reads pad with its padding"),
     "a flattened repetition": (
         lambda x: x.repeat_interleave(2),
-        "not normalize_repeats without a dim it repeats the flattened",
+        "not normalize_repeats without dim= it repeats the flattened",
     ),
 }
 """Of (2, 8, 4), along dim 1."""
 
 REFUSED = {
-    "sine": (attention(lambda s: s.sin().softmax(-1)), r"sin \(aten.sin.default\) stands between"),
+    "sine": (attention(lambda s: s.sin().softmax(-1)), r"sin \(aten.sin.default\) is between"),
     "columns": (attention(lambda s: s.softmax(-2)), "not fuse_eager_attention the softmax is along dim 2, and"),
     "read twice": (
         lambda x: (p := (x @ x.mT).softmax(-1)) @ x + p.sum(),
-        "not fuse_eager_attention something else reads the probabilities",
+        "not fuse_eager_attention another op reads the probabilities",
     ),
     "overflow": (
         attention(lambda s: (e := s.exp()) / e.sum(-1, keepdim=True)),
-        "not fuse_eager_attention exp of scores from which the greatest of the row is not taken overflows",
+        "not fuse_eager_attention exp of scores overflows without subtraction",
     ),
     "log-sum-exp": (
         lambda x: ((s := x @ x.mT).softmax(-1) @ x) * s.logsumexp(-1)[..., None],
-        r"not fuse_eager_attention its log-sum-exp \(logsumexp\) is read, and not as by sinks",
+        r"not fuse_eager_attention its log-sum-exp \(logsumexp\) is read, and not only as out",
     ),
     "bias": (masked(lambda x: -grid(x)[1][None].float()), "a bias of other numbers than 0 and fills"),
     "pairs": (
         masked(lambda x: x[0, 0] @ x[0, 0].T > 0),
-        r"the mask stays data: \w+ .* holds torch.float32 that no position gives",
+        r"the mask remains a tensor: \w+ .* contains torch.float32 values that do not depend on a position",
     ),
     "op": (
         masked(lambda x: torch.arange(x.shape[-2])[:, None] ^ torch.arange(x.shape[-2]) > 1),
-        r"the mask stays data: \w+ \(aten.__xor__.Tensor\) works on the bits of integers",
+        r"the mask remains a tensor: \w+ \(aten.__xor__.Tensor\) is a bitwise op on integers",
     ),
     "batches": (
         masked(lambda x: grid(x)[1] <= grid(x)[0] + (torch.arange(x.shape[0]) * x.shape[1])[:, None, None, None]),
-        "the mask stays data: it differs between heads or batches",
+        "the mask remains a tensor: it differs between heads or batches",
     ),
     "heads": (
         masked(lambda x: grid(x)[1] <= grid(x)[0] + torch.arange(x.shape[1])[:, None, None]),
-        "the mask stays data: it differs between heads",
+        "the mask remains a tensor: it differs between heads",
     ),
 }
 

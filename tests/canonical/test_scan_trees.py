@@ -122,7 +122,7 @@ def test_what_is_found_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
 
-    with pytest.raises(sp_compile.SpError, match=r"there is cond at .*test_scan_trees.py:\d+.*are not looked into"):
+    with pytest.raises(sp_compile.SpError, match=r"there is cond at .*test_scan_trees.py:\d+.*are not analyzed"):
         sp_compile.explain(Branches(), torch.randn(2, 4, 4))
 
 

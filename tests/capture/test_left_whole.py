@@ -174,8 +174,8 @@ def test_what_runs_whole(ranks: Ranks) -> None:
         check(outcomes)
     assert [words for _, words in others] == [[]]
     assert len(told) == len(WHOLE)
-    assert all("test_left_whole.py" in words and "runs whole on every rank" in words for words in told)
-    reasons = "torch cannot trace it", "under no_grad", "out of the compiled region", "register a derivative"
+    assert all("test_left_whole.py" in words and "runs unsplit on every rank" in words for words in told)
+    reasons = "torch cannot trace its forward", "under no_grad", "out of the compiled region", "register a derivative"
     for words, reason in zip(told, reasons, strict=True):
         assert reason in words
 

@@ -102,7 +102,7 @@ class Normed(nn.Module):
 def test_rows_of_a_table_that_are_renormalised(bag):
     ids = torch.randint(0, 5, (2, 9))
     with pytest.raises(
-        sp_compile.SpError, match=r"SP224.*Leave max_norm out, and call torch.embedding_renorm_ under no_grad"
+        sp_compile.SpError, match=r"SP224.*Omit max_norm, and call torch.embedding_renorm_ under no_grad"
     ):
         sp_compile.verify(Normed(bag).double(), ids, sp=2, fallback="error")
     report = sp_compile.verify(Normed(bag).double(), ids, sp=2)

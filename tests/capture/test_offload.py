@@ -320,7 +320,7 @@ def test_auto_takes_no_more_than_a_share_that_fits(part: float) -> None:
 def test_a_report_says_what_waits_on_the_host() -> None:
     """Where copies are slow they follow one another, and nothing hides them."""
     report = explained("chain", offload=0.5)
-    assert "wait in the host's memory" in str(report)
+    assert "are copied to the host" in str(report)
     assert report.step is not None
     assert report.step.offloaded is not None
     assert report.step.saved == report.step.offloaded.kept

@@ -29,11 +29,12 @@ def test_table() -> None:
     assert lines[-1].endswith("4 ranks do not divide 6 query heads")
     assert "zigzag, moved" in candidate_table(found, chosen)
     other = next(c for c in found if c != chosen and c.legal is None)
-    assert "chosen: asked for" in candidate_table(found, other)
-    assert "chosen: asked for" in candidate_table(found, chosen, asked=True)  # it may be the fastest, too
+    assert "chosen: requested" in candidate_table(found, other)
+    assert "chosen: requested" in candidate_table(found, chosen, asked=True)  # it may be the fastest, too
     tied = [candidate("ring", 1.0, 4), candidate("ulysses", 1.04)]
-    assert "chosen: within 5 % of ring 1 x 4, as many collectives, and ulysses is preferred to" in candidate_table(
-        tied, tied[1]
+    assert (
+        "chosen: within 5 % of ring 1 x 4, same number of collectives, and ulysses is preferred to"
+        in candidate_table(tied, tied[1])
     )
     tied = [candidate("ring", 1.0, 6), candidate("ulysses", 1.04)]
     assert "chosen: within 5 % of ring 1 x 4, 4 collectives instead of 6" in candidate_table(tied, tied[1])
@@ -44,7 +45,7 @@ def test_report() -> None:
     found = all_candidates(s, GPU)
     one = Decision(s, found, choose_attention(found))
     assert [d.nodes for d in merge_decisions([one, one, one])] == [3]
-    assert "chosen: asked for" in str(replace(one, requested=True))
+    assert "chosen: requested" in str(replace(one, requested=True))
     report, other = Report(n=2, attention=[one]), Report(n=2, attention=[one])
     report.merge(other)
     assert [d.nodes for d in report.attention] == [2]

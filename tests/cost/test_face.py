@@ -256,7 +256,7 @@ def test_a_page_says_what_waits_on_the_host() -> None:
     whole = report()
     assert whole.step is not None
     whole.step.graphs[0].offloaded = HostValues(1, 2048, 1024, 0.5, 0.25)
-    said = "Of 3.0 KiB kept for the backward 2.0 KiB wait in the host's memory; copies take 0.5 s each way, 0.25 s of"
+    said = "Of 3.0 KiB saved for the backward 2.0 KiB are copied to the host; copies take 0.5 s each way, 0.25 s of"
     assert said in Page(page(report_json(whole))).text.replace("\n", "")
     assert "host" not in Page(page(report_json(report()))).text
 

@@ -52,7 +52,7 @@ def test_weights_and_gradients_are_whole() -> None:
     (memory,) = roomy().memory
     nbytes = sum(p.numel() * p.element_size() for p in seeded(partial(Decoder, layers=2)).parameters())
     assert (memory.weights, memory.gradients) == (nbytes, nbytes)
-    assert "are left for an attention" in str(roomy())
+    assert "are available for an attention" in str(roomy())
 
 
 def test_what_is_kept_is_a_share() -> None:
@@ -83,7 +83,7 @@ def test_auto_takes_what_fits() -> None:
     same = (fast.kind, fast.ulysses, fast.layout)
     refused = next(c for c in found.candidates if (c.kind, c.ulysses, c.layout) == same)
     assert refused.legal is not None
-    assert "MiB left" in refused.legal
+    assert "MiB available" in refused.legal
 
 
 @pytest.mark.sampled(every=4)
@@ -95,7 +95,7 @@ def test_nothing_fits(options: dict[str, Any]) -> None:
     (decision,) = report.attention
     allowed = [c for c in decision.candidates if not c.fits and c.kind in (options.get("attention"), c.kind)]
     assert decision.chosen.memory == min(c.memory for c in allowed if options.get("attention") in (None, c.kind))
-    assert "chosen: needs least" in str(report)
+    assert "chosen: needs the least memory" in str(report)
 
 
 def test_the_rest_alone_is_too_large() -> None:
@@ -109,7 +109,7 @@ def test_the_rest_alone_is_too_large() -> None:
 def test_text() -> None:
     memory = RankMemory(device=80 * GIB, weights=15 * GIB, gradients=15 * GIB, saved=8 * GIB)
     assert str(memory) == (
-        "weights 15.0 GiB, gradients 15.0 GiB, kept for the backward 8.0 GiB; 42.0 of 80.0 GiB are left for an attention"
+        "weights 15.0 GiB, gradients 15.0 GiB, saved for the backward 8.0 GiB; 42.0 of 80.0 GiB are available for an attention"
     )
     assert math.isinf(RankMemory(device=math.inf, weights=1, gradients=1, saved=1).available)
 

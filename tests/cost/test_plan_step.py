@@ -65,7 +65,7 @@ def test_a_state_that_does_not_fit_is_said_without_a_look() -> None:
     assert not plan.rows
     assert set(plan.changes) == {1, 2, 8}
     with pytest.raises(
-        SpError, match=r"SP723.*8 ranks: parameters, gradients and the optimizer's state alone are .* KB in"
+        SpError, match=r"SP723.*8 ranks: sharded parameters, gradients and optimizer state alone need .* KB"
     ):
         _ = plan.best
 
@@ -103,11 +103,16 @@ def test_what_does_not_fit_goes_to_the_host_or_is_said() -> None:
     assert plan.best.options["offload"] == plan.best.offload < 1
     assert plan.of(1) is None
     assert list(plan.changes) == [1]
-    for word in ("1 ranks: the least is", "100% of what is kept on the host", "too much", "it fits on 2"):
+    for word in (
+        "1 ranks: the smallest plan needs",
+        "100% of the saved values on the host",
+        "too much",
+        "it fits on 2",
+    ):
         assert word in plan.changes[1]
     assert plan.changes[1] in str(plan)
     alone = [row for row in plan.rows if row.ranks == 1]
-    with pytest.raises(SpError, match="SP723: plan: nothing fits: 1 ranks: the least is"):
+    with pytest.raises(SpError, match="SP723: plan: nothing fits: 1 ranks: the smallest plan needs"):
         _ = StepPlan(plan.memory, plan.weights, alone, plan.changes).best
 
 
@@ -258,7 +263,7 @@ def test_what_waits_on_the_host_is_shown_beside_what_it_has() -> None:
     assert (plan_json(plan)["host_memory_bytes"], plan_json(plan)["ways"][0]["host_bytes"]) == (200e6, 120e6)
     words = plan_module._required_change(mock.Mock(**{"constant.return_value": 1.0}), replace(plan, memory=400e6), 2)
     assert "too much" not in words
-    assert "120.0 MB wait on the host, which has 200.0 MB for a rank" in words
+    assert "120.0 MB are offloaded; the host has 200.0 MB a rank" in words
     with pytest.raises(SpError, match=r"SP722: host_memory.*'much'"):
         sp_compile.plan(nn.Linear(2, 2), (), host_memory="much")
 
@@ -454,10 +459,12 @@ def test_what_would_have_to_change() -> None:
     plan = StepPlan(100e6, ModelBytes(1, 1, 0, 1), [replace(small, memory=1e9), small, *more], unit=parse_unit("100MB"))
     planner = mock.Mock(**{"largest_value.return_value": "a line", "constant.return_value": 1.0})
     words = plan_module._required_change(planner, plan, 2)
-    assert words.startswith("2 ranks: the least is 300.0 MB (ring, as written, state sharded, tiles auto, 0% of what")
-    assert "200.0 MB too much, in its loss; the largest there: a line; it fits on 16; take more ranks or" in words
+    assert words.startswith(
+        "2 ranks: the smallest plan needs 300.0 MB (ring, as written, state sharded, tiles auto, 0% of the"
+    )
+    assert "200.0 MB too much, in its loss; the largest value there: a line; it fits on 16; use more ranks or" in words
     planner.constant.return_value = 101e6
-    assert "state alone are 101.0 MB in shards; it fits on 16" in plan_module._required_change(planner, plan, 2)
+    assert "state alone need 101.0 MB; it fits on 16" in plan_module._required_change(planner, plan, 2)
 
 
 def ways_looked_at(fits: bool, model: nn.Module, own: bool = False, **options: Any) -> tuple[list[Any], StepPlan]:
@@ -496,8 +503,8 @@ def test_what_is_not_tried_is_said() -> None:
     assert "no list of blocks" in str(plan)
     ways, plan = ways_looked_at(False, decoder(), own=True)
     assert ways == [(False, "auto"), (False, TILE_COUNTS)]
-    assert "the model's own checkpoints are kept as they are" in str(plan)
-    with pytest.raises(SpError, match="own checkpoints are kept"):
+    assert "the model's own checkpoints do not change" in str(plan)
+    with pytest.raises(SpError, match="own checkpoints do not change"):
         _ = plan.best
     assert not ways_looked_at(True, nn.Linear(8, 8))[1].notes
 

@@ -157,7 +157,7 @@ def test_a_step_of_a_decoder() -> None:
     assert step.in_shards(2) - step.in_shards(4) == 3 * nbytes / 4, "weights and the optimizer's two"
     assert 3 * nbytes / 4 <= step.fsdp(2) - step.fsdp(4) <= nbytes, "and gradients, as far as they are made"
     text = step.text(2)
-    assert "kept for the backward" in text
+    assert "saved for the backward" in text
     assert "support/models.py" in text
 
 

@@ -28,7 +28,7 @@ def refusals() -> list[tuple[Callable[[], Any], str]]:
         (lambda: segmented_scan(x, n[..., 0], 1), "got [3, 5]. View them as [3, 5, 1]."),
         (lambda: segmented_scan(x, n[:, :1], 1), "got [3, 1, 2]"),
         (lambda: segmented_scan(x, ids.float(), 1), "SP505: segmented_scan: segment_ids: expected integers, got torch.float32"),
-        (lambda: segmented_scan(x, ids > 1, 1), "got torch.bool. Make ids of the flags"),
+        (lambda: segmented_scan(x, ids > 1, 1), "got torch.bool. Convert flags of first"),
         (lambda: segmented_scan(x, ids.to("meta"), 1), "SP506: segmented_scan"),
         (lambda: linear_scan(n, n, 1), "SP505: linear_scan"),
         (lambda: linear_scan(x, x[:2], 1), "SP504: linear_scan: a, b: expected shapes that broadcast, got [3, 5, 2] and [2, 5, 2]"),

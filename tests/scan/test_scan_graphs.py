@@ -242,7 +242,7 @@ Constraints
   sequence of 7: 4 positions a rank, padded to 2 * 4
 
 Rewrites
-  nodes  pass         at                   what and why
+  nodes  pass         at                   rewrite and reason
 -------  -----------  -------------------  ----------------------------------------------------
       1  shard_scans  unknown source line  exclusive sum of 7 positions: 1 all-gather of 32 B a
                                            rank

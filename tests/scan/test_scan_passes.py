@@ -47,8 +47,8 @@ def test_complex_numbers_are_gathered():
     gm = captured(lambda x: (x * 2j).cumsum(1), x)
     local = sp_compile.parallelize(gm, sp=2)
     assert local.meta["sp_report"].count("unshard") == 1
-    assert "there is no scan of torch.complex" in str(local.meta["sp_report"])
-    with pytest.raises(SpError, match="every position needs what all before it combine to"):
+    assert "scans do not support torch.complex" in str(local.meta["sp_report"])
+    with pytest.raises(SpError, match="every position needs the reduction of all positions before it"):
         sp_compile.parallelize(captured(lambda x: (x * 2j).cumsum(1), x), sp=2, fallback="error")
 
 

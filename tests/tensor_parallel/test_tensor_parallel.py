@@ -192,7 +192,7 @@ def test_a_rank_that_compiles_alone_is_an_error(ranks: Ranks) -> None:
 def test_explain_shows_the_mode_of_every_layer() -> None:
     with mp.get_context("spawn").Pool(1) as pool:
         text = pool.apply(_explained_alone)
-    assert text.startswith("tensor-parallel groups of 2 ranks; no other ranks split the sequence\n")
+    assert text.startswith("tensor-parallel groups of 2 ranks; the sequence is not split\n")
     assert text.count("scattered") == 4
 
 

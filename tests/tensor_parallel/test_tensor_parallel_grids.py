@@ -212,7 +212,7 @@ def equal_in_one_row() -> tuple[float, str]:
 def test_groups_of_a_grid_scatter_the_same_layers(ranks: Ranks) -> None:
     for error, text in ranks.run(4, equal_in_one_row):
         assert error < 1e-12
-        assert "the ranks' programs differ" in " ".join(text.split())
+        assert "the programs of the ranks differ" in " ".join(text.split())
 
 
 def rows_of_one_half_differ() -> float:

@@ -97,7 +97,7 @@ def _compile(machine: str, operand: str, result: str) -> Callable[[bytes], None]
     try:
         kernel = compile_cpp(types + source, CPP_FLAGS).scan
     except Exception as error:  # of the compiler, the loader or the file system: other implementations remain
-        warnings.warn(f"scans on this CPU are slow, their C++ was not compiled: {error}", stacklevel=2)
+        warnings.warn(f"scans on this CPU are slow, as their C++ kernels were not compiled: {error}", stacklevel=2)
         return None
     kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
     return kernel

@@ -172,7 +172,6 @@ def _compile_program(fn: Callable[..., Any], xs: list[Tensor], lengths: list[tup
     except Exception as error:
         _failed = True
         warnings.warn(
-            f"attention's scores are computed densely from now on: flex_attention cannot be compiled here ({error})",
-            stacklevel=2,
+            f"attention scores are computed densely: flex_attention cannot be compiled here ({error})", stacklevel=2
         )
         raise CannotCompileError("SP432", f"flex_attention cannot be compiled here: {error}.") from error

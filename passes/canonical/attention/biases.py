@@ -98,23 +98,23 @@ class BiasReader:
         if len(found) == 1 and found[0][1].is_integer:
             value = found[0][1]
             if value.has(AppliedUndef) or value.free_symbols - set(_BIAS_SYMBOLS):
-                raise NotSymbolic("reads more than the places of a query and a key", node)
+                raise NotSymbolic("reads more than the positions of a query and a key", node)
             return BiasElement(value.xreplace(_BIAS_SYMBOLS))
         if not all(v == 0 or (v.is_number and v <= self.least) for _, v in found):
-            raise NotSymbolic("has other cases than zeros and fills", node)
+            raise NotSymbolic("has cases other than zeros and fills", node)
         allowed = Or(*(c for c, v in found if v == 0))
         return BiasElement(sympy.Integer(0), allowed, any(v.is_finite for _, v in found if v != 0))
 
     def _head_element(self, node: Node) -> sympy.Expr:
         if carries_gradient(node):
-            raise NotSymbolic("may need a gradient, which no text about scores gives", node)
+            raise NotSymbolic("may need a gradient, which a score text does not support", node)
         if node not in self.heads:
             self.heads.append(node)
         return score.score_symbol(f"head{self.heads.index(node)}")
 
     def _computed_element(self, node: Node, at: Coords) -> BiasElement:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            raise NotSymbolic("is nothing that a place or a head gives", node)
+            raise NotSymbolic("does not depend on positions and heads only", node)
         if node.meta["val"].dtype != self.dtype or self.dtype in HALF:
             raise NotSymbolic(f"is rounded to {node.meta['val'].dtype}", node)
         moved = map_coordinates(node, at)
@@ -140,7 +140,7 @@ class BiasReader:
         if name is aten.masked_fill:
             return self._chosen_element(self._condition(call["mask"], at), operand("value"), operand("self"), node)
         if name not in _BIAS_OPS or call.get("rounding_mode") is not None:
-            raise NotSymbolic("is no sum, product or choice of what places and heads give", node)
+            raise NotSymbolic("is not a sum, product or where of positions and heads", node)
         given = [operand(n) for n in ("self", "other") if n in call.args]
         if any(x.allowed != sympy.true for x in given):
             raise NotSymbolic("computes with fills", node)
@@ -148,7 +148,7 @@ class BiasReader:
             raise NotSymbolic("divides by a position", node)
         value = _BIAS_OPS[name](*(x.value for x in given))
         if any(_may_round(term) for each in value.atoms(sympy.Add) for term in each.args):
-            raise NotSymbolic("would be rounded otherwise as text", node)
+            raise NotSymbolic("would be rounded differently as text", node)
         return BiasElement(value)
 
     def _condition(self, x: Node, at: Coords) -> Boolean:
@@ -156,7 +156,7 @@ class BiasReader:
 
     def _sum(self, a: BiasElement, b: BiasElement, times: sympy.Expr, node: Node) -> BiasElement:
         if b.allowed != sympy.true and times != 1:
-            raise NotSymbolic("takes fills away", node)
+            raise NotSymbolic("subtracts fills", node)
         return BiasElement(a.value + times * b.value, And(a.allowed, b.allowed), a.finite or b.finite)
 
     def _chosen_element(self, condition: Boolean, yes: BiasElement, no: BiasElement, node: Node) -> BiasElement:
@@ -164,7 +164,7 @@ class BiasReader:
         for fill, other, allowed in ((yes, no, Not(condition)), (no, yes, condition)):
             if fill.value.is_number and fill.value <= self.least:
                 return BiasElement(other.value, And(other.allowed, allowed), other.finite or bool(fill.value.is_finite))
-        raise NotSymbolic("chooses between two biases", node)
+        raise NotSymbolic("selects one of two biases", node)
 
 
 def _may_round(term: sympy.Expr) -> bool:
@@ -176,7 +176,7 @@ def _may_round(term: sympy.Expr) -> bool:
 def _parse_number(x: Any) -> sympy.Expr:
     """Convert a Python scalar to an expression. Raises NotSymbolic for NaN and other types."""
     if isinstance(x, bool) or not isinstance(x, int | float) or x != x:
-        raise NotSymbolic(f"a bias takes {x!r}")
+        raise NotSymbolic(f"a bias has the operand {x!r}")
     if isinstance(x, float):
         return sympy.Rational(repr(x)) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)
     return sympy.Integer(x)

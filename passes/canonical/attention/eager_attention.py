@@ -65,8 +65,8 @@ class WeightChain:
 class FuseEagerAttention(CanonicalPass):
     """Replacement of every eager attention around a softmax."""
 
-    requires = frozenset({"explicit", "loops are rolled"})
-    provides = frozenset({"canonical", "attention is fused"})
+    requires = frozenset({"normalized", "rolled loops"})
+    provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -86,14 +86,14 @@ class FuseEagerAttention(CanonicalPass):
         if x.meta["val"].ndim < 3:
             return f"a softmax of {x.meta['val'].ndim} dims"
         if len(softmax.users) != 1:
-            return "something else reads the probabilities"
+            return "another op reads the probabilities"
         lse = _match_lse(x, softmax) if keys == x.meta["val"].ndim - 1 else None
         reading = match_readers(x, keys, *([lse] if lse is not None else []), *found.readers)
         scores = match_scores(reading.scores, keys, *reading.readers)
         if scores is None:
             return scores_refusal(reading.scores)
         if (reading.sinks is not None or lse is not None) and not is_identity(scores.order):
-            return "sinks stand beside scores whose last dims are not queries and keys"
+            return "sinks are concatenated to scores whose last dims are not queries and keys"
         weights = _match_weights(softmax, reading, scores.order)
         if weights.product is None or weights.last is None:
             return _values_refusal(weights.last, scores.order[-1])
@@ -102,13 +102,13 @@ class FuseEagerAttention(CanonicalPass):
         if lse is not None:
             sunk = match_lse_sinks(last, lse) if not reading.chain else None
             if sunk is None:
-                return f"its log-sum-exp ({lse.name}) is read, and not as by sinks: out * sigmoid(lse - sinks)"
+                return f"its log-sum-exp ({lse.name}) is read, and not only as out * sigmoid(lse - sinks)"
             chain, sinks, last = sorted({*chain, last, *sunk.chain} - {sunk.result}), sunk.sinks, sunk.result
         operands = _attention_operands(scores.product, weights.product, chain)
         if operands is None:
             return "softmax in less precision than the values, or operands that broadcast"
         if not _has_sink_per_head(sinks, reading, scores):
-            return "its sinks are not a number of each head"
+            return "its sinks are not one number per head"
         if not _can_scale_query(scores, operands[0]):
             return "the scores are scaled in another dtype"
         if operands[0].node.meta["val"].dtype not in HALF and not has_same_autocast([*chain, last]):
@@ -117,8 +117,8 @@ class FuseEagerAttention(CanonicalPass):
             out = self._attention(scores, weights, operands, sinks, last)
         if out is None:
             if scores.gate is not None:
-                return "it is multiplied with no mask, or not filled where that is 0: use masked_fill(mask, -inf)"
-            return "a mask of finite fills under which a query may attend to nothing, or a bias that may hold fills"
+                return "it is multiplied by a value that is no mask, or not filled: use masked_fill(mask, -inf)"
+            return "a mask of finite fills under which a query may attend to nothing, or a bias that may contain fills"
         last.replace_all_uses_with(out)
         self.erase([*chain, last])
         return None
@@ -281,7 +281,7 @@ def _values_refusal(last: Node | None, keys: int) -> str:
     along = {f.order[-1] for f in (product.left, product.right) if _is_softmax(f.node)} if product is not None else ()
     if along and keys not in along:
         return f"the softmax is along dim {keys}, and the product with the probabilities along another"
-    return "something else than values is multiplied with the probabilities, or reads them"
+    return "an operand other than the values is multiplied by the probabilities, or another op reads them"
 
 
 def _is_softmax(node: Node) -> bool:

@@ -77,7 +77,7 @@ def _normalize_index(p: ElementReader, index: Any, extent: Size) -> sympy.Expr:
     if p.box.is_nonnegative(-at - 1):
         at = at + extent
     if not p.box.is_nonnegative(at) or not p.box.is_nonnegative(extent - at):  # torch would clamp it
-        raise NotSymbolic(f"cuts at {at}, which might be outside of its {extent} rows")
+        raise NotSymbolic(f"cuts at {at}, which may be out of range for its {extent} rows")
     return at
 
 
@@ -111,7 +111,7 @@ def _piecewise_element(p: ElementReader, parts: list[Any], at: Coords, dim: int)
 def _first_match(found: list[tuple[Any, Element]]) -> Element:
     """Return the value of the first condition that holds; the last value is the default."""
     if not found:
-        raise NotSymbolic("is read behind its last piece")
+        raise NotSymbolic("is read after its last piece")
     value = found[-1][1]
     for condition, piece in reversed(found[:-1]):
         value = select_element(condition, piece, value)
@@ -133,7 +133,7 @@ def _index_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     for index, extent in zip(indices, call.shape("self")):
         coords.append(next(kept) if index is None else p.integer(p.operand(index, chosen)))
         if index is not None and not p.box.is_within(coords[-1], extent):
-            raise NotSymbolic(f"is indexed by {coords[-1]}, which might be outside of its {extent} rows")
+            raise NotSymbolic(f"is indexed by {coords[-1]}, which may be out of range for its {extent} rows")
     return p.at(call["self"], coords)
 
 
@@ -148,7 +148,7 @@ def _triangle_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
 def _diff_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     dim = call.dim()
     if call["n"] != 1 or (call["append"] is not None and call["prepend"] is None):
-        raise NotSymbolic("takes differences of differences, or with rows behind it alone")
+        raise NotSymbolic("computes differences of differences, or only with appended rows")
     parts = [x for x in (call["prepend"], call["self"], call["append"]) if x is not None]
     here, there = ((*at[:dim], at[dim] + i, *at[dim + 1 :]) for i in (0, 1))
     return apply_by_cases(
@@ -162,7 +162,7 @@ def _cumsum_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     dim = call.dim()
     each = as_cases(p.at(call.operands[0], at))
     if len(each) != 1 or not each[0][1].is_number:
-        raise NotSymbolic("sums up what is no constant")
+        raise NotSymbolic("sums a value that is not constant")
     return ((sympy.true, sympy.expand(each[0][1] * (at[dim] + 1))),)
 
 
@@ -197,10 +197,10 @@ def _divide_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     name = schema_of(call.node.target).name
     rounds = call.get("rounding_mode") == "floor" or "div" not in name or "floor" in name
     if call.node.meta["val"].dtype.is_floating_point or not all(v.is_Integer and v > 0 for _, v in as_cases(b)):
-        raise NotSymbolic("divides floats, or by what is no positive constant")
+        raise NotSymbolic("divides floats, or by a value that is not a positive constant")
     truncates = call.get("rounding_mode") == "trunc" and all(p.box.is_nonnegative(v) for _, v in as_cases(a))
     if not rounds and not truncates:
-        raise NotSymbolic("truncates what may be negative")
+        raise NotSymbolic("truncates a value that may be negative")
     return apply_by_cases(lambda x, y: sympy.Mod(x, y) if "rem" in name else sympy.floor(x / y), a, b)
 
 
@@ -237,7 +237,7 @@ def _logical_element(function: Callable[..., Any], *names: str) -> None:
         """Return one element of a logical operation, as a condition."""
         bitwise = not schema_of(call.node.target).name.startswith("aten::logical")
         if bitwise and call.node.meta["val"].dtype != torch.bool:
-            raise NotSymbolic("works on the bits of integers")
+            raise NotSymbolic("is a bitwise op on integers")
         return function(*(as_truth(p.operand(call[n], at)) for n in ("self", "other") if n in call.args))
 
     element_handler(*names)(handler)
@@ -252,7 +252,7 @@ _logical_element(Not, "bitwise_not", "logical_not")
 @element_handler("where")
 def _where_element(p: ElementReader, call: OpCall, at: Coords) -> Element:
     if "self" not in call.args:
-        raise NotSymbolic("lists where its condition holds")
+        raise NotSymbolic("returns the indices of a condition")
     yes, no = (p.operand(call[name], at) for name in ("self", "other"))
     return select_element(as_truth(p.operand(call["condition"], at)), yes, no)
 

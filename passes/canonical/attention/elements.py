@@ -115,7 +115,7 @@ class ElementReader:
         """Return an element of one result of a split, a chunk or an unbind."""
         dim, start = piece.dim, piece.start
         if not isinstance(start, int):
-            raise NotSymbolic(f"begins at {start}")
+            raise NotSymbolic(f"starts at {start}")
         here, rest = (
             (start + coords[dim], coords[dim + 1 :]) if piece.keeps_dim else (sympy.Integer(start), coords[dim:])
         )
@@ -124,11 +124,11 @@ class ElementReader:
     def _leaf(self, node: Node, coords: Coords) -> Element:
         value = node.meta["val"]
         if value.dtype not in LEAF_DTYPES:
-            raise NotSymbolic(f"holds {value.dtype} that no position gives")
+            raise NotSymbolic(f"contains {value.dtype} values that do not depend on a position")
         which = [self._index(c, s) for c, s in zip(coords, as_sizes(value.shape))]
         used = [index for index in which if index is not None]
         if len(set(used)) < len(used) or {QUERY_INDEX, KEY_INDEX} <= set(used):
-            raise NotSymbolic("belongs to a query and a key at once")
+            raise NotSymbolic("depends on a query and a key")
         function = sympy.Function(f"leaf_{node.name}", integer=True)
         self.leaves[f"leaf_{node.name}"] = node
         element = function(*coords)
@@ -136,7 +136,7 @@ class ElementReader:
 
     def _index(self, coord: sympy.Expr, extent: Any) -> sympy.Symbol | None:
         """Return the index that the coordinate runs over, or None if it is constant. Raises NotSymbolic."""
-        outside = NotSymbolic(f"is read at {coord} of {extent}, which is no row that a query, a key or a batch has")
+        outside = NotSymbolic(f"is read at {coord} of {extent}, which is not the index of a query, a key or a batch")
         for index in (QUERY_INDEX, KEY_INDEX):
             if coord.has(index):
                 if (coord - index).has(*INDICES, AppliedUndef) or not self.box.is_within(coord, extent):
@@ -160,7 +160,7 @@ class ElementReader:
         """Return the value as one integer expression. Raises NotSymbolic."""
         found = as_cases(value)
         if len(found) != 1 or not found[0][1].is_integer:
-            raise NotSymbolic("takes what is no integer, or an integer by cases")
+            raise NotSymbolic("has an operand that is not an integer, or an integer with cases")
         return found[0][1]
 
 
@@ -170,12 +170,12 @@ def as_number(x: Any) -> Element:
         return sympy.true if x else sympy.false
     if isinstance(x, float):
         if x != x:
-            raise NotSymbolic("holds NaN")
+            raise NotSymbolic("contains NaN")
         return ((sympy.true, sympy.Rational(x) if abs(x) != float("inf") else sympy.oo * (1 if x > 0 else -1)),)
     if isinstance(x, Node):
         x = x.meta["val"]
     if not isinstance(x, (int, torch.SymInt, sympy.Expr)):
-        raise NotSymbolic(f"takes a {type(x).__name__} for a number")
+        raise NotSymbolic(f"has a {type(x).__name__} operand in place of a number")
     return ((sympy.true, sympy.sympify(as_size(x))),)
 
 
@@ -203,7 +203,7 @@ def cast_element(value: Element, dtype: torch.dtype) -> Element:
         constant = v.is_infinite or (v.is_Integer and (dtype.is_floating_point or abs(v) < 128))
         position = v.is_integer and dtype in POSITION_DTYPES and not (dtype == torch.float32 and v.has(AppliedUndef))
         if not constant and not position:
-            raise NotSymbolic(f"might round or wrap as {dtype}")
+            raise NotSymbolic(f"may round or overflow in {dtype}")
     return found
 
 
@@ -220,7 +220,7 @@ def apply_by_cases(function: Callable[..., Any], *values: Element) -> Cases:
             continue
         result = sympy.expand(function(*(v for _, v in chosen))).subs(_pinned_indices(condition))
         if result is sympy.nan:
-            raise NotSymbolic("holds NaN")
+            raise NotSymbolic("contains NaN")
         out[result] = Or(out.get(result, sympy.false), condition)
     if len(out) > MAX_CASES:
         raise NotSymbolic(f"has {len(out)} cases, more than {MAX_CASES}")

@@ -62,7 +62,7 @@ NON_DIFFERENTIABLE = (aten.alias.default, aten.detach.default)
 class ReplaceFlashFunctions(RewriteVarlenAttention):
     """Replacement of the Functions of one graph and, where no gradient is needed, of bare kernels."""
 
-    provides = frozenset({"canonical", "masks are predicates"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -79,7 +79,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
             return False
         why = why or _kernel_refusal(kernel)
         if why is not None:
-            self.note_refusal(node, f"what it reads is gathered: {why}")
+            self.note_refusal(node, f"its operands are gathered: {why}")
             return False
         (index,) = read_results(node)
         with self.graph.inserting_before(node):
@@ -166,18 +166,18 @@ def _kernel_refusal(kernel: Node) -> str | None:
     """Return the reason why the kernel is not supported, or None."""
     given = _kernel_arguments(kernel)
     if _document_ends(given).count(None) == 1:
-        return "documents end on one side only"
+        return "only one of queries and keys has documents"
     strange = [
         name for name, x in given.items() if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
     ]
     if strange:
-        return f"its kernel is given {', '.join(strange)}"
+        return f"its kernel has the arguments {', '.join(strange)}"
     slopes, ends = given.get("alibi_slopes"), _document_ends(given)
     if slopes is not None:
         q, k = (node_shape(given[name])[1] for name in "qk")
         alike = ends[0] is ends[1] if ends[0] is not None else is_same_size(q, k)
         if len(node_shape(slopes)) != 1 or not alike:
-            return "its slopes differ between batch entries, or its keys are not as many as its queries"
+            return "its slopes differ between batch entries, or the numbers of keys and queries differ"
     return None
 
 
@@ -191,11 +191,11 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     forward, backward = bodies
     back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
-        return "it is not one kernel forward, and that of its gradients backward"
+        return "it is not one forward kernel and one backward kernel"
     given, again = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
     other = [name for name in FLASH_OPTIONS & given.keys() & again.keys() if given[name] != again[name]]
     if other:
-        return f"its backward has another {', '.join(sorted(other))}"
+        return f"its backward has a different {', '.join(sorted(other))}"
     for body, kernel in ((forward, kernels[0]), (backward, back[0])):
         for node in body.graph.nodes:
             known = (
@@ -204,14 +204,14 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
                 or node_packet(node) in MOVE_TARGETS
             )
             if node.op == "call_function" and not known:
-                return f"it computes besides ({node.target})"
+                return f"it contains another op ({node.target})"
     results = [_body_result_index(forward, index) for index in read]
     if len(results) != 1 or any(n.args[1] != 0 for n in _ancestors(results[0]) & set(kernels[0].users)):
         return "its log-sum-exp is read"
     gradients = zip(forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0])
     moved = _ancestors(given["q"]) | _ancestors(given["k"]) | _ancestors(given["v"])
     if any(x in moved and gradient is None for x, gradient in gradients):
-        return "it gives one of them no gradient"
+        return "one of them has no gradient"
     return None
 
 

@@ -58,8 +58,8 @@ WHOLE_BLOCK = 1 << 30
 class RewriteFlexAttention(RewriteMasks):
     """Replacement of the calls of flex_attention in one graph."""
 
-    requires = frozenset({"explicit"})
-    provides = frozenset({"canonical", "attention is fused"})
+    requires = frozenset({"normalized"})
+    provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -80,7 +80,7 @@ class RewriteFlexAttention(RewriteMasks):
         except (NotSymbolic, SpError) as error:
             why = error.cause
         if why is not None:
-            self.note_refusal(node, f"it runs on whole q, k and v: {why}")
+            self.note_refusal(node, f"it runs on gathered q, k and v: {why}")
         return why is None
 
     def _refusal(self, node: Node) -> str | None:
@@ -89,11 +89,11 @@ class RewriteFlexAttention(RewriteMasks):
         values = [x.meta["val"] for x in (q, k, v)]
         shapes = [as_sizes(x.shape) for x in values]
         if 2 in read_results(node):
-            return "its greatest scores are read"
+            return "its maximum scores are read"
         if len({x.dtype for x in values}) > 1 or not has_same_leading_dims(shapes, grouped=True):
-            return "q, k and v have other dtypes or batches"
+            return "q, k and v have different dtypes or batch sizes"
         if constant_value(_body_result(_graph_body(block_mask[-1]))) is not None and block_mask[-2] != WHOLE_BLOCK:
-            return "its BlockMask has no mask_mod but tables, which no predicate says"
+            return "its BlockMask has tables in place of a mask_mod, which no predicate expresses"
         return None
 
     def _conditions(self, node: Node) -> tuple[AttentionMask, list[GraphModule]]:
@@ -204,7 +204,7 @@ class RewriteFlexAttention(RewriteMasks):
         values = [x.meta["val"] if isinstance(x, Node) else x for x in operands]
         spread = trace_function(function, values)
         if spread.graph.find_nodes(op="get_attr"):
-            raise NotSymbolic("its mask_mod makes a tensor")
+            raise NotSymbolic("its mask_mod creates a tensor")
         return self.inline(spread, operands, like)
 
 

@@ -34,8 +34,8 @@ HEADS_DIM = -3
 class GroupKeyHeads(CanonicalPass):
     """Replacement of repeated key and value heads by the heads before the repetition."""
 
-    requires = frozenset({"masks are predicates"})  # a mask is recognized by the scores of all heads
-    provides = frozenset({"canonical", "heads are grouped"})
+    requires = frozenset({"mask predicates"})  # a mask is recognized by the scores of all heads
+    provides = frozenset({"canonical", "grouped heads"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -54,12 +54,10 @@ class GroupKeyHeads(CanonicalPass):
         key, value = (_unrepeated_heads(operand) or self._undo_repeat(operand) for operand in call.operands[1:3])
         tiled = [x for x in call.operands[1:3] if _is_tiled(x)]
         if tiled:
-            why = "its copies are of all heads in turn, and grouped heads have theirs side by side (repeat_interleave)"
+            why = "it repeats the list of heads, and grouped heads need repeat_interleave"
             self.note_refusal(tiled[0], f"keys or values are sent with every copy of a head: {why}")
         elif (key is None) != (value is None):
-            self.note_refusal(
-                node, "keys or values are sent with every copy of a head: one of them alone is repeated here"
-            )
+            self.note_refusal(node, "keys or values are sent with every copy of a head: only one of them is repeated")
         if key is None or value is None or not is_same_size(node_shape(key)[HEADS_DIM], node_shape(value)[HEADS_DIM]):
             return False
         if exact_quotient(call.shape()[HEADS_DIM], node_shape(key)[HEADS_DIM]) is None:

@@ -146,7 +146,7 @@ def intersect_masks(masks: Sequence[AttentionMask], shape: tuple[Size, ...]) -> 
 def require_all_heads(mask: AttentionMask) -> AttentionMask:
     """Return the mask. Raises NotSymbolic if its predicate needs the index of a head or a batch entry."""
     if MaskPrinter().to_text(mask.allowed).free_symbols & {BATCH_INDEX, HEAD_INDEX}:
-        raise NotSymbolic("what it asks of its data differs between heads or batches")
+        raise NotSymbolic("its condition on data differs between heads or batches")
     return mask
 
 
@@ -210,8 +210,8 @@ class MaskPrinter:
 class RewriteMasks(base.CanonicalPass):
     """Replacement of the masks of all attention in one graph."""
 
-    requires = frozenset({"attention is fused"})
-    provides = frozenset({"canonical", "masks are predicates"})
+    requires = frozenset({"fused attention"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
         """Start to edit a graph with empty caches."""
@@ -233,7 +233,7 @@ class RewriteMasks(base.CanonicalPass):
             self._drop_mask(data, node, call)
         except (NotSymbolic, SpError) as why:  # SpError: a size that the graph cannot compute from its inputs
             if data.op == "call_function":
-                self.note_refusal(data, f"the mask stays data: {why.cause}")
+                self.note_refusal(data, f"the mask remains a tensor: {why.cause}")
             return False
         return True
 
@@ -241,7 +241,7 @@ class RewriteMasks(base.CanonicalPass):
         """Replace the mask by a predicate. Raises NotSymbolic or SpError if the mask remains."""
         shapes = [call.shape(i) for i in range(3)]
         if call.get("is_causal") or not has_same_leading_dims(shapes, call["enable_gqa"]):
-            raise NotSymbolic("q, k and v have other batches or heads, or it comes with is_causal")
+            raise NotSymbolic("q, k and v have different batch sizes or heads, or is_causal is also set")
         shape, settled = (*shapes[0][:-1], shapes[1][-2]), masks_all_weight(call)
         try:
             self.set_mask(node, self.share_form((data, shape, settled), lambda: parse_mask(data, shape, settled)))
@@ -319,7 +319,7 @@ class RewriteMasks(base.CanonicalPass):
         spelling = MaskPrinter()
         predicate = spelling.to_text(mask.allowed)
         if predicate.free_symbols & {BATCH_INDEX, HEAD_INDEX}:
-            raise NotSymbolic("what it asks of its data differs between heads or batches")
+            raise NotSymbolic("its condition on data differs between heads or batches")
         rows = [self._vector(mask, leaf, QUERY_INDEX, node) for leaf in spelling.rows]
         cols = [self._vector(mask, leaf, KEY_INDEX, node) for leaf in spelling.cols]
         extents = self.sizes.list(_print_size(e) for e in spelling.sizes)

@@ -119,7 +119,7 @@ class _ProgramWriter:
         if held is not None:
             return self._write(program.typed_constant(held, node.meta["val"].dtype))
         if node.op == "get_attr":
-            raise NotSymbolic(f"it makes a tensor, {node.name}")
+            raise NotSymbolic(f"it creates a tensor, {node.name}")
         given = [env[x] for x in node.all_input_nodes]
         if given and all(isinstance(x, Node) for x in given):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -127,7 +127,7 @@ class _ProgramWriter:
         if node.target in (aten.index.Tensor, aten.select.int):
             return self._write_lookup(node, env)
         if not program.is_known_op(node.target) or node.meta["val"].ndim:
-            raise NotSymbolic(f"it has {node.target}, which is nothing that a pair has by itself")
+            raise NotSymbolic(f"it calls {node.target}, which is not elementwise over pairs")
         args, kwargs = (self._write_arguments(x, env) for x in (list(node.args), dict(node.kwargs)))
         return self.line(node.target, args, {k: v for k, v in kwargs.items() if v is not None and k != "pin_memory"})
 
@@ -143,11 +143,11 @@ class _ProgramWriter:
         found = env[x] if isinstance(x, Node) else x
         if isinstance(found, _TableElement):
             if None in found.indices:
-                raise NotSymbolic(f"it reads {found.table.name} by some of its dims")
+                raise NotSymbolic(f"it indexes only some dims of {found.table.name}")
             return self.line(aten.index.Tensor, [self._table(found.table), list(found.indices)], {})
         if isinstance(found, Node):
             if is_tensor(found) and found.meta["val"].ndim:
-                raise NotSymbolic(f"it reads {found.name} as a whole")
+                raise NotSymbolic(f"it reads {found.name} without an index")
             return self._table(found)
         if isinstance(found, Name) and found == "head0" and not self.heads:
             self.heads.append(self._head_numbers())
@@ -159,7 +159,7 @@ class _ProgramWriter:
         if isinstance(of, Node):
             of = _TableElement(of, (None,) * len(node_shape(of)))
         if not isinstance(of, _TableElement):
-            raise NotSymbolic(f"it looks up {call.operands[0].name}, which it computes for each pair")
+            raise NotSymbolic(f"it indexes {call.operands[0].name}, which it computes for each pair")
         open_dims = [d for d, index in enumerate(of.indices) if index is None]
         if node.target is aten.select.int:
             given: list[Any] = [None] * call.dim() + [self._write(program.typed_constant(call["index"], torch.int64))]
@@ -174,7 +174,7 @@ class _ProgramWriter:
         if not is_tensor(x):
             value = x.meta["val"]
             if not isinstance(value, int | torch.SymInt):
-                raise NotSymbolic(f"it reads {x.name}, a number that another call may change")
+                raise NotSymbolic(f"it reads {x.name}, a number that may change between calls")
             kind = {"dtype": torch.int64, "device": self.like.args[0].meta["val"].device}
             x = self._outer_op(aten.full.default, ([], self.editor.sizes(as_size(value))), kind)
         if x not in self.tables:

@@ -62,7 +62,7 @@ def score_text(body: GraphModule, reads: Sequence[Any]) -> tuple[str, list[Node]
     if found == score.SCORE_NAME:
         return "", []
     if found.free_symbols & {BATCH_NUMBER, HEAD_NUMBER}:
-        raise NotSymbolic("its score_mod computes with the number of a head or a batch entry")
+        raise NotSymbolic("its score_mod computes with the index of a head or a batch entry")
     text = str(found)
     try:
         score.check_score(text)
@@ -83,7 +83,7 @@ class _ScoreReader:
         if isinstance(x, (int, float)) and not isinstance(x, bool):
             return sympy.Rational(repr(x)) if isinstance(x, float) else sympy.Integer(x)
         if not isinstance(x, Node):
-            raise NotSymbolic(f"its score_mod takes {x!r}")
+            raise NotSymbolic(f"its score_mod has the operand {x!r}")
         if x not in self.env:
             self.env[x] = self._read_computed(x)
         found = self.env[x]
@@ -92,7 +92,7 @@ class _ScoreReader:
         if is_tensor(found) and not found.meta["val"].ndim:
             return self._read_captured(found)
         if not isinstance(found, sympy.Expr):
-            raise NotSymbolic(f"its score_mod reads {x.name}, which it gets from outside, as a whole")
+            raise NotSymbolic(f"its score_mod reads the captured tensor {x.name} without an index")
         return found
 
     def _read_computed(self, node: Node) -> Any:
@@ -111,14 +111,14 @@ class _ScoreReader:
         name = str(node.target).removeprefix("aten.").partition(".")[0]
         plain = all(v in (1, None) for v in node.kwargs.values())
         if name not in _SCORE_OPS or not plain:
-            raise NotSymbolic(f"its score_mod has {node.target}, which no text about scores says")
+            raise NotSymbolic(f"its score_mod calls {node.target}, which a score text does not support")
         return _SCORE_OPS[name](*map(self.value, node.args))
 
     def _read_lookup(self, call: OpCall) -> sympy.Expr:
         """Return vector[h], a number per head."""
         vector, indices = self.env.get(call["self"]), [self.env.get(i) for i in call["indices"]]
         if not isinstance(vector, Node) or indices != [HEAD_NUMBER] or call.ndim("self") != 1:
-            raise NotSymbolic("its score_mod looks up more than a number of each head")
+            raise NotSymbolic("its score_mod indexes more than one number per head")
         return self._read_captured(vector)
 
     def _read_captured(self, x: Node) -> sympy.Expr:

@@ -4,7 +4,7 @@ Queries and keys may be any dims: an `order` lists the dims of a value as (leadi
 
 The report names an op between a product and a softmax that is neither a scale nor a bias nor a fill:
 
-    softmax(sin(q @ k.mT)) @ v          "sin (aten.sin.default) stands between the product and the softmax"
+    softmax(sin(q @ k.mT)) @ v          "sin (aten.sin.default) is between the product and the softmax"
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def scores_refusal(x: Node) -> str:
     node = x
     while match_product(node, beside=True) is None:
         if len(node.users) > 1:
-            return f"something else reads the scores ({node.name})"
+            return f"another op reads the scores ({node.name})"
         inner = [i for i in node.all_input_nodes if is_tensor(i) and i.op == "call_function" and _match_node(i)]
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and move_source(node) is None
         if not inner or (node.target not in SCORE_OPS and pointwise):
@@ -332,8 +332,8 @@ def scores_refusal(x: Node) -> str:
         node = inner[0]
     if match_product(node, beside=True) is not None:
         read = len(node.users) > 1
-        return f"something else reads the scores ({node.name})" if read else "a scale, bias or fill that no op takes so"
-    return f"{node.name} ({node.target}) stands between the product and the softmax"
+        return f"another op reads the scores ({node.name})" if read else "an unsupported scale, bias or fill"
+    return f"{node.name} ({node.target}) is between the product and the softmax"
 
 
 def _match_node(node: Node) -> bool:

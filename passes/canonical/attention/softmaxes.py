@@ -27,7 +27,7 @@ aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 LOG_SOFTMAX = (aten.log_softmax.int, aten._log_softmax.default)
 MAXIMA = (aten.max.dim, aten.amax.default)
-OVERFLOWS = "exp of scores from which the greatest of the row is not taken overflows; softmax(scores, dim) does not"
+OVERFLOWS = "exp of scores overflows without subtraction of the maximum of the row; use softmax(scores, dim)"
 
 
 @dataclass(frozen=True)

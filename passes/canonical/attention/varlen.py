@@ -34,7 +34,7 @@ aten, sp = torch.ops.aten, torch.ops.sp
 class RewriteVarlenAttention(CanonicalPass):
     """Replacement of the calls of varlen_attn in one graph."""
 
-    provides = frozenset({"canonical", "masks are predicates"})
+    provides = frozenset({"canonical", "mask predicates"})
 
     def edit(self, graph: Graph) -> Self:
         """Start to edit a graph with empty caches."""
@@ -49,7 +49,7 @@ class RewriteVarlenAttention(CanonicalPass):
             if why is None:
                 self._rewrite(node)
             else:
-                self.note_refusal(node, f"it runs on whole q, k and v: {why}")
+                self.note_refusal(node, f"it runs on gathered q, k and v: {why}")
         return sum(why is None for why in refusals.values())
 
     def _rewrite(self, node: Node) -> None:
@@ -129,9 +129,9 @@ class RewriteVarlenAttention(CanonicalPass):
 def _varlen_refusal(node: Node) -> str | None:
     call = OpCall(node)
     if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or len(node.users) != 1:
-        return "its log-sum-exp is read, through which its backward gives no gradient, as sinks would need"
+        return "its log-sum-exp is read, for example by sinks, and its backward has no gradient for it"
     if call.get("seqused_k") is not None or call.get("block_table") is not None:
-        return "its keys lie in pages (block_table, seqused_k)"
+        return "its keys are paged (block_table, seqused_k)"
     return None
 
 

@@ -44,8 +44,8 @@ class RowWrite:
 class StackWrittenRows(CanonicalPass):
     """Replacement of the chains of writes of one graph."""
 
-    requires = frozenset({"explicit"})
-    provides = frozenset({"canonical", "lists"})
+    requires = frozenset({"normalized"})
+    provides = frozenset({"canonical", "stacked rows"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -90,17 +90,17 @@ class StackWrittenRows(CanonicalPass):
             if link.base not in self.writes:
                 break
             if len(value_readers(link.base)) > 1:
-                read = f"something else reads {link.base.name}, which has not all of them yet"
+                read = f"another op reads {link.base.name} before all rows are written"
                 break
             chain.append(link.base)
         value, base = last.meta["val"], link.base
         missing = set(range(value.shape[write.dim])) - set(rows)
         if any(r.meta["val"].dtype != value.dtype for r in rows.values()):
-            why = why or f"they are of another dtype than {value.dtype}, in which it holds them"
+            why = why or f"their dtype differs from {value.dtype}, the dtype of the list"
         if len(missing) > 1:
             why = why or read or f"{len(missing)} rows of {value.shape[write.dim]} are never written"
         if why is not None and self._is_loop(last):
-            self.note_refusal(last, f"rows written one by one are no list of them: {why}")
+            self.note_refusal(last, f"rows that are written one by one are not stacked: {why}")
         if why is not None or len(chain) < 2:
             return False
         with self.graph.inserting_before(last):

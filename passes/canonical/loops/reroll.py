@@ -83,7 +83,7 @@ class LoopBuilder:
         while waiting:
             left = [c for c in waiting if not self._compute_column(c)]
             if len(left) == len(waiting):
-                raise NotALoop("a state that is not affine in the one before")
+                raise NotALoop("a state that is not affine in the previous state")
             waiting = left
         found = self.value(self.loop.root, 0, self.loop.length)
         if not isinstance(found, BatchedValue):
@@ -95,7 +95,7 @@ class LoopBuilder:
         column, step = self.loop.owner[node]
         whole = self.values[column]
         if not isinstance(whole, BatchedValue):
-            raise NotALoop("something outside of it reads an op of several results")
+            raise NotALoop("an op outside the loop reads an op with several results")
         index = column.end - 1 - step if self.reverse else step - column.first
         return self.editor.compute(aten.select.int, (whole.node, whole.time, index), node)
 
@@ -145,14 +145,14 @@ class LoopBuilder:
         if isinstance(x, SeededList):
             rest = self.value(x.rest, first + 1, end)
             if not isinstance(rest, BatchedValue):
-                raise NotALoop("a first step alone")
+                raise NotALoop("a single first step")
             return self.editor.append_step(x.seed, rest, self.reverse)
         found, column = self.values[x.column], x.column
         first, end = first - x.lag, end - x.lag
         if (first, end) == (column.first, column.end) or isinstance(found, Node):
             return found
         if not isinstance(found, BatchedValue) or first < column.first or end > column.end:
-            raise NotALoop("steps that were not taken")
+            raise NotALoop("steps outside the loop")
         start = column.end - end if self.reverse else first - column.first
         return self.editor.narrow(found, start, end - first)
 
@@ -177,8 +177,8 @@ STATE_OPS = {set_grad_enabled, enter_autocast, exit_autocast, *PYTHON_STATE_CALL
 class RerollLoops(CanonicalPass, ScanBuilder):
     """Replacement of the unrolled loops of one graph."""
 
-    requires = frozenset({"explicit", "lists"})
-    provides = frozenset({"canonical", "loops are rolled"})
+    requires = frozenset({"normalized", "stacked rows"})
+    provides = frozenset({"canonical", "rolled loops"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -208,7 +208,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
             finally:
                 self.budget = loop.budget
         if _is_chain(values):
-            self.note_refusal(listed, f"{len(values)} steps are no scan: {reasons[values[0] > values[-1]]}")
+            self.note_refusal(listed, f"{len(values)} steps are not a scan: {reasons[values[0] > values[-1]]}")
         return False
 
     def _erase_unused(self) -> None:
@@ -303,10 +303,10 @@ def _find_anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> No
     if not shared:
         raise NotALoop("its steps read nothing")
     if any(is_written(node) for node in shared):
-        raise NotALoop("what is shared is written in place")
+        raise NotALoop("a shared value is written in place")
     anchor, tainted = max(shared), set(owned)
     if any(reader < anchor for reader in readers):
-        raise NotALoop("a step is read before all is computed that the steps share")
+        raise NotALoop("a step is read before all shared values are computed")
     node, last = min(anchor, *owned), max(readers)
     while node is not last:
         if node.target in STATE_OPS:
@@ -315,5 +315,5 @@ def _find_anchor(shared: set[Node], owned: set[Node], readers: list[Node]) -> No
             tainted.add(node)
         node = node.next
     if tainted & shared:
-        raise NotALoop("what is shared depends on a step")
+        raise NotALoop("a shared value depends on a step")
     return anchor

@@ -123,7 +123,7 @@ class LoopMatcher:
     def _read_arguments(self, column: StepColumn) -> None:
         flat = [pytree.tree_flatten((n.args, n.kwargs)) for n in column.nodes]
         if any(spec != flat[0][1] for _, spec in flat[1:]):
-            raise NotALoop("steps that differ in the form of an op's arguments")
+            raise NotALoop("steps that differ in the structure of an op's arguments")
         leaves = [[_skip_views(x) for x in found] for found, _ in flat]
         if column.node.target in COMMUTATIVE_OPS and [isinstance(x, Node) for x in leaves[0]] == [True, False]:
             leaves[0] = leaves[0] if leaves[-1][1] == leaves[0][1] else leaves[0][::-1]  # 0.0 * x is x * 0.0
@@ -157,7 +157,7 @@ class LoopMatcher:
     def _column(self, values: Sequence[Node], first: int) -> StepColumn:
         self.budget -= len(values)
         if self.budget < 0 or any(v in self.owner for v in values):
-            raise NotALoop("a node has several places in its steps, or these are too many to look at")
+            raise NotALoop("a node is in several positions of its steps, or there are too many steps")
         column = StepColumn(list(values), first)
         self.columns.append(column)
         self.owner.update({v: (column, first + i) for i, v in enumerate(values)})

@@ -118,7 +118,7 @@ class BatchedOps(GraphEditor):
         rounds = found.ndim and torch.promote_types(found.dtype, value.dtype) != value.dtype
         grows = all(a == 1 or is_same_size(a, b) for a, b in zip(held[::-1], shape[::-1]))
         if rounds or not grows or len(held) > len(shape):
-            raise NotALoop("another kind of value")
+            raise NotALoop("a value of another type")
         x = self.cast(x, value.dtype, x)
         if is_same_shape(held, shape):
             return x
@@ -165,7 +165,7 @@ class BatchedOps(GraphEditor):
                 return found
         found = self._vmap(node, leaves)
         if not _has_spec(found, node):
-            raise NotALoop(f"{node.target} does something else to all steps")
+            raise NotALoop(f"{node.target} has another meaning for batched steps")
         return found
 
     def pointwise(self, target: Any, *operands: Value, like: Node) -> Value:
@@ -209,10 +209,10 @@ class BatchedOps(GraphEditor):
 
     def _inline(self, body: GraphModule, operands: list[Node], like: Node) -> Value:
         if any(n.op not in ("placeholder", "call_function", "output") for n in body.graph.nodes):
-            raise NotALoop(f"{like.target} holds constants")
+            raise NotALoop(f"{like.target} contains constants")
         out = self.inline(body, operands, like)
         if not all(is_tensor(x) for x in pytree.tree_leaves(out)):
-            raise NotALoop(f"{like.target} makes no tensors")
+            raise NotALoop(f"{like.target} does not return tensors")
         return [BatchedValue(x, 0) for x in out] if isinstance(out, list | tuple) else BatchedValue(out, 0)
 
 

@@ -237,11 +237,11 @@ def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None
         if op in OTHER_NODES:
             return f"reductions by {op!r} are not merged"
     if FAMILIES.get(upper.op) != FAMILIES.get(link.op):
-        return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order counts"
+        return f"{upper.op!r} over {upper.group!r}, then {link.op!r} over {link.group!r}: the order matters"
     if shared:
-        return f"{shared} is used elsewhere too"
+        return f"{shared} has other users"
     if any(upper.node < n < link.node and is_mutation(n) for n in node.graph.nodes):
-        return f"something is written in place between {upper.node.name} and {link.node.name}"
+        return f"an op writes in place between {upper.node.name} and {link.node.name}"
     return upper, steps[::-1]
 
 

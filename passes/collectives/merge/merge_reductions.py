@@ -72,8 +72,8 @@ class MergeReductions(CollectivePass):
         SpError: An unknown policy or reduction, a graph without shapes, or an undeclared group.
     """
 
-    requires = frozenset({"captured", "exchanges are joined"})
-    provides = frozenset({"reductions are merged"})
+    requires = frozenset({"captured", "fused permutes"})
+    provides = frozenset({"merged reductions"})
 
     @classmethod
     def of(cls, job: CollectiveJob) -> Pass | None:

@@ -120,7 +120,7 @@ class CancelExchanges(Pass):
                     home = self.compute(aten.clone.default, (home,), node)
                 if not how:
                     home = self.reshape(home, as_sizes(node.meta["val"].shape), node)
-            self.note(node, f"takes back {first.name}; both are left out", "cancelled")
+            self.note(node, f"is the inverse of {first.name}; both are removed", "cancelled")
             self.replace(node, home)
             return True
         return False
@@ -134,7 +134,7 @@ class FuseAllToAllPermutes(CollectivePass, Passes):
         decomposed: True to emit ATen ops and functional collectives, as after AOTAutograd, in place of sp:: ops.
     """
 
-    provides = frozenset({"exchanges are joined"})
+    provides = frozenset({"fused permutes"})
     steps = (DropBuffers, ConcatPadded, FusePermutes, CancelExchanges, PackExchanges, MergeDimsBeforeExchange)
 
     @classmethod

@@ -74,7 +74,7 @@ def match_all_to_all(node: Node) -> AllToAllMatch | str:
         return "the shares are not equal"
     waits = [user for user in node.users if user.target is WAIT_OPS]
     if len(waits) != 1 or len(node.users) != 1:
-        return "the result is not waited for once"
+        return "the result does not have exactly one wait_tensor"
     return AllToAllMatch(sent, node, waits[0], len(sent_sizes), group)
 
 

@@ -99,16 +99,16 @@ class ShardedAttention(AttentionPass):
         if query is None:
             return "its queries are not sharded along their sequence"
         if self.moves_keys and not (key is not None and value is not None and key.has_same_positions(value)):
-            return "its keys and values are not sharded alike along their sequence"
+            return "its keys and values are not sharded equally along their sequence"
         if call.get("enable_gqa") and not divides(*head_counts(call)):
             return f"{head_counts(call)[0]} key heads do not divide {head_counts(call)[1]} query heads"
         vectors = [*call.get("rows", []), *call.get("cols", [])]
         if call.ndim(0) != 4 and any(as_sizes(v.meta["val"].shape)[0] != 1 for v in vectors):
-            return "its mask differs from batch to batch, and its operands have no head dim"
+            return "its mask differs between batch entries, and its operands have no head dim"
         if has_broadcast_heads(call):
             return "its heads broadcast"
         if self.merges_blocks and has_fills(call):
-            return "its mask may hold large finite numbers, whose log-sum-exps cannot be merged (use -inf or bools)"
+            return "its mask may contain large finite numbers, whose log-sum-exps cannot be merged (use -inf or bools)"
         return self.unsupported_reason(call)
 
     def unsupported_reason(self, call: OpCall) -> str | None:

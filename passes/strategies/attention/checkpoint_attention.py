@@ -25,8 +25,8 @@ from sp_compile.passes.sharding.attention_axes import all_attention_nodes
 class SaveAttentionOutputs(Pass):
     """Marking of every attention of a checkpointed region, unless the results are too large together."""
 
-    requires = frozenset({"local", "tables are made"})  # attention in its final form
-    provides = frozenset({"attention is kept"})
+    requires = frozenset({"local", "mask tables"})  # attention in its final form
+    provides = frozenset({"saved attention"})
 
     def apply(self, gm: GraphModule, job: Any) -> int:
         """Apply the pass to a graph and return the number of changes."""
@@ -37,14 +37,14 @@ class SaveAttentionOutputs(Pass):
         taken, memory = sum(map(operator.mul, map(_output_bytes, found), times)), job.memory[-1] if job.memory else None
         what = f"results of {sum(times)} attentions in checkpointed regions, {taken / GIB:.2f} GiB"
         if memory is not None and job.offload == "never" and memory.used_with_tiles + taken > memory.device:
-            why = f"with all else they are more than the {memory.device / GIB:.1f} GiB of the device"
+            why = f"with all other values they exceed the {memory.device / GIB:.1f} GiB of the device"
             self.notes.append(Note(NoteKind.RECOMPUTED, "attention", why, where=what))
             return 0
         if memory is not None:
             job.memory[-1] = replace(memory, saved=memory.saved + taken)
         for node in found:
             mark_saved(node)
-        self.notes.append(Note(NoteKind.SAVED, "attention", "the backward attends no second time", where=what))
+        self.notes.append(Note(NoteKind.SAVED, "attention", "the backward does not recompute them", where=what))
         return len(found)
 
 

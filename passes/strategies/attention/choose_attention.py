@@ -64,7 +64,7 @@ class ChooseAttention(Pass):
     """Choice of a strategy per attention, and of the layout of the program."""
 
     requires = frozenset({"canonical", "sequences"})
-    provides = frozenset({"attention is chosen"})
+    provides = frozenset({"chosen attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Annotate every sharded attention with its strategy.
@@ -98,7 +98,7 @@ class ChooseAttention(Pass):
         order = min(made, key=lambda order: seconds[order])
         folds = order.folds
         if order.is_balanced and not balanced_inputs(job) and all(d.chosen.ring == 1 for d in made[order]):
-            why = "every rank has all rows of its heads, or all attention stays whole: there is nothing to balance"
+            why = "attention is not sharded along the sequence, so there is no work to balance"
             self._reject_balanced(why)
             folds = job.folds
         elif order.is_balanced:
@@ -140,7 +140,7 @@ class ChooseAttention(Pass):
         saved = seconds[best] - seconds[dealt]
         if lost > saved:
             why = (
-                f"{of_what}, would take {lost * 1e3:.3f} ms to put together where the next graph does not keep its "
+                f"{of_what}, would take {lost * 1e3:.3f} ms to reorder where the next graph does not use its "
                 f"order, and balancing saves {saved * 1e3:.3f} ms"
             )
         if not why:
@@ -199,8 +199,8 @@ def _choose_candidate(
     if job.inputs and any(c.legal is None and c.kind == asked.name for c in found):
         raise SpError(
             "SP403",
-            f"layout={job.layout!r}: attention={job.attention!r} keeps the order of an earlier graph, which is "
-            f"another, in {describe_node(node)}.",
+            f"layout={job.layout!r}: attention={job.attention!r} uses the layout of an earlier graph, which is "
+            f"different, in {describe_node(node)}.",
         )
     raise _unsupported_reasons(node, job, allowed, {c.kind for c in found if c.legal is None})
 

@@ -38,7 +38,7 @@ class GatherKeys(ShardedAttention):
 
     def describe(self, node: Node) -> str:
         """Return the line of the report for a rewritten attention."""
-        return "keys and values are gathered, and gathered again in the backward"
+        return "keys and values are gathered in the forward and in the backward"
 
 
 def _gather_candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:

@@ -65,7 +65,7 @@ class HybridAttention(ShardedAttention):
         """Return the line of the report for a rewritten attention."""
         ulysses = self._ulysses(OpCall(node))
         assert ulysses is not None
-        return f"heads over {ulysses} neighbours, a ring of {self.job.ranks.n // ulysses} neighbourhoods"
+        return f"heads over {ulysses} neighbors, a ring of {self.job.ranks.n // ulysses} such groups"
 
     def _ulysses(self, call: OpCall) -> int | None:
         choice = node_info(call.node).choice

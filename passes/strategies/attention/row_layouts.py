@@ -96,12 +96,12 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
     if given and job.layout not in KEEP_BALANCED_ORDER:
         return refuse("SP414", "an earlier graph returned the rows in another order")
     if job.inputs and not given:
-        return refuse("SP412", "inputs come in shards of another order")
+        return refuse("SP412", "inputs are sharded in another order")
     if _has_sharded_outputs(job):
         return refuse("SP413", "outputs='local' is not supported")
     for vector in (v for node in nodes for name in ("rows", "cols") for v in OpCall(node).get(name) or []):
         if not all(_is_available(n, plan) for n in iterate_reachable([vector], lambda n: n.all_input_nodes)):
-            return refuse("SP411", f"{describe_node(vector)}, which a mask looks up, is computed from shards")
+            return refuse("SP411", f"{describe_node(vector)}, which a mask indexes, is computed from shards")
     kinds = ORDERED_ROWS if job.layout == "auto" and not given else ("halo", "align")
     for demand in plan.demands:
         if demand.kind in ("scan", *kinds) and demand.node.op != "output":
@@ -115,7 +115,7 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
     if given and not all(isinstance(end, int) and end <= KEPT_END_POSITIONS for end in ends):
-        return refuse("SP411", f"more than {KEPT_END_POSITIONS} positions at an end of the sequence are cut off")
+        return refuse("SP411", f"more than {KEPT_END_POSITIONS} positions at an end of the sequence are removed")
     return None
 
 
@@ -146,5 +146,5 @@ def unpermute_seconds(gm: GraphModule, plan: PlacementPlan, job: PassContext) ->
             ways = 2 if value.is_floating_point() else 1
             part = -(-current_bytes(value) // job.ranks.n)
             seconds += ways * job.machine_of(node).seconds("all_gather", part, job.ranks.n)
-            found = found or f"{node.name} at {node_line(node)}, a result that stays in shards"
+            found = found or f"{node.name} at {node_line(node)}, a sharded result"
     return seconds, found

@@ -96,9 +96,9 @@ class UlyssesAttention(AttentionPass):
         of_heads = mask is not None and not is_same_size((1, *as_sizes(mask.meta["val"].shape))[HEADS_FROM_END], 1)
         n, why = self.job.ranks.n, None
         if not all(divides(chunks * n, h) for h in heads):
-            why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks are not so many groups"
+            why = f"{' and '.join(map(str, dict.fromkeys(heads)))} heads on {n} ranks cannot form these groups"
         elif call.get("heads") or call.get("sinks") is not None or of_heads or call["dropout_p"]:
-            why = "its heads have masks, scores, sinks or random draws of their own"
+            why = "its masks, scores, sinks or random draws differ between heads"
         if chunks == 1 or why is None:
             return int(chunks)
         self.note_refusal(node, f"ulysses_chunks={chunks}: {why}", "ulysses_chunks")
@@ -144,7 +144,7 @@ class UlyssesAttention(AttentionPass):
             with self.insert_after(node):
                 (back,) = self._exchange([node], (SEQUENCE_FROM_END, queries.frame_arg()), whole, node)
             self.insert_between(node, back)
-        return back, f"{len(moved)} operands in {len(groups)} all-to-all, 1 back"
+        return back, f"{len(moved)} operands in {len(groups)} all-to-all, the result in 1"
 
     def _needs_repeat(self, call: OpCall) -> bool:
         """Return True if key heads must be repeated and a share of the query heads needs that."""

@@ -14,8 +14,8 @@ class Doubled(CanonicalPass):
     """x + x -> x * 2."""
 
     name = "doubled"
-    requires = frozenset({"explicit"})
-    provides = frozenset({"canonical", "attention is fused"})
+    requires = frozenset({"normalized"})
+    provides = frozenset({"canonical", "fused attention"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         added = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
