@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/attention_by_hand.py
 
-`ManualAttention` is the version of tutorials: correct, forward and backward, for full attention of equal shards. `OneCall` takes
-the same shards; causal masks, windows, documents, dropout, grouped heads and zigzag shards are options.
+`ManualAttention` is the version of tutorials: correct, forward and backward, for full attention of equal shards.
+`OneCall` takes the same shards; causal masks, windows, documents, dropout, grouped heads and zigzag shards are options.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
     python examples/batch_slicing.py                                four simulated ranks
     torchrun --nproc-per-node 2 examples/batch_slicing.py
 
-In `slice_shards`, texts are sharded: a text starts where all earlier texts end, on any rank, which is an exclusive scan of
-their lengths. In the compiled model, tokens are sharded, and a text is a slice that starts and ends on any rank.
+In `slice_shards`, texts are sharded: a text starts where all earlier texts end, on any rank, which is an exclusive
+scan of their lengths. In the compiled model, tokens are sharded; a text is a slice that starts and ends on any rank.
 """
 
 import torch
