@@ -89,24 +89,24 @@ def test_a_cpu_takes_a_bias_without_its_gradient() -> None:
 
 
 def checked(found: Found, dtype: torch.dtype) -> None:
-    """By efficient attention alone, of one device's numbers."""
+    """Check that efficient attention alone ran, and that the values are those of a single device."""
     got, wanted, kernels, products = found
     assert kernels == EFFICIENT
     assert products == 0
     for a, b in zip(got, wanted, strict=True):
-        largest = max(1.0, b.abs().max().item())  # what is the same for all keys has a gradient of 0
+        largest = max(1.0, b.abs().max().item())  # a bias that is equal for all keys has a gradient of 0
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
 def biased(mask: Tensor, s: int = 32, **options: object) -> Case:
-    """Of the mask's dtype, on zigzag shards."""
+    """Return a case in the dtype of the mask, on zigzag shards."""
     return Case({"attn_mask": mask, **options}, kv_heads=2, s=s, dtype=mask.dtype, layout="zigzag")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_every_way(gpu: AbsentGpu, op: str, dtype: torch.dtype) -> None:
-    """A bias of heads that all of a batch share, learned, in blocks that are causal."""
+    """A learned bias of heads, shared by the samples of a batch, in causal blocks."""
     case = biased(randn(1, 4, 32, 32, seed=6).to(dtype), is_causal=True)
     checked(gpu.run(by_hand_on_gpu, op, case, 2), dtype)
 

@@ -35,8 +35,12 @@ BANDS = [
 def ring(
     predicate: str, length: int, n: int, folds: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """All steps of all ranks, padded in front; the most kernels of attention in one forward or backward, and products
-    of matrices besides them."""
+    """Run all steps of all ranks, with padding at the start of the sequence.
+
+    Returns:
+        The results, the expected ones, the largest number of attention kernels in one forward or backward, and the
+        number of other matrix products.
+    """
     p = Problem("none", length, length, key_heads=2)
     p.predicate = predicate
     rounded(p, dtype)
