@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 from support.attention.attending import PREDICATES, Problem, row_indices, shard
-from support.cuda.blocks import TOLERANCE, Found, arguments, by_hand, check, one_device, rounded
+from support.cuda.blocks import TOLERANCE, Found, arguments, check, one_device, reference, rounded
 from support.cuda.borrowed import Watch, borrow, give_back
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
@@ -44,7 +44,7 @@ def ring(
     p = Problem("none", length, length, key_heads=2)
     p.predicate = predicate
     rounded(p, dtype)
-    wanted = by_hand(p)
+    wanted = reference(p)
     out_, lse_ = wanted[0].to(dtype), wanted[1].float()
     spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
     found = [torch.zeros_like(x) for x in wanted]

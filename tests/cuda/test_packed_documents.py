@@ -11,7 +11,7 @@ from support.attention.attending import packed
 from support.attention.by_hand import OPS, Case
 from support.cuda.blocks import TOLERANCE
 from support.cuda.borrowed import borrow
-from support.cuda.ranks import by_hand_on_gpu
+from support.cuda.ranks import simulated_on_gpu
 from support.cuda.worker import AbsentGpu
 from torch import Tensor
 
@@ -123,7 +123,7 @@ def by_any_length(op: str, case: Case, n: int) -> tuple[list[Tensor], list[Tenso
     """Run the case in three calls, by limits that forbid one call."""
     with mock.patch.multiple(calls, UNSPLIT_BYTES=0, MIN_SAVING=1, MAX_PADDING=1 << 20):
         calls._split_by_length.cache_clear()
-        found = by_hand_on_gpu(op, case, n)
+        found = simulated_on_gpu(op, case, n)
         calls._split_by_length.cache_clear()
     return found
 
