@@ -240,7 +240,7 @@ def test_dropout_is_that_of_its_mask(name: str) -> None:
     p, seed = Problem(name, 9, 9, key_heads=2), torch.tensor(11)
     kept = kept_of(11, 0.3, 2, 4, 9, 9)
     q, k, v = leaves(p.q, p.k, p.v)
-    expected, _ = dense(q, k, v, p.allowed(), kept=kept / 0.7)
+    expected, _ = dense(q, k, v, p.allowed(), dropout=kept / 0.7)
     expected.backward(p.grad)
     arguments = p.arguments(full_span(9), full_span(9), seed=seed, dropout_p=0.3)
     out, lse = sp.attend(p.q, p.k, p.v, *arguments)

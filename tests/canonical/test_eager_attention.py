@@ -17,9 +17,9 @@ from support.parity import check as same_on_ranks
 from support.ranks import Ranks
 from support.spellings.eager_spellings import (
     DATA,
+    FORMS,
     LOWEST,
     SOFT_CAPS,
-    SPELLINGS,
     STAYS,
     Attend,
     B,
@@ -66,7 +66,7 @@ def canonical(attend: Attend, dtype: torch.dtype = torch.float64, differentiable
 
 def test_a_bias_that_may_hold_anything_stays() -> None:
     """Floats from outside that nobody trains: a row of finfo.min would have another gradient as fused attention."""
-    gm = canonical(SPELLINGS["bias"][0], differentiable=False)
+    gm = canonical(FORMS["bias"][0], differentiable=False)
     assert not [n for n in gm.graph.nodes if n.target in ATTENTION]
 
 
@@ -74,13 +74,13 @@ def test_sinks_that_nobody_trains_may_be_fills() -> None:
     """A row of nothing but finite fills would be shared with them."""
     assert not [
         n
-        for n in canonical(SPELLINGS["sinks and finite fills of data"][0], differentiable=False).graph.nodes
+        for n in canonical(FORMS["sinks and finite fills of data"][0], differentiable=False).graph.nodes
         if n.target in ATTENTION
     ]
 
 
 def test_sinks_leave_no_pairs() -> None:
-    values = [n.meta.get("val") for n in canonical(SPELLINGS["sinks as GPT-OSS has them"][0]).graph.nodes]
+    values = [n.meta.get("val") for n in canonical(FORMS["sinks as GPT-OSS has them"][0]).graph.nodes]
     assert not [x for x in values if isinstance(x, Tensor) and x.shape[-2:] in ((S, S), (S, S + 1))]
 
 
@@ -100,9 +100,9 @@ def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [out, *torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", FORMS)
 def test_spelling(name: str) -> None:
-    attend, expected = SPELLINGS[name]
+    attend, expected = FORMS[name]
     gm = canonical(attend)
     assert said(gm) == expected
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
@@ -120,7 +120,7 @@ class Projected(Model):
         return super().forward(*(projection(x) for projection in self.projections)).sin()
 
 
-ON_RANKS = {name: attend for name, (attend, _) in {**SPELLINGS, **SOFT_CAPS}.items()}
+ON_RANKS = {name: attend for name, (attend, _) in {**FORMS, **SOFT_CAPS}.items()}
 
 
 @pytest.mark.sampled(every=46)
@@ -145,7 +145,7 @@ def trained(name: str) -> Outcome:
 
 
 @pytest.mark.as_users_run
-@pytest.mark.parametrize("name", [next(iter(SPELLINGS))])
+@pytest.mark.parametrize("name", [next(iter(FORMS))])
 def test_training_step(ranks: Ranks, name: str) -> None:
     """On real ranks, which do not divide the length."""
     same_on_ranks(ranks.run(3, trained, name))
@@ -258,7 +258,7 @@ return (permute_default,)""",
         )
 
     def test_bias_and_fill(self):
-        attend = SPELLINGS["bias and fill"][0]
+        attend = FORMS["bias and fill"][0]
         self.assertExpectedInline(
             show(canonical(attend)),
             """\

@@ -25,9 +25,11 @@ def test_attention(tmp_path: Path) -> None:
     run("attention.py", *tiny, "--output", str(report))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.read_text().splitlines()]
     collectives = {tuple(row[1:3]): int(row[4]) for row in rows if len(row) == 7 and row[0] == "2"}
-    assert set(collectives) == {(kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "by hand")}
+    assert set(collectives) == {
+        (kind, how) for kind in ("ulysses", "ring") for how in ("compiled", "op", "handwritten")
+    }
     for kind in ("ulysses", "ring"):
-        assert collectives[kind, "compiled"] < collectives[kind, "by hand"]
+        assert collectives[kind, "compiled"] < collectives[kind, "handwritten"]
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from support.scans.scanning import (
     OPS,
     TORCH,
     as_exact_as,
-    by_hand,
     ids_of,
-    linear_by_hand,
+    linear_scan_by_loop,
     sample,
+    scan_by_loop,
 )
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
         wide = torch.float64 if x.is_floating_point() else inclusive_scan(x, dim, op).dtype
         for reverse in (False, True):
             found = exclusive_scan(x, dim, op, reverse=reverse)
-            expected = by_hand(x.to(wide), dim, op, True, reverse)
+            expected = scan_by_loop(x.to(wide), dim, op, True, reverse)
             assert as_exact_as(found, expected.to(found.dtype), expected)
             if not x.ndim:
                 continue
@@ -67,7 +67,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
             starts = starts_of(whole, x, dim, reverse)
             for exclusive in (False, True):
                 found = segmented_scan(x, ids, dim, op, exclusive=exclusive, reverse=reverse)
-                expected = by_hand(x.to(wide), dim, op, exclusive, reverse, starts)
+                expected = scan_by_loop(x.to(wide), dim, op, exclusive, reverse, starts)
                 assert as_exact_as(found, expected.to(found.dtype), expected)
 
 
@@ -179,7 +179,7 @@ def test_linear(dtype: torch.dtype, reverse: bool) -> None:
             first = sample(tuple(s for d, s in enumerate(sizes) if d != dim % len(sizes)), dtype, seed=2)
             for initial in (None, first):
                 h = linear_scan(a, b, dim, initial=initial, reverse=reverse)
-                exact = linear_by_hand(
+                exact = linear_scan_by_loop(
                     a.double(), b.double(), dim, None if initial is None else initial.double(), reverse
                 )
                 assert h.dtype == dtype
@@ -188,7 +188,7 @@ def test_linear(dtype: torch.dtype, reverse: bool) -> None:
 
 def test_linear_broadcasts() -> None:
     a, b = torch.rand(5, 1), torch.rand(3, 5, 2)
-    expected = linear_by_hand(a.expand(3, 5, 2), b, 1, torch.full((3, 2), 2.0))
+    expected = linear_scan_by_loop(a.expand(3, 5, 2), b, 1, torch.full((3, 2), 2.0))
     torch.testing.assert_close(linear_scan(a, b, 1, initial=torch.tensor(2.0)), expected)
     torch.testing.assert_close(linear_scan(a, b, -2, initial=torch.full((3, 1), 2.0)), expected)
     assert linear_scan(a, b.bfloat16(), 1).dtype == torch.float32

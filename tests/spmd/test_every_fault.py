@@ -12,4 +12,4 @@ from support.fuzz.outcomes import Outcome
 @pytest.mark.parametrize(("seed", "fault"), list(enumerate(FAULTS)), ids=FAULTS)
 def test_fault(seed: int, fault: str) -> None:
     result = faults.run(f"faults:{fault}:{seed}")
-    assert result.outcome is (Outcome.REFUSED if FAULTS[fault].hears else Outcome.EXACT), result
+    assert result.outcome is (Outcome.REFUSED if FAULTS[fault].error else Outcome.EXACT), result

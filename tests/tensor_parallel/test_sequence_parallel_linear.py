@@ -14,7 +14,7 @@ from support.parallel.tensor_parallel import (
     decoder,
     joint_graph,
     on_ranks,
-    spelt,
+    simulate_reductions,
     weights,
 )
 
@@ -48,7 +48,7 @@ def graphs(n, batch, length, layers=2):
 @pytest.mark.parametrize(("n", "batch", "length"), [(2, 2, 6), (2, 1, 7), (3, 2, 7), (4, 3, 5), (4, 4, 9), (2, 3, 1)])
 def test_equals_the_untouched_graph_and_one_device(n, batch, length):
     gm, inputs, x, whole = graphs(n, batch, length)
-    expected = on_ranks(spelt(copy.deepcopy(gm), n), inputs)
+    expected = on_ranks(simulate_reductions(copy.deepcopy(gm), n), inputs)
     one = SequenceParallelLinear(Ranks(n, GROUP))
     local = one(gm).graph_module
     found = on_ranks(local, inputs)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention.attending import PREDICATES, packed, pieces_of
-from support.cuda.attention import told
+from support.cuda.attention import flash_window
 from torch import Tensor
 
 from sp_compile.lowering.comm.simulate import SIMULATED_GROUP, run_ranks
@@ -69,7 +69,7 @@ def inside(window: Window, rows: int, keys: int) -> Tensor:
 
 def seen(window: Window, most: int) -> Window:
     """What FlashAttention makes of a window beside at most so many keys; a causal one is told as such."""
-    return window if window == Window(None, 0) else Window(*told(*window, most))
+    return window if window == Window(None, 0) else Window(*flash_window(*window, most))
 
 
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:

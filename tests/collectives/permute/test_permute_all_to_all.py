@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of, show
 from support.spellings.exchange_spellings import (
+    EXCHANGES,
     NEAR_MISSES,
-    SPELLINGS,
-    Spelling,
+    ExchangeForm,
     deepspeed_heads,
     four_d_heads,
     four_d_rows,
@@ -42,7 +42,7 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after: Any = same) -> None:
+def check_values(spelling: ExchangeForm, gm: GraphModule, before: Any = same, after: Any = same) -> None:
     """The rewritten graph on simulated ranks; before and after: what it does besides."""
     xs = [torch.randn(spelling.shape) for _ in range(N)]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
@@ -52,9 +52,9 @@ def check_values(spelling: Spelling, gm: GraphModule, before: Any = same, after:
 
 
 @pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_spelling(group: Any, name: str) -> None:
-    spelling = SPELLINGS[name]
+    spelling = EXCHANGES[name]
     gm = traced(lambda x: spelling.fn(x, N, group), torch.randn(spelling.shape))
     rewrite = FuseAllToAllPermutes()
     assert rewrite(gm).modified
@@ -72,7 +72,7 @@ def test_spelling(group: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["DeepSpeed, heads", "4D, rows", "blog, heads", "matrix, rows"])
 def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     """Forward and backward, each with one collective and fewer copies; of a matrix's rows there was only one."""
-    spelling = SPELLINGS[name]
+    spelling = EXCHANGES[name]
     graphs = aot(lambda x: spelling.fn(x, N, group).sin(), torch.randn(spelling.shape, requires_grad=True))
     for part in ("forward", "backward"):
         assert count(graphs[part], "all_to_all_single") == 1
@@ -80,7 +80,7 @@ def test_spelling_in_joint_graphs(group: Any, name: str) -> None:
     assert count(graphs["joint"], "clone") < aot_copies(spelling, group) + (name == "matrix, rows")
 
 
-def aot_copies(spelling: Spelling, group: Any) -> int:
+def aot_copies(spelling: ExchangeForm, group: Any) -> int:
     found: list[int] = []
 
     def partition(joint: GraphModule, examples: Any, **options: Any) -> Any:
@@ -174,4 +174,4 @@ def test_dtensors_own_exchange(group: Any) -> None:
 
     gm = traced(step, torch.randn(2, 3, 8, 5))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
-    check_values(Spelling(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)
+    check_values(ExchangeForm(step, (2, 3, 8, 5), 2, 1), gm, lambda x: x.sin(), torch.cos)

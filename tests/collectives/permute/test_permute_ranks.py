@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from support import ranks as in_rank
 from support.golden import notes_of
 from support.ranks import Ranks
-from support.spellings.exchange_spellings import SPELLINGS, four_d_heads, four_d_rows
+from support.spellings.exchange_spellings import EXCHANGES, four_d_heads, four_d_rows
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
@@ -118,7 +118,7 @@ def _spellings(names: list[str]) -> None:
     """Each against the function, forward and backward."""
     group, rank = in_rank.group(), dist.get_rank()
     for name in names:
-        spelling = SPELLINGS[name]
+        spelling = EXCHANGES[name]
         xs = inputs(spelling.shape, 4)
         for backend in BACKENDS.values():
             torch._dynamo.reset()
@@ -141,7 +141,7 @@ def test_spellings(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_all_spellings(ranks: Ranks) -> None:
-    ranks.run(4, _spellings, [name for name in SPELLINGS if name not in QUICK])
+    ranks.run(4, _spellings, [name for name in EXCHANGES if name not in QUICK])
 
 
 def _attention(backend: str) -> None:

@@ -10,9 +10,9 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from support.golden import notes_of
 from support.spellings.exchange_spellings import (
+    EXCHANGES,
     NEAR_MISSES,
-    SPELLINGS,
-    Spelling,
+    ExchangeForm,
     deepspeed_heads,
     matrix_columns,
     swap_functional,
@@ -28,7 +28,7 @@ from sp_compile import SpError, capture_export
 from sp_compile.lowering.comm.simulate import run_ranks
 from sp_compile.passes.collectives.permute.fuse_permute import FuseAllToAllPermutes
 
-ALL = {**SPELLINGS, **MORE}
+ALL = {**EXCHANGES, **MORE}
 Fn = Callable[[Tensor], Any]
 
 
@@ -42,7 +42,7 @@ def definition(xs: list[Tensor], rank: int, scatter: int, gather: int) -> Tensor
     return torch.cat([x.chunk(N, scatter)[rank] for x in xs], gather)
 
 
-def check(spelling: Spelling, gm: GraphModule) -> None:
+def check(spelling: ExchangeForm, gm: GraphModule) -> None:
     xs = [torch.randn(spelling.shape) for _ in range(N)]
     for rank, y in enumerate(run_ranks(N, lambda r: gm(xs[r]))):
         y = y[0] if isinstance(y, list | tuple) else y
@@ -81,7 +81,7 @@ def test_rows_of_any_number_from_export(group: Any) -> None:
     rows = {0: torch.export.Dim("rows", min=2)}
     gm = capture_export(torch.export.export(Model(), (torch.randn(3, 8),), dynamic_shapes=(rows,)))
     assert [n.label for n in notes_of(FuseAllToAllPermutes(), gm)] == ["permute_all_to_all"]
-    check(Spelling(matrix_columns, (5, 8), 1, 0), gm)
+    check(ExchangeForm(matrix_columns, (5, 8), 1, 0), gm)
 
 
 def joint(fn: Fn, x: Tensor) -> GraphModule:

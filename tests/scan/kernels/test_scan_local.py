@@ -13,10 +13,10 @@ from support.scans.scanning import (
     OPS,
     TORCH,
     as_exact_as,
-    by_hand,
-    linear_by_hand,
+    linear_scan_by_loop,
     run,
     sample,
+    scan_by_loop,
     starts_like,
 )
 from torch import Tensor
@@ -108,7 +108,7 @@ def test_extremes_reversed_and_segmented(row: str, op: str) -> None:
             starts = starts_like(x)
             with using_lowering(row):
                 values, indices = sp.local_extremes(x, starts, 1, op, reverse)
-            assert torch.equal(values, by_hand(x, 1, op, False, reverse, starts))
+            assert torch.equal(values, scan_by_loop(x, 1, op, False, reverse, starts))
             assert torch.equal(x.gather(1, indices), values)
 
 
@@ -141,7 +141,7 @@ def recurrence_by_hand(
     if not a.shape[dim]:
         return b, initial
     if not lagged:
-        h = linear_by_hand(a, b, dim, initial, reverse)
+        h = linear_scan_by_loop(a, b, dim, initial, reverse)
         return h, h.select(dim, 0 if reverse else -1)
     carried, out = initial, [initial] * a.shape[dim]
     for i in reversed(range(len(out))) if reverse else range(len(out)):
