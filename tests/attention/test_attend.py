@@ -1,4 +1,4 @@
-"""sp::attend against dense attention written out by hand, whole and cut over ranks."""
+"""sp::attend against plain dense attention, on the full sequence and on shards."""
 
 import math
 from functools import reduce
@@ -59,8 +59,8 @@ def test_whole(name: str, key_heads: int, v_width: int, q_len: int, k_len: int) 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @each_predicate
-def test_ring_by_hand(name: str, cut: str, n: int) -> None:
-    """Every rank's queries meet the keys of all steps: merged results and summed gradients are the whole ones."""
+def test_ring_over_steps(name: str, cut: str, n: int) -> None:
+    """Queries of every rank meet the keys of all steps; merged results and summed gradients equal the full ones."""
     p = Problem(name, 13, 13, key_heads=2)
     q, k, v = leaves(p.q, p.k, p.v)
     expected, lse = dense(q, k, v, p.allowed())
@@ -305,7 +305,7 @@ def test_large_blocks_are_cut(name: str, masked: bool, dropout_p: float, monkeyp
 def test_rows_that_are_apart_are_copied_where_it_pays(
     rows: int, dtype: torch.dtype, strided: int, expected: int
 ) -> None:
-    """Bytes of so many of q, k and v, in float32; not of half types, few rows, or more than 64 MiB."""
+    """Return bytes of the strided ones of q, k and v in float32; none for half types, few rows, or over 64 MiB."""
     shape = (1, rows, 4, 16)
     views = [torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(strided)]
     others = [torch.empty(1, 4, rows, 16, dtype=dtype) for _ in range(3 - strided)]

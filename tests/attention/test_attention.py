@@ -1,4 +1,4 @@
-"""Attention in every spelling: equal to one device, and with the exchanges that it should take."""
+"""Attention in every form: results of a single device, with the expected collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden graphs of the attention passes, run by hand on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of the attention passes, run directly on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import math
 from unittest import mock

@@ -1,4 +1,4 @@
-"""FLOPs that torch is told of attention: the closed formula of each mask, a share a rank, and what they decide."""
+"""FLOPs of attention as registered with torch: closed formula of each mask, share per rank, and decisions by them."""
 
 from __future__ import annotations
 

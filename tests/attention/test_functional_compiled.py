@@ -1,4 +1,4 @@
-"""Attention by hand inside torch.compile: one graph, the numbers of eager mode, on real ranks."""
+"""Functional attention inside torch.compile: one graph, eager results, on real ranks."""
 
 from __future__ import annotations
 

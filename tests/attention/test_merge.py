@@ -1,4 +1,4 @@
-"""The merge of two attention results: expression, Inductor and Triton against float64 softmax by hand."""
+"""The merge of two attention results: expression, Inductor and Triton against a float64 softmax."""
 
 import math
 import os

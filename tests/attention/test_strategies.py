@@ -1,6 +1,6 @@
-"""Every strategy x mask x heads x length, on simulated ranks: the loss of one device, and every gradient.
+"""Every strategy x mask x heads x length, on simulated ranks: loss and every gradient equal a single device's.
 
-Every registered strategy: those of the package, and the toy, which is registered from outside as anyone would.
+Every registered strategy: the built-in ones, and the toy, which is registered from outside like a user's.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class UnderAutocast(Biased):
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize(("learned", "kernel"), [(True, "efficient"), (False, "fused")])
 def test_autocast_is_planned(learned: bool, kernel: str) -> None:
-    """A bias is cast with the queries; half as many bytes move."""
+    """A bias is cast with the queries, so half the bytes move."""
     with torch.device("meta"):
         model, ids = UnderAutocast(learned), torch.zeros(1, 64, dtype=torch.int64)
     (decision,) = sp_compile.explain(model, ids, sp=2).attention

@@ -1,4 +1,4 @@
-"""layout="balanced": the loss and gradients of one device, whatever order ranks hold the sequence in."""
+"""layout="balanced": loss and gradients equal those of a single device in every row order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ops = torch.ops.sp
 
 
 class Packed(nn.Module):
-    """Attention within the documents that position_ids tell, and a loss on shifted labels."""
+    """Attention within the documents that position_ids define, and a loss on shifted labels."""
 
     def __init__(self, layers: int = 2, window: int | None = None) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("attention", ["ring", "gather", "hybrid"])
 def test_packed_documents(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """27 positions on 4 ranks, labels one short, logits in the program's order; and something was dealt."""
+    """27 positions on 4 ranks, one label less, logits in the program's order; each rank has a balanced order."""
     made = orders(monkeypatch)
     report = check(*given(), sp=4, attention=attention, layout="balanced")
     assert not report.fallbacks
@@ -187,7 +187,7 @@ def test_ulysses_has_nothing_to_balance() -> None:
     assert len(report.find_notes(NoteKind.DECLINED, subject="balanced")) == 1
 
 
-def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_exchanged_in_a_balanced_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer by Ulysses, which has the program's order between its exchanges, and one as a ring."""
     kinds = iter(["ulysses", "ring"])
 
@@ -201,7 +201,7 @@ def test_heads_exchanged_in_a_dealt_program(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 SLOW = {"flops": 1e5}
-"""A device on which attention takes longer than to deal a sequence of a few tokens."""
+"""A device on which attention takes longer than balancing a sequence of a few tokens."""
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ SLOW = {"flops": 1e5}
         pytest.param(2, "gather", [64], marks=pytest.mark.slow),
     ],
 )
-def test_auto_deals_documents(n: int, attention: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_balances_documents(n: int, attention: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches, each packed in its own way."""
     made = orders(monkeypatch)
     report = check(*given(2, lengths), sp=n, attention=attention, cost=SLOW)
@@ -261,8 +261,8 @@ def test_auto_reports_that_documents_stay(model: type[Packed], options: dict[str
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_auto_deals_what_stays_in_shards(n: int) -> None:
-    """Where that saves more than the result would take if the next graph needs another order."""
+def test_auto_balances_sharded_outputs(n: int) -> None:
+    """Balancing saves more time than the next graph may need to restore another order."""
     torch.manual_seed(0)
     _, *inputs = given()
     model, how = Hidden().double(), {"sp": n, "attention": "ring", "cost": SLOW}
@@ -383,7 +383,7 @@ class Window(nn.Module):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("attention", "ranks"), [("ring", 2), ("gather", 3)])
 def test_windows_that_begin_later(attention: str, ranks: int, documents: bool) -> None:
-    """Positions count from the window's first row, and what is looked up has as many values as it has rows."""
+    """Positions count from the first row of the window; lookup vectors have one value for each of its rows."""
     torch.manual_seed(0)
     model, (document, _) = Window(2, -1).double(), packed(LENGTHS)
     ids, again = torch.randint(VOCABULARY, document.shape), document[:, 2:-1].clone() if documents else None

@@ -1,6 +1,6 @@
-"""torch's flex_attention: which attention it becomes, and that a model with it is what it is on one device.
+"""torch's flex_attention: the attention op that it becomes, and equality with a single device.
 
-torch refuses the backward on a CPU, where it has no kernel; its own arithmetic has one, which is one device's here.
+torch has no backward kernel on a CPU; the single-device reference here uses torch's eager arithmetic.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def test_scores_equal_one_device(strategy: str) -> None:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
-def test_scores_of_dealt_positions(strategy: str) -> None:
-    """A slope counts places of the program's order, not of that in which ranks hold them."""
+def test_scores_of_balanced_positions(strategy: str) -> None:
+    """A slope counts positions in the program's order, not in the order in which ranks store the rows."""
     report = check(
         seeded(lambda: Model("documents", score_mod="ALiBi")), *inputs(), sp=3, attention=strategy, layout="balanced"
     )

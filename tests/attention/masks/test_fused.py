@@ -94,8 +94,8 @@ def test_tables_are_small() -> None:
             assert sorted(columns.tolist()) == list(range(len(row)))
 
 
-def by_hand(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
-    """Of one device: out, lse and gradients."""
+def reference(p: Problem, text: str, bias: Tensor | None = None) -> list[Tensor]:
+    """Return output, log-sum-exp and gradients of attention without kernels on a single device."""
     q, k, v = leaves(p.q, p.k, p.v)
     places = {"q": torch.arange(q.shape[2])[:, None], "k": torch.arange(k.shape[2])}
     values = places | {"head0": torch.tensor(SLOPES, dtype=torch.float64)[:, None, None]}
@@ -125,9 +125,9 @@ def options(text: str) -> dict[str, object]:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", PREDICATES)
 def test_round_a_ring(name: str, text: str, n: int, folds: int, length: int) -> None:
-    """Each rank's queries, over each rank's keys, given the log-sum-exps of all; padding in front and behind."""
+    """Queries of each rank over keys of each rank, with the log-sum-exps of all; padding before and after."""
     p = Problem(name, length, length, key_heads=2, v_width=5)
-    wanted = by_hand(p, text)
+    wanted = reference(p, text)
     found = [torch.zeros_like(x) for x in wanted]
     spans = [[n, folds, 1, shift, 1, length] for shift in range(n)]
 
@@ -168,13 +168,13 @@ def test_masks_that_are_data(shape: tuple[int, ...], bias: bool) -> None:
         out, lse = bodies.attend(p.q, p.k, p.v, *args)
         *grads, _ = bodies.attend_backward(p.grad, p.q, p.k, p.v, out, lse, *args, False)
     assert len(programs.made) == 2
-    close([out, lse, *grads], by_hand(p, TEXTS[1], data))
+    close([out, lse, *grads], reference(p, TEXTS[1], data))
 
 
 def test_lengths_that_change_share_a_program() -> None:
     """The first has one of its own, and one more is of any."""
     problems = [Problem("all", length, length) for length in (20, 25, 33, 150, 20)]
-    wanted = [by_hand(p, TEXTS[1])[:2] for p in problems]
+    wanted = [reference(p, TEXTS[1])[:2] for p in problems]
     with fused_here() as programs, torch.no_grad():
         for p, here in zip(problems, wanted):
             rows = full_span(p.q.shape[2])
@@ -194,7 +194,7 @@ def test_what_cannot_be_compiled_is_dense() -> None:
         with pytest.warns(UserWarning, match="computed densely from now on.*no compiler"):
             out, lse = bodies.attend(p.q, p.k, p.v, *args)
         again = bodies.attend(p.q, p.k, p.v, *args)
-    close([out, lse], by_hand(p, TEXTS[1])[:2])
+    close([out, lse], reference(p, TEXTS[1])[:2])
     close([out, lse], list(again))
 
 
