@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="sp") on real ranks: the loss and every gradient of one device."""
+"""torch.compile(model, backend="sp") on real ranks: loss and every gradient equal a single device's."""
 
 import copy
 from typing import Any
@@ -128,7 +128,7 @@ def test_buffers_and_train_eval(ranks: Ranks) -> None:
 
 
 class UnusedNorms(nn.Module):
-    """Norms whose results nobody reads: they are there for their running statistics."""
+    """Norms with unused results, which only update their running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def shards(seq: int, outputs: str) -> tuple[list[Outcome], str]:
         loss.backward()
         right.backward()
         outcomes.append(outcome(loss, gradients(model), right, gradients(alone)))
-    model.zero_grad()  # as on the first call, or Dynamo compiles anew
+    model.zero_grad()  # as on the first call, or Dynamo recompiles
     return outcomes, error_text(lambda: run(*text(9 - mesh.get_rank())))
 
 

@@ -30,7 +30,7 @@ class Sign:
 
 @pytest.fixture
 def signs() -> Iterator[Signs]:
-    """Of the frames that have called `lower`; nothing collects garbage meanwhile."""
+    """Return a sign per frame that has called `lower`; garbage collection is off during the test."""
     entries = importlib.import_module("sp_compile.backend")
     found: Signs = []
     lower = entries.lower

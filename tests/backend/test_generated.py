@@ -1,4 +1,4 @@
-"""The collectives in AOTAutograd's graphs and in Inductor's code: how many, how large, in which order, alike on all."""
+"""Collectives in AOTAutograd's graphs and Inductor's code: number, size and order, equal on all ranks."""
 
 from typing import Any
 from unittest import mock
@@ -140,7 +140,7 @@ def test_memory_falls_with_the_ranks(attention: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "stretches"), [("contiguous", 1), ("zigzag", 2)])
 def test_gathered_keys_are_gathered_again(ranks: Ranks, layout: str, stretches: int) -> None:
-    """In zigzag order the first chunks of all ranks, then their second ones: nobody copies them into one order."""
+    """In zigzag order gather the first chunks of all ranks, then the second ones, without a copy that reorders them."""
     first, *others = ranks.run(3, strategy, "gather", layout, 13)
     check([first["outcome"], *(o["outcome"] for o in others)])
     assert all(other["text"] == first["text"] for other in others)
@@ -158,7 +158,7 @@ def with_ring() -> tuple[Outcome, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_next_keys_are_on_their_way_while_a_block_computes(ranks: Ranks) -> None:
+def test_the_next_keys_are_sent_while_a_block_computes(ranks: Ranks) -> None:
     n = 3
     (first, code), *others = ranks.run(n, with_ring)
     check([first, *(o for o, _ in others)])

@@ -36,7 +36,7 @@ def test_what_a_cuda_graph_may_hold() -> None:
 
 
 def settings_of(mode: str | None, **options: Any) -> tuple[bool, bool]:
-    """(autotuning, padding of strides) as Inductor is told for one rank's graph."""
+    """Return Inductor's settings (autotuning, padding of strides) for one rank's graph."""
     seen: list[tuple[bool, bool]] = []
 
     def look(graph: Graph) -> None:

@@ -164,7 +164,7 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     if option == "fallback":
         return Sorted(), {"mesh": mesh}, "error"
     if option == "state":
-        return Model(), *_with_room(mesh)
+        return Model(), *_fitting_device(mesh)
     if option == "tiles":
         return Wide(), {"mesh": mesh}, 2
     if option in plain:
@@ -177,12 +177,12 @@ def given(option: str, mesh: DeviceMesh) -> tuple[nn.Module, Options, Any]:
     return TensorParallel(mesh), *of_exchanges[option]
 
 
-def _with_room(mesh: DeviceMesh) -> tuple[Options, str]:
-    """A device on which the fastest attention just fits, beside weights that lie on it whole."""
+def _fitting_device(mesh: DeviceMesh) -> tuple[Options, str]:
+    """Return options of a device on which the fastest attention just fits next to replicated weights."""
     slow = {"all_to_all_bandwidth": 1e5}
     found = sp_compile.explain(Model(), of_text(), mesh=mesh, cost={**slow, "memory": 1e15})
-    room = found.memory[0].used + found.attention[0].chosen.memory + 1
-    return {"mesh": mesh, "cost": {**slow, "memory": room}}, "sharded"
+    memory = found.memory[0].used + found.attention[0].chosen.memory + 1
+    return {"mesh": mesh, "cost": {**slow, "memory": memory}}, "sharded"
 
 
 def of_text() -> Tensor:
@@ -273,7 +273,7 @@ def test_options_of_a_sequence_in_another_piece(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("outputs", ["lazy", {0: "lazy"}], ids=str)
 def test_results_that_know_their_shard(mesh: DeviceMesh, entry: Callable[..., str], outputs: Any) -> None:
-    """Of a graph alone nobody makes any: `parallelize` refuses the option, and `verify`, which compares whole ones."""
+    """`parallelize` and `verify` refuse lazy outputs: a single graph has none, and verify compares full tensors."""
     found = outcome(entry, Model(), {"mesh": mesh, "outputs": outputs}, "outputs")
     if entry in (of_verify, of_parallelize):
         assert re.match(r"refused: SP1\d\d: outputs", found), found

@@ -131,7 +131,7 @@ def test_ddp_by_default(ranks: Ranks, dim: int) -> None:
 
 
 class Conditioned(Decoder):
-    """A value without a sequence crosses a graph break and is added to every position behind it."""
+    """A value without a sequence crosses a graph break and is added to every later position."""
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = self.blocks[0](self.embed(ids))

@@ -1,4 +1,4 @@
-"""The one form of pass: what orders them, what explain shows of them, and a spelling that registers itself."""
+"""The common interface of passes: their order, their rows in explain, and registration of a rewrite."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sp_compile.passes.joint.joint import JOINT_WORD, JointPasses
 from sp_compile.passes.joint.partitioned import PartitionedPasses
 from sp_compile.pipeline import Pipeline, strategy_passes
 
-BEHIND = {BoundaryPasses: VALIDATED, JointPasses: JOINT_WORD, PartitionedPasses: CAPTURED_WORD}
-"""What runs behind the pipeline, and what it is given."""
+LATER_PASSES = {BoundaryPasses: VALIDATED, JointPasses: JOINT_WORD, PartitionedPasses: CAPTURED_WORD}
+"""Passes that run after the pipeline, and the properties that hold at their start."""
 
 
 class Sums(nn.Module):
@@ -48,7 +48,7 @@ def doubled() -> Iterator[None]:
 def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     check_pass_order(iterate_passes(Pipeline))
     check_pass_order(tuple(registered_passes(CollectivePass)))
-    for kind, given in BEHIND.items():
+    for kind, given in LATER_PASSES.items():
         check_pass_order(iterate_passes(kind), given)
 
 
@@ -90,7 +90,7 @@ def test_the_order_of_the_pipeline_has_its_reasons() -> None:
     ],
 )
 def test_a_swapped_order_is_refused(first: str, second: str) -> None:
-    every = {Pipeline: CAPTURED_WORD, **BEHIND}
+    every = {Pipeline: CAPTURED_WORD, **LATER_PASSES}
     kind = next(one for one in every if {first, second} <= {part.name for part in iterate_passes(one)})
     order = list(iterate_passes(kind))
     names = [one.name for one in order]
@@ -101,7 +101,7 @@ def test_a_swapped_order_is_refused(first: str, second: str) -> None:
         check_pass_order(tuple(order), every[kind])
 
 
-def test_spellings_are_ordered_by_their_words_alone() -> None:
+def test_rewrites_are_ordered_by_their_properties_alone() -> None:
     assert [one.name for one in registered_passes(CanonicalPass)] == [
         one.name for one in order_passes(tuple(reversed(registered_passes(CanonicalPass))))
     ]
@@ -121,7 +121,7 @@ def test_passes_that_require_each_other_are_refused() -> None:
 
 
 def test_every_pass_says_what_it_is() -> None:
-    for every in (iterate_passes(Pipeline), *map(iterate_passes, BEHIND)):
+    for every in (iterate_passes(Pipeline), *map(iterate_passes, LATER_PASSES)):
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
     names = [one.name for one in iterate_passes(Pipeline)]
@@ -129,7 +129,7 @@ def test_every_pass_says_what_it_is() -> None:
 
 
 @pytest.mark.usefixtures("doubled")
-def test_a_spelling_registers_itself() -> None:
+def test_a_rewrite_registers_itself() -> None:
     x = torch.randn(1, 8, 4)
     report = sp_compile.explain(Sums(), x, passes=True, seq_dims={"x": 1})
     (lap,) = (lap for lap in report.passes if lap.name == "doubled")
@@ -145,12 +145,12 @@ def test_a_spelling_registers_itself() -> None:
         register_pass(Doubled)
 
 
-def test_explain_shows_what_runs_behind_the_pipeline() -> None:
+def test_explain_shows_passes_after_the_pipeline() -> None:
     ids = torch.randint(0, 11, (2, 8))
     model = build(Decoder, layers=1)
     report = sp_compile.explain(model, ids, ids, passes=True, offload=1.0)
     ran = [lap.name for lap in runs_by_pass(report.passes)]
-    behind = [
+    later = [
         "return_permutation",
         "defer_outputs",
         "add_gradient_tokens",
@@ -160,13 +160,13 @@ def test_explain_shows_what_runs_behind_the_pipeline() -> None:
         "overlap_collectives",
         "offload_values",
     ]
-    assert ran[-len(behind) :] == behind
-    assert all(f"\n{name} " in str(report) for name in behind)
+    assert ran[-len(later) :] == later
+    assert all(f"\n{name} " in str(report) for name in later)
     changes = {lap.name: lap.changes for lap in runs_by_pass(report.passes)}
     assert changes["overlap_collectives"] > 0
     assert changes["offload_values"] > 0
     plain = sp_compile.explain(model, ids, ids)
-    assert not {lap.name for lap in plain.passes} & set(behind)
+    assert not {lap.name for lap in plain.passes} & set(later)
 
 
 def test_without_it_nothing_is_left_of_it() -> None:
@@ -184,14 +184,14 @@ def test_graphs_go_to_tlparse_before_and_after(monkeypatch: pytest.MonkeyPatch) 
     assert traced == ["sp_before_doubled", "sp_after_doubled"]
 
 
-def test_nothing_is_printed_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_printed_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logging.getLogger("torch.__trace")
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr("sp_compile.passes.base._join_lines", lambda gm: pytest.fail("printed"))
     assert Doubled()(captured(Sums(), torch.randn(1, 8, 4))).modified
 
 
-def test_by_hand_twice() -> None:
+def test_a_pass_runs_on_two_graphs() -> None:
     gm, again = (captured(Sums(), torch.randn(1, 8, 4)) for _ in range(2))
     gather = passes.GatherOperands(2, seq_dims={"x": 1})
     for graph in (gm, again):
@@ -223,7 +223,7 @@ def test_a_record_is_not_shared_by_copies() -> None:
     assert node_info(copy).parameter is None
 
 
-def test_a_job_analyses_anew_after_a_change() -> None:
+def test_a_context_repeats_the_analysis_after_a_change() -> None:
     gm = captured(Sums(), torch.randn(1, 8, 4))
     job = PassContext.start(make_settings(2, seq_dims={"x": 1}))
     assert job.plan(gm) is job.plan(gm)
@@ -302,7 +302,7 @@ OF_SEQUENCES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "a row written twice": (lambda x: rows(x, twice=3), "not stack_written_rows .* row 3 is written twice"),
     "rows never written": (lambda x: rows(x, first=2), "not stack_written_rows .* 2 rows of 8 are never written"),
-    "rows read on the way": (
+    "rows read in between": (
         lambda x: rows(x, read=True),
         "not stack_written_rows .* something else reads select_scatter",
     ),

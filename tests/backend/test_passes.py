@@ -1,4 +1,4 @@
-"""Golden graphs: what each pass, run by hand on an exported graph, does to it. EXPECTTEST_ACCEPT=1 rewrites them."""
+"""Golden graphs of each pass, run directly on an exported graph. EXPECTTEST_ACCEPT=1 rewrites them."""
 
 import expecttest
 import torch
@@ -41,12 +41,12 @@ scaled_dot_product_attention: [1, 4, 8, 4] = aten.scaled_dot_product_attention(x
 return (scaled_dot_product_attention,)""",
         )
 
-    def test_canonicalize_spells_out_what_is_read(self):
-        def spelt(x, y):
+    def test_canonicalize_expands_implicit_conversions(self):
+        def implicit(x, y):
             z = torch.cat([x.new_zeros(1, 2), y.type_as(x)]).squeeze()
             return torch.cat([torch.empty(0), z]) + x.new_full((2,), 3)
 
-        gm = captured(spelt, torch.randn(2, 2), torch.ones(3, 2).long())
+        gm = captured(implicit, torch.randn(2, 2), torch.ones(3, 2).long())
         Canonicalize()(gm)
         self.assertExpectedInline(
             show(gm),
@@ -63,7 +63,7 @@ add: [4, 2] = aten.add.Tensor(cat_1, new_full)
 return (add,)""",
         )
 
-    def test_expand_heads_behind_the_exchange(self):
+    def test_expand_heads_after_the_exchange(self):
         def attention(x, y, z):
             repeated = (y * 2)[:, :, None].expand(1, 2, 2, 8, 4).reshape(1, 4, 8, 4)
             return F.scaled_dot_product_attention(x * 2, repeated, repeated, z)

@@ -95,16 +95,16 @@ def test_who_reads_it(monkeypatch: pytest.MonkeyPatch, rank: str, logs: str, con
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What work says that it is at, on a terminal that nobody looks at."""
+    """Return the progress steps that work reports to a simulated terminal."""
     console, looks = terminal(), []
     monkeypatch.setattr(progress, "Console", lambda stderr: console)
 
-    def told(line: ProgressLine, name: str, value: object) -> None:
+    def record(line: ProgressLine, name: str, value: object) -> None:
         object.__setattr__(line, name, value)
         if name == "step" and value:
             looks.append(f"{line.title}: {value}")
 
-    monkeypatch.setattr(ProgressLine, "__setattr__", told)
+    monkeypatch.setattr(ProgressLine, "__setattr__", record)
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     return looks
 

@@ -1,4 +1,4 @@
-"""verify: whatever a graph gives and writes is compared, and where nothing was compared it says so."""
+"""verify: all results and mutations of a graph are compared, and the report names graphs without a comparison."""
 
 import re
 import sys
@@ -114,7 +114,7 @@ def test_there_is_nothing_to_compile(entry, model):
 
 
 class Alone(nn.Module):
-    """A program of its own groups, which nobody simulates."""
+    """A program with process groups of its own, which are not simulated."""
 
     def forward(self, x):
         return all_reduce(x.sin(), "sum", "0").cos()
@@ -138,8 +138,8 @@ def test_a_compiler_is_refused_where_nothing_is_compiled():
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "gather", "hybrid"])
-def test_the_result_of_an_attention_lies_as_on_one_device(attention):
-    """A view behind a graph break was written for that."""
+def test_attention_results_have_single_device_strides(attention):
+    """A view after a graph break relies on these strides."""
 
     def heads(x):
         q = (x * 2).unflatten(-1, (4, 2)).transpose(1, 2)
@@ -158,7 +158,7 @@ def test_nothing_is_compared_on_the_meta_device() -> None:
 
 
 class Projected(nn.Module):
-    """Attention and a product, whose result is of the dtype of whatever autocast is around."""
+    """Attention and a product, whose result has the dtype of the surrounding autocast region."""
 
     def __init__(self):
         super().__init__()
