@@ -1,4 +1,4 @@
-"""Where a gradient stops inside of a spelling, it stops in what becomes of it: detach and no_grad between the parts."""
+"""detach and no_grad inside of a pattern: the gradient of the rewritten op stops at the same place."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def normal(x: Tensor) -> Tensor:
 
 
 Stop = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
+PATTERNS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
     "total - cumsum": lambda stop, x: stop(total)(x) - sums(x),
     "total - stopped cumsum": lambda stop, x: total(x) - stop(sums)(x),
     "cumsum - x": lambda stop, x: stop(sums)(x) - x,
@@ -102,9 +102,9 @@ SPELLINGS: dict[str, Callable[[Stop, Tensor], Tensor]] = {
 
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("how", STOPS)
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_gradients(name: str, how: str) -> None:
-    model = Model(lambda x: SPELLINGS[name](STOPS[how], x))
+    model = Model(lambda x: PATTERNS[name](STOPS[how], x))
     assert verify(model, torch.randn(2, 12, WIDTH).double(), sp=2, seq_dims={"x": 1}).worst <= TOLERANCE
 
 

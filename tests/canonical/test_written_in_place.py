@@ -1,4 +1,4 @@
-"""A value that a custom op writes is not what its node computes: no spelling may read through it."""
+"""A value that a custom op mutates differs from its node's result: no pattern matches through it."""
 
 from __future__ import annotations
 

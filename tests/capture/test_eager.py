@@ -58,15 +58,15 @@ def looped(x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     torch._dynamo.reset()
     monkeypatch.setattr(eager, "_warned", set())
     caplog.set_level(logging.WARNING, "sp_compile.runtime.eager_fallback")
     return caplog
 
 
-def words(told: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in told.records if record.name == "sp_compile.runtime.eager_fallback"]
+def words(warnings: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in warnings.records if record.name == "sp_compile.runtime.eager_fallback"]
 
 
 def compiled(module: Any, **how: Any) -> Any:
@@ -87,24 +87,24 @@ def compiled(module: Any, **how: Any) -> Any:
     ],
     ids=lambda one: "" if isinstance(one, str) else type(one).__name__,
 )
-def test_it_is_said_once(told: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
+def test_it_is_said_once(warnings: pytest.LogCaptureFixture, given: Any, name: str, reason: str, advice: str) -> None:
     run = compiled(given)
     for _ in range(2):
         run(torch.ones(2, 3, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert one.startswith(f"{name} runs eagerly")
     assert reason in one
     assert advice in one
     assert ("test_eager.py:" in one) == (name != "Linear")
 
 
-def test_past_the_recompile_limit(told: pytest.LogCaptureFixture) -> None:
+def test_past_the_recompile_limit(warnings: pytest.LogCaptureFixture) -> None:
     run = compiled(Block(), dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1):
         run(torch.ones(2, 3, 4))
-        assert not words(told)
+        assert not words(warnings)
         run(torch.ones(2, 5, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert "Block runs eagerly" in one
     assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
 
@@ -123,13 +123,13 @@ class Decorated(Block):
     forward = decorated(Block.forward)
 
 
-def test_the_limit_of_a_decorated_forward(told: pytest.LogCaptureFixture) -> None:
+def test_the_limit_of_a_decorated_forward(warnings: pytest.LogCaptureFixture) -> None:
     """It is no torch.compiler.disable, though the code that Dynamo left is not the module's own."""
     run = compiled(Decorated(), dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1):
         run(torch.ones(2, 3, 4))
         run(torch.ones(2, 5, 4))
-    (one,) = words(told)
+    (one,) = words(warnings)
     assert "Decorated runs eagerly" in one
     assert "recompile limit exceeded. TORCH_LOGS=recompiles" in one
 
@@ -143,9 +143,9 @@ def test_a_callback_of_the_garbage_collection_was_not_compiled() -> None:
 
 
 @pytest.mark.parametrize("module", [Block(), Broken()], ids=lambda one: type(one).__name__)
-def test_what_is_compiled_is_not_spoken_of(told: pytest.LogCaptureFixture, module: nn.Module) -> None:
+def test_what_is_compiled_is_not_spoken_of(warnings: pytest.LogCaptureFixture, module: nn.Module) -> None:
     module.register_forward_pre_hook(torch.compiler.disable(lambda module, args: None))
     compiled(module)(torch.ones(2, 3, 4))
     plain = torch.compile(looped, backend="eager")
     plain(torch.ones(2))
-    assert not words(told)
+    assert not words(warnings)

@@ -165,11 +165,11 @@ def whole_table() -> tuple[str, Outcome]:
 
 
 def test_a_whole_table_beside_shards(ranks: Ranks) -> None:
-    """Its rows were taken for the first of so many a rank."""
+    """Rows of a replicated table would be taken for shards."""
     answers = ranks.run(2, whole_table)
     assert all(
-        "SP234" in told and "dim 1 of inputs[0] as in dim 1 of inputs[1]" in told and "got 6 and 20" in told
-        for told, _ in answers
+        "SP234" in error and "dim 1 of inputs[0] as in dim 1 of inputs[1]" in error and "got 6 and 20" in error
+        for error, _ in answers
     )
     check([outcome for _, outcome in answers])
 
@@ -196,7 +196,7 @@ def exact(name: str, lengths: list[int], inputs: int, named: bool = False) -> li
 
 @pytest.mark.parametrize(("name", "inputs"), [("scaled", 1), ("scaled", 2), ("branch", 1), ("first_half", 1)])
 def test_shards_are_of_the_whole(ranks: Ranks, name: str, inputs: int) -> None:
-    """Lengths of which the program asks nothing, or the same: a branch that shards and the whole take alike."""
+    """The program has no guard on its length, or a branch that shards and the full length both take."""
     lengths = [8, 12, 32] if name == "branch" else [12, 20]
     for outcomes in zip(*ranks.run(2, exact, name, lengths, inputs), strict=True):
         check(outcomes)

@@ -155,7 +155,7 @@ INTO = {
 
 
 class Into(nn.Module):
-    """Attention beside values that an op writes where it is told to."""
+    """Attention next to values that an op writes to its out= argument."""
 
     def __init__(self, write):
         super().__init__()

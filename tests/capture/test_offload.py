@@ -1,4 +1,4 @@
-"""offload=: what goes to the host's memory between forward and backward, in which order, and the numbers of one device."""
+"""offload=: values that move to host memory between forward and backward, their order, and single-device results."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ ROWS = torch.zeros(1, 64, 8, dtype=torch.float64)
 def halves(
     share: Any, model: str = "as written", attention: str = "ring", dynamic: bool = False, **options: Any
 ) -> tuple[Graph, Graph, int]:
-    """Forward and backward of a rank of two, behind the pass, and how many results are the caller's; nothing runs.
+    """Return forward and backward of a rank of two after the pass, and the number of the caller's results; run nothing.
 
-    dynamic: is it a program of any length?
+    dynamic: compile for symbolic lengths.
     """
     found: list[Any] = []
     plain = PartitionedPasses.run_training
@@ -81,7 +81,7 @@ def halves(
 
 
 def kept(forward: Graph, results: int) -> dict[Any, int]:
-    """Bytes of what the device keeps for the backward beside its inputs, by where it lies."""
+    """Return bytes per storage that the device keeps for the backward in addition to its inputs."""
     given = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
     values: list[Node] = [n for n in forward.output_node().args[0][results:] if n.target is not sp.offload.default]
     found = {storage_of(x): nbytes_of(x) for n in values for x in node_tensors(n)}
@@ -105,7 +105,7 @@ def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) ->
 @pytest.mark.parametrize("model", ["checkpointed", pytest.param("as written", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
 def test_a_program_of_any_length_leaves_no_more_than_one_of_that_length(model: str, attention: str) -> None:
-    """Attention's results do not lie row behind row, and queries, keys and values lie in one piece of memory."""
+    """Attention results are not contiguous, and queries, keys and values share one storage."""
     one, every = (kept(*halves(1.0, model, attention, dynamic)[::2]) for dynamic in (False, True))
     assert sum(every.values()) <= sum(one.values())
 
@@ -152,7 +152,7 @@ def test_parts_of_one_piece_of_memory(dynamic: bool) -> None:
 
 
 def test_copies_are_in_order() -> None:
-    """Begun when the value is there, waited for before the end; begun before what it hides behind, waited for before use."""
+    """Offloads start after their value and end before the return; reloads start early and end before use."""
     forward, backward, results = halves(0.5)
     order = {n: i for graph in (forward, backward) for i, n in enumerate(graph.nodes)}
     for host in forward.find_nodes(op="call_function", target=sp.offload.default):
@@ -244,7 +244,7 @@ def on_a_device(step: StepMemory) -> int:
     ("program", "shares"), [("chain", (0.95, 0.8)), pytest.param("decoder", (0.98, 0.9), marks=pytest.mark.slow)]
 )
 def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> None:
-    """The decoder's peak is elsewhere when some values are away: at each moment no more lies there than fits."""
+    """Offloading moves the decoder's peak to another place; memory stays in the limit at each moment."""
     step = explained(program).step
     assert step is not None
     assert step.offloaded is None
@@ -257,7 +257,7 @@ def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> 
         assert on_a_device(found) <= memory
         if program == "chain":  # all values are of one size
             assert found.offloaded.nbytes < max(0, least - memory) + 64 * 8 * 8
-    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "nobody knows the memory of a CPU"
+    assert explained(program, offload="auto").step.offloaded.nbytes == 0, "the memory of a CPU is unknown"
 
 
 ROUTES = {"at once": 1e15, "slow": 1e10}
@@ -360,7 +360,7 @@ class Stream:
 
 
 def test_streams_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has one of its own, which waits for what is computed; the computation waits for marks, when it is told to.
+    """Each direction has its own stream, which waits for the computation; the computation waits for marks where requested.
 
     The host waits for nothing, as its memory is pinned.
     """

@@ -43,7 +43,7 @@ def all_but(again: Sequence[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) 
 
 
 def policy(saved: Sequence[Any], stays: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
-    """`stays` of these ops; of others that they are computed again, in the same words. Nobody asks of a backward's."""
+    """Return `stays` for saved ops, and recomputation in the same form for others; never called on backward ops."""
     assert "backward" not in str(op)
     again = False if stays is True else CheckpointPolicy.PREFER_RECOMPUTE
     return stays if op in saved else again
@@ -150,7 +150,7 @@ def test_results_with_sinks_stay(how: str) -> None:
     assert (forward[sp.attend.default], again[sp.attend.default]) == (4, 0)
 
 
-def test_attention_that_leaves_no_room_is_computed_again() -> None:
+def test_attention_beyond_the_memory_is_computed_again() -> None:
     _, again = cut("without a policy", "ring", cost={"memory": 1e3})
     assert again[sp.attend.default] == 4
 

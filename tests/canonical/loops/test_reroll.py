@@ -101,7 +101,7 @@ def test_regions(model: type[Gated]) -> None:
 
 
 def test_autocast() -> None:
-    """The loop's products are in bfloat16, as those of one device are; their sums are rounded less often."""
+    """Products of the loop are in bfloat16, as on a single device; their sums are rounded less often."""
     report = sp_compile.verify(seeded(Autocast).float(), floats(4, 10, WIDTH).float(), sp=2)
     assert report.worst < 0.03
     assert report.count("linear_scan") == 1
