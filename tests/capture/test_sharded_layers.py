@@ -32,8 +32,8 @@ class Freed:
     """What FSDP frees stays where it is and is poisoned until FSDP wants it again: what is read of it is NaN, and what
     was written to it is seen.
 
-    frees: how many. written: how often some of it was no longer poison. on_the_way: collectives that were not waited
-    for at these times, the most.
+    frees: number of frees. written: number of times that poison was overwritten. pending: largest number of collectives
+    without a wait at these times.
     """
 
     frees: int = 0

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def frames(most: int) -> list[list[int]]:
-    """Every window of every sequence of up to so many positions, contiguous and zigzag."""
+    """Return every window of every sequence of up to `most` positions, contiguous and zigzag."""
     return [
         [1, size, start, length, folds]
         for size in range(1, most + 1)
@@ -30,7 +30,7 @@ def frames(most: int) -> list[list[int]]:
 
 
 def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[int], Tensor]:
-    """rank -> the rows that it has to hold of a whole window, spelt position by position."""
+    """Return a function from a rank to its rows of the full window, computed position by position."""
     _, size, start, length, folds = frame
     rows = -(-size // (folds * n))
 
@@ -46,7 +46,7 @@ def nearest(x: Tensor, frame: Sequence[int], n: int, dim: int = 0) -> Callable[[
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_frame(n: int) -> None:
-    """Whatever padded rows held before, NaN here, and although some ranks hold no valid row."""
+    """Padded rows may contain NaN, and some ranks have no valid row."""
     for frame in frames(7):
         length = frame[3]
         x = torch.randn(length, 2, dtype=torch.float64)

@@ -86,7 +86,7 @@ def _with_rows(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_values_and_gradients_are_those_of_one_device(layout: Layout, way: str) -> None:
+def test_values_and_gradients_equal_a_single_device(layout: Layout, way: str) -> None:
     def one_device() -> tuple[Tensor, Tensor]:
         x = X.clone().requires_grad_()
         loss = WAYS[way]((x * 2).sin(), lambda y: (y * W).cos())
@@ -230,16 +230,16 @@ def test_data_that_is_assigned() -> None:
 
 
 def test_it_is_gathered_once() -> None:
-    """All ranks are told, once each."""
-    told: list[str] = []
+    """Each rank is notified once."""
+    notified: list[str] = []
 
     def rank(layout: Layout) -> None:
-        y = from_local(layout.local_rows(X), layout, LENGTH, Origin("the states", told.append))
+        y = from_local(layout.local_rows(X), layout, LENGTH, Origin("the states", notified.append))
         whole = [y.full(), y.detach().full(), y.mul(1)]
         assert whole[0].data_ptr() == whole[1].data_ptr() == y.data_ptr()
 
     on_ranks(LAYOUTS[2], rank)
-    assert told == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
+    assert notified == [f"the states (torch.float64 of {LENGTH} rows)"] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -273,8 +273,8 @@ def test_a_frozen_copy_is_a_leaf() -> None:
             torch.testing.assert_close(found, leaf.grad)
 
 
-def test_a_stream_is_told_to_what_there_is() -> None:
-    """FSDP records on its streams what it passes on, which is no reason to gather it; a CPU has no streams."""
+def test_record_stream_does_not_gather() -> None:
+    """FSDP records results on its streams; that reads no value, so nothing is gathered. A CPU has no streams."""
 
     def rank(layout: Layout) -> bool:
         y = made(X, layout)
@@ -285,8 +285,8 @@ def test_a_stream_is_told_to_what_there_is() -> None:
     assert all(all(on_ranks(layout, rank)) for layout in LAYOUTS)
 
 
-def test_the_memory_of_the_whole_is_in_its_order() -> None:
-    """A result that lies transposed on one device: `view` works where it does there."""
+def test_the_full_tensor_has_single_device_strides() -> None:
+    """For a result that is transposed on a single device, `view` works or fails as it does there."""
 
     def rank(_: int) -> None:
         layout = Layout(1, 2, SIMULATED_GROUP, (1, 0, 2))

@@ -145,7 +145,7 @@ def uses_of(run: Any, model: nn.Module, length: int) -> list[Any]:
 
 
 def compared(program: str, length: int, product: bool, options: dict[str, Any]) -> list[str]:
-    """What is not as on one device."""
+    """Return the differences from a single device."""
     alone, model = Model(program, product), Model(program, product)
     given = {"mesh": worker.mesh(), "cost": {}, **options}
     right = uses_of(alone, alone, length)

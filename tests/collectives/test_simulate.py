@@ -36,7 +36,7 @@ def test_an_error_in_backward_ends_the_other_ranks() -> None:
         run_ranks(2, live)
 
 
-def test_a_collective_on_the_way_out_does_not_wait() -> None:
+def test_a_collective_during_unwinding_does_not_wait() -> None:
     def live(rank: int) -> None:
         try:
             assert rank != 1, "boo"

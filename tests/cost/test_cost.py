@@ -72,7 +72,7 @@ def test_what_the_backward_of_flash_takes_for_itself(kv_heads: int) -> None:
         )
         return op_workspace(torch.ops.sp.attend_backward.default, [q, q, k, k])
 
-    whole = kv_heads * 2 * 128 * 2 * keys  # behind it, gradients of all keys are packed, beside no keys
+    whole = kv_heads * 2 * 128 * 2 * keys  # later, gradients of all keys are packed while no keys are stored
     assert taken("gather", "contiguous") == max(0, walked(64, kv_heads, rows, keys) - whole)
     assert taken("ring", "contiguous") == walked(64, kv_heads, rows, rows)
     assert taken("hybrid", "contiguous", 4) == walked(16, kv_heads // 4, 4 * rows, 4 * rows)

@@ -55,7 +55,7 @@ def test_report() -> None:
     )
 
 
-def test_a_strategy_that_is_registered_for_a_block_is_gone_behind_it() -> None:
+def test_a_scoped_strategy_is_gone_after_its_block() -> None:
     op, before = toy_strategy.Toy.op, dict(RULES)
     with toy_strategy.registered():
         assert SPConfig(attention="toy").attention == op_strategy(op).name

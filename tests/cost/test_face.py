@@ -120,7 +120,7 @@ def test_a_report_as_json() -> None:
 
 
 def test_an_infinite_error_is_json() -> None:
-    """To which infinity is no number."""
+    """JSON has no infinity."""
     made = report()
     made.errors = [("result 0: torch.float32, on one device torch.float64", math.inf), ("result 1", 0.5)]
     found = report_json(made)
@@ -129,8 +129,8 @@ def test_an_infinite_error_is_json() -> None:
     assert "infinite" in Page(page(found)).text
 
 
-def test_what_lies_in_shards_is_drawn_so() -> None:
-    """Of 8 ranks each has an eighth of the state, and the gradients of a moment are in it."""
+def test_sharded_state_is_drawn_sharded() -> None:
+    """Each of 8 ranks has an eighth of the state; the peak includes the gradients of its moment."""
     made = report()
     assert made.step is not None
     assert report_json(made)["memory"]["constant_bytes"] == made.step.state
@@ -138,7 +138,7 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     memory = report_json(made)["memory"]
     assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
-    assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of its shards, whatever the ranks of the sequence"
+    assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of FSDP's shards, for any number of sequence ranks"
     words = "8 shards of parameters and state of the optimizer, buffers, inputs"
     assert f"{words}: {format_bytes(made.step.in_shards(8))}" in page(report_json(made))
     assert f"peak of a rank {format_bytes(made.step.fsdp(8))}, with" in made.step.text(8)
@@ -221,8 +221,8 @@ def test_names_in_json_are_those_that_are_documented() -> None:
     found = report_json(whole), plan_json(plan_of(row(8, 1.0, True)))
     assert [names(one) for one in found] == [REPORT, PLAN]
     assert [one["version"] for one in found] == [1, 1]
-    told = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
-    assert (flat(REPORT) | flat(PLAN)) - {"x"} <= told
+    documented = set(re.findall(r'"(\w+)"', record.__doc__ or ""))
+    assert (flat(REPORT) | flat(PLAN)) - {"x"} <= documented
 
 
 def test_a_plan_as_json() -> None:
@@ -262,7 +262,7 @@ def test_a_page_says_what_waits_on_the_host() -> None:
 
 
 def test_the_highest_of_many_points_is_drawn() -> None:
-    """A spike between the points of a long step that have room in the picture."""
+    """A spike between the points of a long step that the chart samples."""
     found = report_json(report())
     point = found["memory"]["curve"][0]
     found["memory"]["curve"] = [{**point, "values_bytes": 0} for _ in range(3 * MAX_POINTS)]
@@ -274,7 +274,7 @@ ROWS = """
 const shown = [], more = {}, rows = %s.map(([textContent, title]) => ({textContent, title, style: {display: ""}}));
 let typed;
 globalThis.document = {
-  getElementById: name => name === "search" ? {addEventListener: (what, heard) => what === "input" && (typed = heard)} : null,
+  getElementById: name => name === "search" ? {addEventListener: (what, listener) => what === "input" && (typed = listener)} : null,
   querySelectorAll: what => ({"[data-find]": rows, details: [more]})[what],
 };
 (0, eval)(%s);
@@ -463,7 +463,7 @@ def test_numbers_of_ranks_have_spaces_or_commas_between_them(words: list[str], m
 def test_a_place_that_cannot_be_written_is_one_line(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any work: nothing is printed of a report, and nothing is left behind."""
+    """The command fails before any work: it prints no report and leaves no file."""
     for place in (tmp_path / "missing" / "page.html", tmp_path):
         assert main([command, f"{__name__}:small", option, str(place)]) == 2
         printed = capsys.readouterr()
@@ -474,7 +474,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
 
 
 def test_a_head_in_tiles_stands_before_its_loss() -> None:
-    """It runs with the line where it ends; the line where it begins comes first, and is told as tiled."""
+    """It runs with its last line; its first line precedes that one, and the report marks it as tiled."""
     model = Decoder()
     model.head = nn.Linear(WIDTH, 4 * WIDTH)
 

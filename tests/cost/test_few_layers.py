@@ -31,7 +31,7 @@ def plain(model: Decoder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Trained(nn.Module):
     """A decoder with its loss. again: its layers are computed again. wider: every fourth layer is of another kind.
 
-    normed: a norm is behind the layers.
+    normed: a norm follows the layers.
     """
 
     def __init__(self, again: bool, wider: bool, normed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where Inductor puts values, and how long it keeps them: walks over small graphs by hand, and a model it compiles."""
+"""Placement and lifetime of values in Inductor's buffers: walks over small graphs, and a compiled model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def waiting(make: Callable[[Tensor, Tensor], Tensor], device: str = "cpu", **fir
 
 
 def test_what_waits_for_a_buffer_of_its_size() -> None:
-    """As much as lay there at first, by the inputs that Inductor takes for such as end."""
+    """A value waits for the buffer of an input that Inductor frees, not of one that the caller owns."""
     product, large = torch.mm, torch.randn(256, 8)
     assert waiting(product, view_9=large) == ROW
     assert waiting(product, primals_9=large) == waiting(product, tangents_9=large) == 0

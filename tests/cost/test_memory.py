@@ -153,7 +153,7 @@ class Attends(nn.Module):
     ("dtype", "kv_heads", "masked"), [(torch.bfloat16, 2, False), (torch.float32, 4, False), (torch.bfloat16, 4, True)]
 )
 def test_attention_on_the_meta_device_keeps_no_scores(dtype: torch.dtype, kv_heads: int, masked: bool) -> None:
-    """torch traces it there as products; a GPU has a kernel for it, also behind Ulysses' exchange."""
+    """torch decomposes it into products there; a GPU has a fused kernel, also after Ulysses' exchange."""
     length = 2048
     with torch.device("meta"):
         model = Attends(kv_heads, masked).to(dtype)

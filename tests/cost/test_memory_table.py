@@ -80,7 +80,7 @@ def test_all_rows_are_here() -> None:
 
 
 def test_what_fsdp_has_whole() -> None:
-    """Gradients of a head, then of three layers that are alike, then of an embedding: 5, 20 each, and 7."""
+    """Gradients of a head, then of three equal layers, then of an embedding: 5, 20 each, and 7."""
     names = [("head", ""), *((name, "1") for name in "abab"), ("first", "0"), ("embed", "")]
     made = [5, 10, 25, 30, 45, 65, 72]
     moments = [WalkMoment(name, "", gradients, gradients, layer=layer) for (name, layer), gradients in zip(names, made)]

@@ -186,7 +186,7 @@ SIZES = AttentionChoice(("ring", "zigzag"), [(Candidate("ring", 1, 2, "zigzag", 
 
 
 class Looked:
-    """A step by hand: 400 bytes of values, of which 300 may go to the host, and attentions that take 3 s."""
+    """A made-up dry run: 400 bytes of values, of which 300 may be offloaded, and attention that takes 3 s."""
 
     def __init__(self, n: int, again: bool) -> None:
         self.config, self.again = PlanConfig(n, *SIZES.key, again, "never", SHARDED_STATE), again
@@ -234,8 +234,8 @@ def test_memory_and_seconds_of_a_row() -> None:
     assert [row["way"].offload for row in rows(memory=10, shares=())] == [0.0, 0.0]
 
 
-def test_no_more_goes_to_the_host_than_it_has_room_for() -> None:
-    """Of 300 bytes that may go, 150 have room; a share that was asked for and has none does not fit."""
+def test_offload_is_limited_by_host_memory() -> None:
+    """The host has memory for 150 of 300 bytes; a requested share above that does not fit."""
     machine = Machine.of("cpu", {"memory": 700})
 
     def found(host: float, shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0), asked: float = 0.0) -> list[Any]:
@@ -277,8 +277,8 @@ def variant(seconds: float, memory: float, looked: bool, fits: bool, n: int = 2,
     return Variant(ranks=n, memory=memory, seconds=seconds, **made, **rest)
 
 
-def test_the_best_is_looked_at_until_it_is_known() -> None:
-    """An estimate that does not hold goes behind, and another share of the host comes; one that cannot be is gone."""
+def test_the_best_estimate_is_dry_run_until_exact() -> None:
+    """A failed estimate moves down and another offload share is tried; an impossible configuration is removed."""
     known, here = variant(9.0, 80, True, True), variant(1.0, 200, True, False, attention="gather")
     first, second = (
         variant(s, 80, False, True, offload=o, attention=a) for s, o, a in ((1, 0.5, "gather"), (2, 0.0, "ulysses"))
@@ -433,7 +433,7 @@ def attends(n: int, *shapes: AttentionShape, **options: Any) -> dict[tuple[str, 
 
 
 def test_local_and_global_attention_may_go_different_ways() -> None:
-    """As the options leave it to the compiler; where all attention is alike, that is one of the other ways."""
+    """The automatic choice may mix strategies; if all attention is equal, it equals a single strategy."""
     local = replace(FULL, window=128)
     assert ("auto", "auto") not in attends(128, FULL)
     found = attends(128, FULL, local)
@@ -537,7 +537,7 @@ def test_a_models_own_checkpoints_and_lists_that_are_not_called() -> None:
 
 
 class Broken(nn.Module):
-    """(1, S, 16) -> a number, behind a line that torch.compile leaves to Python."""
+    """(1, S, 16) -> a scalar, after a line that torch.compile runs in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -571,8 +571,8 @@ def test_blocks_are_the_outermost_entries_that_are_called() -> None:
 
 
 @pytest.mark.slow
-def test_strategies_that_are_legal_on_so_many_ranks() -> None:
-    """Ulysses needs heads for all; what a user asks for is all there is, or it is said why it cannot be."""
+def test_strategies_that_are_legal_for_the_number_of_ranks() -> None:
+    """Ulysses needs a head per rank; only the requested strategy is planned, or the reason against it is reported."""
     with torch.device("meta"):
         model, ids = decoder(2), torch.zeros(1, 64, dtype=torch.int64)
     plan = sp_compile.plan(model, ids, memory="1GB", ranks=[2, 3], attention="ulysses", tiles="never", state="sharded")

@@ -1,4 +1,4 @@
-"""The memory of a training step: walks over small graphs by hand, and over models, against tensors that are alive."""
+"""The memory of a training step: walks over small graphs and models, compared with live tensors."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_attention_of_a_rank_takes_what_is_predicted(
 ) -> None:
     """Forward and backward, on shards, against every allocation; a kernel's own sums of rows are not counted.
 
-    Nor is what oneDNN multiplies half types in: some CPUs lay out operands anew in each product, others do not.
+    Nor are oneDNN's buffers for half types: some CPUs reorder operands in each product, others do not.
     """
     from peak_memory import peak_activation_bytes
 
@@ -208,7 +208,7 @@ def test_a_loss_on_the_meta_device_has_its_backward() -> None:
 
 
 def test_what_no_line_makes_has_a_name() -> None:
-    """Gradients that the caller hands in, or that are sent together, and results on their way out."""
+    """Gradients that the caller passes or that are sent together, and results being returned."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -236,7 +236,7 @@ def test_what_no_line_makes_has_a_name() -> None:
 
 
 def test_flops_of_grouped_products() -> None:
-    """Of each row as many as of a product, whichever its group; torch's own counters stay as they are."""
+    """Each row counts like a row of a product, in any group; torch's own counters do not change."""
     x, w = torch.randn(64, 8, dtype=torch.bfloat16), torch.randn(4, 8, 16, dtype=torch.bfloat16)
     ends = torch.tensor([16, 16, 40, 64], dtype=torch.int32)
     torchs = torch.ops.aten._grouped_mm.default
@@ -253,7 +253,7 @@ def test_flops_of_grouped_products() -> None:
 
 
 def test_flops_of_tiles() -> None:
-    """Of the head as many as ever; a backward does the first half of an MLP again."""
+    """FLOPs of the head do not change; a backward recomputes the first half of an MLP."""
     made = {}
     for tiles in ("never", 4):
         (graph,) = sp_compile.explain(Tiled(), torch.randn(1, 128, 16), sp=1, memory=True, tiles=tiles).step.graphs
@@ -292,8 +292,8 @@ class Tiled(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "tiles"), [(Measured, "never"), (Tiled, 4)])
-def test_a_step_on_one_device_to_the_byte(examples: None, make: type[nn.Module], tiles: str | int) -> None:
-    """Of eager kernels nothing is guessed; all that is not counted is the gradient that autograd begins with."""
+def test_a_single_device_step_to_the_byte(examples: None, make: type[nn.Module], tiles: str | int) -> None:
+    """Memory of eager kernels is exact except for the initial gradient of autograd."""
     from peak_memory import peak_activation_bytes
 
     model, x = make(), torch.randn(1, 128, 16)

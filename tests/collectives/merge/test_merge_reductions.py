@@ -154,7 +154,7 @@ BETWEEN: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_lies_between(between: str) -> None:
+def test_ops_between(between: str) -> None:
     fn, allowed = BETWEEN[between]
     for op in OPS:
         gm = traced(two(op, op, between=fn), X)
