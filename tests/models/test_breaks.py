@@ -79,10 +79,10 @@ def test_breaks_in_each_block(ranks: Ranks, n: int, how: str, outputs: str, leng
         torch.testing.assert_close(*(torch.tensor([x for _, x in saw]) for saw in (found, right)))
 
 
-def behind_eager_code(
+def train_after_eager_code(
     layout: str, attention: str, changes: bool, lengths: list[int]
 ) -> tuple[list[Outcome], list[str]]:
-    """Blocks whose results a hook reads, and after the last one changes, before a compiled loss; what is said of it."""
+    """Train blocks whose results a hook reads, or changes after the last one, before a compiled loss; return warnings."""
     model, said = build(Packed, shifts=False), list[str]()
     alone = copy.deepcopy(model)
 
@@ -122,7 +122,7 @@ def test_eager_code_before_a_compiled_tail(
     ranks: Ranks, layout: str, attention: str, changes: bool, lengths: list[int]
 ) -> None:
     """What it reads stays in shards. What it makes is whole, and so is then what has no sequence: rank 0 says so."""
-    results = ranks.run(2, behind_eager_code, layout, attention, changes, lengths)
+    results = ranks.run(2, train_after_eager_code, layout, attention, changes, lengths)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
     (of_first, of_second) = (said for _, said in results)
@@ -134,7 +134,7 @@ def test_eager_code_before_a_compiled_tail(
 
 
 def cut_between_blocks(options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]) -> list[Outcome]:
-    """Blocks that break behind their attention; eager code passes on a view of the first one's result, which it read."""
+    """Blocks with a graph break after their attention; eager code reads the first result and passes a view of it."""
     model = build(Packed, shifts=False)
     for block in model.blocks:
         block.out.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
@@ -185,7 +185,7 @@ def changed_by_eager_code(view: Tensor) -> None:
 
 
 class WritesView(nn.Module):
-    """Changes a view of its rows behind a break, and so these."""
+    """Mutates a view of its rows after a graph break, and so the rows."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class WritesView(nn.Module):
 
 
 def writes_view(where: str) -> str | float:
-    """The error; or how far the result is from that of one device."""
+    """Return the error message, or the difference from the single-device result."""
     front, block = nn.Linear(DIM, DIM), WritesView(where)
     alone, x = copy.deepcopy(block), torch.randn(1, 8, DIM)
     options = {"compiler": "aot_eager", "mesh": worker.mesh(), "outputs": "lazy", "seq_dims": {"x": 1}}
@@ -216,8 +216,8 @@ def writes_view(where: str) -> str | float:
 
 
 @pytest.mark.parametrize("where", ["of a result", "of an input", "by eager code"])
-def test_a_view_that_is_written_behind_a_break(ranks: Ranks, where: str) -> None:
-    """On one device what it is a view of changes with it; a graph that is given both refuses it."""
+def test_a_view_that_is_written_after_a_break(ranks: Ranks, where: str) -> None:
+    """On a single device the base changes with its view; a graph with both as inputs refuses the write."""
     for found in ranks.run(2, writes_view, where):
         if isinstance(found, str):
             assert "input view is changed in place and shares memory with input x" in found

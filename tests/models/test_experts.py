@@ -103,12 +103,12 @@ def counted(model: Mixture, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return summed(y[order.argsort()]) * (1 + counts.to(x.dtype).std())
 
 
-SPELLINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
+ROUTINGS = [inverted, scattered, added, written, argsorted_twice, without_products, counted]
 
 
 @pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("ranks", "length"), [(2, 16), (3, 13), (4, 3)])
-@pytest.mark.parametrize("experts", SPELLINGS)
+@pytest.mark.parametrize("experts", ROUTINGS)
 def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> None:
     model = seeded(partial(Mixture, experts))
     x = torch.randn(BATCH, length, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -117,7 +117,7 @@ def test_each_rank_sorts_its_own(experts: Experts, ranks: int, length: int) -> N
 
 
 @pytest.mark.sampled(every=6)
-@pytest.mark.parametrize("experts", [scattered, *(one for one in SPELLINGS if one is not scattered)])
+@pytest.mark.parametrize("experts", [scattered, *(one for one in ROUTINGS if one is not scattered)])
 def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
     model = seeded(partial(Mixture, experts))
     x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -127,7 +127,7 @@ def test_each_rank_sorts_its_own_of_any_length(experts: Experts) -> None:
 
 
 def test_rows_in_the_order_of_keys_are_never_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missed in front of it, the proof refuses: a slice of all rows of a length that only the run knows."""
+    """The proof refuses a form that was missed before: a full slice of a length that is known only at run time."""
     monkeypatch.setattr(sorted_rows, "_is_full_slice", lambda node: False)
     x = torch.randn(BATCH, 13, WIDTH, dtype=torch.float64)
     torch._dynamo.mark_dynamic(x, 1)
@@ -172,7 +172,7 @@ def test_an_order_of_all_rows_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("experts", SPELLINGS)
+@pytest.mark.parametrize("experts", ROUTINGS)
 def test_nothing_is_gathered(experts: Experts) -> None:
     x = torch.randn(BATCH, 8, WIDTH, dtype=torch.float64)
     report = sp_compile.explain(seeded(partial(Mixture, experts)), x, sp=2, seq_dims={"x": 1})

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("sp_tests::dequantized", mutates_args=())
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """As a library of quantised weights has it, of which nobody knows a rule."""
+    """Dequantize weights like an operator of a quantization library, for which no rule exists."""
     return codes.to(scale.dtype) * scale[:, None]
 
 
@@ -28,7 +28,7 @@ def _(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class Int8(Tensor):
-    """A weight that is dequantised by whatever op takes it, as torchao's are."""
+    """A weight that any op dequantizes on use, like torchao's."""
 
     codes: Tensor
     scale: Tensor

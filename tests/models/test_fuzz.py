@@ -55,7 +55,7 @@ def test_random_tiles_equal_one_device(seed: int) -> None:
 
 @pytest.mark.sampled(every=156)
 @pytest.mark.parametrize("name", list(itertools.islice(op_db.infos(), 0, None, 3)))
-def test_ops_behind_attention_equal_one_device(name: str) -> None:
+def test_ops_after_attention_equal_one_device(name: str) -> None:
     for variant in op_db.VARIANTS:
         if op_db.samples(name) and op_db.has(variant, name):
             result = op_db.run(f"op_db:{name}:{variant}:0")
@@ -130,7 +130,7 @@ FOUND_TILES = {
         ],
         TiledSetting((2, 6, 3), (4,), 1, True, {"tiles": 40}),
     ),
-    "balanced, and an attention that nobody reads": (
+    "balanced, and an unused attention": (
         [Step("rows attend", (0,)), HEAD, Step("each bce", (2,)), Step("sum mean", (3,))],
         TiledSetting((1, 6, 3), (2,), 1, False, {"layout": "balanced", "tiles": 5}),
     ),
@@ -250,26 +250,30 @@ def test_a_refusal_is_no_bug() -> None:
 
 
 RIGHT_STEP = Event(0, "right")
-TOLD = Event(1, "refused", "SP633: the 2 ranks of this group were given different values: ids")
+REFUSED_STEP = Event(1, "refused", "SP633: the 2 ranks of this group were given different values: ids")
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, TOLD, None], Outcome.REFUSED),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP], Outcome.HANG),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "right"), None], Outcome.WRONG),
-        ([RIGHT_STEP, Event(1, "wrong"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([RIGHT_STEP, TOLD, None], [RIGHT_STEP, Event(1, "raw"), None], Outcome.RAW),
-        ([Event(3, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([Event(1, "refused", "no"), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([TOLD, Event(AFTER, "raw"), None], [TOLD, Event(AFTER, "right"), None], Outcome.RAW),
-        ([TOLD, Event(AFTER, "refused", BROKEN), None], [TOLD, Event(AFTER, "right"), None], Outcome.WRONG),
-        ([Event(2, "refused", TOLD.words), None], [RIGHT_STEP, TOLD, None], Outcome.WRONG),
-        ([RIGHT_STEP, TOLD, None], [Event(2, "refused", TOLD.words), None], Outcome.REFUSED),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.REFUSED),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP], Outcome.HANG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, Event(1, "right"), None], Outcome.WRONG),
+        ([RIGHT_STEP, Event(1, "wrong"), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [RIGHT_STEP, Event(1, "raw"), None], Outcome.RAW),
+        ([Event(3, "refused", REFUSED_STEP.words), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([Event(1, "refused", "no"), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([REFUSED_STEP, Event(AFTER, "raw"), None], [REFUSED_STEP, Event(AFTER, "right"), None], Outcome.RAW),
+        (
+            [REFUSED_STEP, Event(AFTER, "refused", BROKEN), None],
+            [REFUSED_STEP, Event(AFTER, "right"), None],
+            Outcome.WRONG,
+        ),
+        ([Event(2, "refused", REFUSED_STEP.words), None], [RIGHT_STEP, REFUSED_STEP, None], Outcome.WRONG),
+        ([RIGHT_STEP, REFUSED_STEP, None], [Event(2, "refused", REFUSED_STEP.words), None], Outcome.REFUSED),
     ],
 )
-def test_the_judgement_of_what_ranks_told(first: list, second: list, expected: Outcome) -> None:
+def test_judgement_of_events(first: list, second: list, expected: Outcome) -> None:
     scene = FaultScene("other tokens", world=2, odd=1, step=1, tcp=False, folder="")
     assert judged(scene, FAULTS["other tokens"], {0: first, 1: second}).outcome is expected
 
@@ -296,7 +300,7 @@ def test_no_tokens(options: dict[str, Any]) -> None:
 
 
 def test_the_ledger_goes_on(tmp_path: Path) -> None:
-    """Cases of one source and commit make one row, whatever is between them."""
+    """Cases of one source and commit make one row, also with other cases between them."""
     path = tmp_path / "fuzz.md"
     for source, number, outcome in (
         ("programs", 7, Outcome.EXACT),
@@ -343,8 +347,8 @@ def test_a_seed_of_a_session_draws_other_cases(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Told(Scene):
-    """A scene without ranks: each rank's answer is given. raised: by one device."""
+class FakeScene(Scene):
+    """A scene without ranks. answers: result of each rank. raises: the single-device run fails."""
 
     answers: tuple[Any, ...] = ()
     raises: bool = False
@@ -358,8 +362,8 @@ class Told(Scene):
         return {"result": 2 * inputs[0]}
 
 
-def told(scene: Told) -> Any:
-    """The pool in place of the one that has processes; None is a rank that does not answer."""
+def fake_pool(scene: FakeScene) -> Any:
+    """Replace the pool of processes by the answers of the scene; None is a rank without an answer."""
     answers = {
         rank: (not isinstance(answer, Failure), answer)
         for rank, answer in enumerate(scene.answers)
@@ -393,15 +397,15 @@ GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
     ],
 )
 def test_the_judgement_of_what_ranks_found(answers: tuple[Any, ...], expected: Outcome) -> None:
-    scene = Told(2, answers=answers)
-    with told(scene):
+    scene = FakeScene(2, answers=answers)
+    with fake_pool(scene):
         assert on_ranks.outcome(scene).outcome is expected
 
 
-def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
-    """NaN where one device has NaN, and an error where it raises."""
+def test_single_device_failures_are_not_counted() -> None:
+    """NaN of a single device is expected on ranks, and a case whose single-device run raises is skipped."""
 
-    class Infinite(Told):
+    class Infinite(FakeScene):
         def play(self, compiled: Any, inputs: Any) -> dict[str, Any]:
             return {"result": inputs[0] / 0, "other": inputs[0]}
 
@@ -411,9 +415,9 @@ def test_what_is_wrong_on_one_device_is_no_fault_of_ours() -> None:
         ({**HALF.values, "other": TWO}, Outcome.WRONG),
     ):
         scene = Infinite(2, answers=(Played(answer, ""),) * 2)
-        with told(scene):
+        with fake_pool(scene):
             assert on_ranks.outcome(scene).outcome is expected
-    assert on_ranks.outcome(Told(2, raises=True)).outcome is Outcome.SKIPPED
+    assert on_ranks.outcome(FakeScene(2, raises=True)).outcome is Outcome.SKIPPED
 
 
 @pytest.mark.parametrize(

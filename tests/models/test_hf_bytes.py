@@ -1,4 +1,4 @@
-"""What ranks really send when unmodified models of transformers train: logits that nobody reads cost nothing."""
+"""Measured bytes that ranks send while unmodified transformers models train: unread logits cost nothing."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ MODELS = [
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_logits_that_nobody_reads_are_not_sent(ranks: Ranks, make: Any) -> None:
-    """Forward and backward, with no option; read afterwards they are one device's, and are sent once."""
+def test_unread_logits_are_not_sent(ranks: Ranks, make: Any) -> None:
+    """Forward and backward without options; logits read afterwards equal a single device's and are sent once."""
     if not counts():
         pytest.skip("the kernel does not count what a connection sends")
     with_logits, loss_alone = (ranks.run(2, step, make, whole) for whole in (True, False))

@@ -1,4 +1,4 @@
-"""State-space models and mixtures of experts that nobody here wrote, from transformers, with tiny random weights."""
+"""State-space models and mixtures of experts of transformers, with tiny random weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -129,7 +129,7 @@ def one_step(name: str, seq: int) -> Outcome:
 
 
 def tolerance(name: str) -> float:
-    """transformers computes norms and losses in float32, whatever the model is in."""
+    """Return the tolerance of a model; transformers computes norms and losses in float32 for every dtype."""
     return 2e-5 if name in EXPERTS else 1e-6
 
 

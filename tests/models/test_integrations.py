@@ -65,7 +65,7 @@ def test_sizes_that_do_not_fit(accelerate: Any, given: dict[str, int], words: st
         accelerate.axis_sizes(accelerate.ParallelismConfig(**given), 4)
 
 
-def test_the_backend_is_known_meanwhile(accelerate: Any) -> None:
+def test_the_backend_name_is_scoped(accelerate: Any) -> None:
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     before = list(DynamoBackend)
@@ -164,14 +164,14 @@ def under_ddp() -> tuple[int, float, str]:
 
 
 def test_a_model_under_ddp_is_one_graph(ranks: Ranks) -> None:
-    for graphs, worst, told in ranks.run(2, under_ddp):
+    for graphs, worst, message in ranks.run(2, under_ddp):
         assert graphs == 1
         assert worst < 1e-10
-        assert "SP832" in told
+        assert "SP832" in message
 
 
 def metrics() -> tuple[list[Any], list[str]]:
-    """What both ranks have of metrics in every form, and what they are told of forms that differ, and of none."""
+    """Return metrics of both ranks in every form, and the errors for different and for missing metrics."""
     from sp_compile.integrations.accelerate import gather_over_replicas
 
     rank, group = dist.get_rank(), dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="metrics")
@@ -181,9 +181,9 @@ def metrics() -> tuple[list[Any], list[str]]:
     given = [{"loss": torch.tensor(rank), "more": (torch.full((2,), rank),)}, [rank, ("a", None)], [array]]
     found = [gather_over_replicas(one, group) for one in given]
     found.append(gather_over_replicas([torch.ones(1)], group, as_objects=True))
-    told = [error_text(lambda: gather_over_replicas(torch.ones(rank + 1), group))]
-    told.append(error_text(lambda: gather_over_replicas([1] if rank else torch.ones(2), group)))
-    return found, [*told, error_text(lambda: gather_over_replicas([1], group)) if rank == 0 else ""]
+    errors = [error_text(lambda: gather_over_replicas(torch.ones(rank + 1), group))]
+    errors.append(error_text(lambda: gather_over_replicas([1] if rank else torch.ones(2), group)))
+    return found, [*errors, error_text(lambda: gather_over_replicas([1], group)) if rank == 0 else ""]
 
 
 def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
@@ -199,7 +199,7 @@ def test_metrics_of_replicas(accelerate: Any, ranks: Ranks) -> None:
 
 
 def counted() -> dict[str, Any]:
-    """What a rank of two replicas of two ranks each is given, and what a rank is told of sums that differ."""
+    """Return the batches of a rank in two replicas of two ranks, and its error for sums that differ."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     import sp_compile.integrations.accelerate as integration
@@ -231,13 +231,13 @@ def counted() -> dict[str, Any]:
         if dist.get_rank() == 3:
             accelerator.set_trigger()
         found["triggers"] = [accelerator.check_trigger(), accelerator.check_trigger()]
-        found["told"] = error_text(lambda: accelerator.reduce(torch.tensor(dist.get_rank() == 3).int()))
+        found["error"] = error_text(lambda: accelerator.reduce(torch.tensor(dist.get_rank() == 3).int()))
     return found
 
 
 def test_rows_are_counted_once(accelerate: Any, ranks: Ranks) -> None:
     for found in ranks.run(4, counted):
-        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("told")
+        assert "expected the same integers on the 2 ranks that share a sequence" in found.pop("error")
         assert found == {
             "gather": [0, 1, 10, 11],
             "number": [3, 4],

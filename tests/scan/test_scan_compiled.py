@@ -1,4 +1,4 @@
-"""Scans in models under backend="sp" on real ranks: loss and gradients of one device, one small exchange each way."""
+"""Scans in models under backend="sp" on real ranks: single-device loss and gradients, one small collective in each direction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def starts_of(ids: Tensor) -> Tensor:
 
 
 def with_positions(x: Tensor, ids: Tensor) -> Tensor:
-    """Positions within packed sequences, of tokens that the model itself tells apart."""
+    """Rotate by positions within packed sequences, whose starts the model itself computes."""
     at = torch.arange(x.shape[1])
     begins = x[..., 0] > 0.3
     inside = at - torch.where(begins, at, 0).cummax(1)[0]
@@ -250,7 +250,7 @@ def test_one_exchange_each_way(ranks: Ranks, name: str) -> None:
     assert sorted(found[0].backward) == ["all_gather_into_tensor", *LOSS]
     report = sp_compile.explain(build(Scanning, scan=MODELS[name]), *text(39), sp=3)
     (scan,) = (e for e in report.exchanges if e.op in ("scan", "extremes", "linear_scan"))
-    assert found[0].gathered == [scan.forward, scan.backward], "bytes, whatever the length is"
+    assert found[0].gathered == [scan.forward, scan.backward], "bytes do not depend on the length"
 
 
 @pytest.mark.slow

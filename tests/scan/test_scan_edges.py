@@ -1,4 +1,4 @@
-"""Scans by hand and shifts at their edges: empty dims, lone rows, options that do not apply, wrong operands."""
+"""Edge cases of functional scans and shifts: empty dims, single rows, ignored options, wrong operands."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ GROUP = Ranks(N, "sim")
 @pytest.mark.parametrize("accumulate", [torch.int8, torch.int64])
 @pytest.mark.parametrize("scan", [inclusive_scan, exclusive_scan])
 @pytest.mark.parametrize("exchange", ["gather", "steps"])
-def test_extremes_are_not_rounded_on_their_way_to_other_ranks(scan, accumulate, exchange):
+def test_exchanged_extremes_are_not_rounded(scan, accumulate, exchange):
     x = torch.arange(6, dtype=torch.int16) * 100
     options = {"accumulate_dtype": accumulate, "exchange": exchange, "group": GROUP}
     shards = run_ranks(N, lambda rank: scan(x.chunk(N)[rank], 0, "max", **options))

@@ -74,7 +74,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
 @given(data=st.data())
 @settings(max_examples=50)
 def test_segments_of_any_lengths(data: st.DataObject) -> None:
-    """Each segment is what torch makes of it alone, whatever broadcasts, and whatever the strides."""
+    """Each segment equals torch's result for it alone, for all broadcasts and strides."""
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     outer, inner = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     op, dtype = data.draw(st.sampled_from(OPS)), data.draw(st.sampled_from((torch.float64, torch.int64)))
@@ -154,7 +154,7 @@ def test_half_precision_is_added_in_float32() -> None:
 
 
 def test_accumulate_dtype() -> None:
-    """Rounding on the way or not is seen where small numbers follow a large one."""
+    """Small numbers after a large one show the rounding of intermediate sums."""
     x = torch.tensor([1e8] + [1.0] * 1000 + [-1e8]).view(-1, 1).expand(-1, 3)
     for scan in (inclusive_scan, lambda x, *rest, **options: linear_scan(torch.ones_like(x), x, *rest, **options)):
         assert (scan(x, 0, accumulate_dtype=torch.float64)[-1] == 1000).all()

@@ -1,4 +1,4 @@
-"""The loss of a model is the loss of one device, and so are its gradients, whatever the loss."""
+"""Loss and gradients equal a single device's, for every kind of loss."""
 
 from __future__ import annotations
 

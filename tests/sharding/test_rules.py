@@ -137,7 +137,7 @@ def show(rule_: BoundRule | None) -> str:
 
 
 def test_table() -> None:
-    """The rule of every op at its first sample. EXPECTTEST_ACCEPT=1 writes the file anew: review its diff."""
+    """The rule of every op at its first sample. EXPECTTEST_ACCEPT=1 rewrites the file: review its diff."""
     lines = []
     for op in sorted(RULES, key=str):
         args, kwargs = samples_of(op)[0]
@@ -174,7 +174,7 @@ def test_refused_texts(text: str, options: dict[str, Any], message: str) -> None
         rule(aten.mm.default, text, **options)
 
 
-def test_factors_built_by_hand_are_held_to_the_same() -> None:
+def test_directly_built_factors_are_validated() -> None:
     with pytest.raises(SpError, match=r"SP935: .*\['i'\]"):
         BoundRule((("n", "i"),), (("n",),))
     assert BoundRule((("n",),), (("n", "new"),)).kind("new") == "whole"
@@ -182,7 +182,7 @@ def test_factors_built_by_hand_are_held_to_the_same() -> None:
 
 
 def test_a_text_is_its_rule() -> None:
-    """What `str` prints is read again: at the same call, but for what the call itself spells, it is the same rule."""
+    """The text of a rule parses to the same rule for the same call, except for fields that depend on the call."""
     read = 0
     for op in RULES:
         for args, kwargs in samples_of(op):
@@ -190,9 +190,9 @@ def test_a_text_is_its_rule() -> None:
             if one is None or one.operand_placements is not None:
                 continue
             again = RulePattern.parse(str(one)).bind(call)
-            spelt = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalizes": one.normalizes}
+            call_fields = {"slides": one.slides, "spans": one.spans, "picks": one.picks, "normalizes": one.normalizes}
             assert again is not None, str(one)
-            assert replace(again, **spelt) == one, str(one)
+            assert replace(again, **call_fields) == one, str(one)
             read += 1
     assert read > 500
 
@@ -243,7 +243,7 @@ def test_reshape_finds_a_sequence_again(case: tuple[list[int], list[int], list[i
 
 
 def _home(shape: list[int], outer: int, length: int) -> Shard:
-    """Where the atom that `outer` rows precede lies in the shape."""
+    """Return the shard of the shape that contains the atom after `outer` rows."""
     for dim, extent in enumerate(shape):
         before = torch.Size(shape[:dim]).numel()
         if outer % before == 0 and before * extent % (outer * length) == 0 and before * extent >= outer * length:

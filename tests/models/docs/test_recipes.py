@@ -31,7 +31,7 @@ NEEDS = {
     "titan": (),
 }
 
-OF_LIGHTNING = ("fabric", "lightning")  # which is told how many processes torchrun starts
+OF_LIGHTNING = ("fabric", "lightning")  # which needs the number of processes that torchrun starts
 TWO = (1, 1, 2)  # the mesh of three axes, as the page has it
 WITHOUT_CASTS = ("torch.bfloat16", "torch.float32")  # so that there is one right answer
 BF16 = 5e-3  # of a loss of 4, after ten steps in which two programs round in other places
@@ -226,5 +226,5 @@ def test_a_mesh_of_three_axes_is_resumed_on_others(tmp_path: Path) -> None:
     for sizes in MESHES:
         found = run("titan", tmp_path / "shared", math.prod(sizes), *on_mesh(*sizes))
         compare(found, run("titan", tmp_path / "alone", 1, *alone_is("titan")))
-        assert found["losses"][0] < before  # it did go on, on one device too
+        assert found["losses"][0] < before  # training did continue, also on a single device
         before = sum(found["losses"]) / len(found["losses"])

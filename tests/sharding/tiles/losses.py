@@ -149,7 +149,7 @@ def preferred(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tenso
 
 
 def one_hot(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Targets that are as wide as logits, smoothed by hand."""
+    """Compute a loss with smoothed targets of the width of logits."""
     targets = F.one_hot(ids[:, 1:], VOCAB) * 0.9 + 0.1 / VOCAB
     return -(targets * head(h)[:, :-1].log_softmax(-1)).sum(-1).mean()
 

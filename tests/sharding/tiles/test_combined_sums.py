@@ -37,15 +37,15 @@ def learned(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return F.cross_entropy(z, y) + z.logsumexp(-1).square().mean() * head.weight.square().mean()
 
 
-def in_front(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Coefficients that are tensors stand before their sums, one of them learned; one is a sum of another kind."""
+def tensor_coefficients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
+    """Multiply sums with tensor coefficients: a constant, a learned one, and a sum of another kind."""
     z, y = flat(h, head, ids)
     aux, scale = z.logsumexp(-1).square().mean(), head.weight.square().mean()
     return torch.tensor(0.5, dtype=h.dtype) * F.cross_entropy(z, y) + scale * (weights.mean() * aux)
 
 
 def of_two_sums(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What is in front of a sum is a sum as well: their product is no sum of the ranks' products."""
+    """Multiply two sums: the product is not the sum of the ranks' products."""
     z, y = flat(h, head, ids)
     aux = z.logsumexp(-1).mean()
     return F.cross_entropy(z, y) + z.square().mean() * aux + 0.1 * z.exp().mean() * z.sin().mean()
@@ -83,7 +83,7 @@ def by_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
     return (m.sum(1) * h.sum(-1) + m.square().sum(1)).square().mean()
 
 
-ONE = (three, summed, learned, in_front)
+ONE = (three, summed, learned, tensor_coefficients)
 """Losses that become one sum."""
 LOSSES = (*ONE, of_two_sums, offset, squared, of_two_heads, beside_a_sum, by_rows)
 

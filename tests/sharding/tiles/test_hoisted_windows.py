@@ -1,4 +1,4 @@
-"""A loss on a short window that is cut behind the head: as if it were cut in front of it, and no logits are whole."""
+"""A loss on a short window that is sliced after the head: the slice moves before it, so no full logits exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXACT = 1e-9
 
 
 def tail(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """An answer behind its prompt."""
+    """Compute a loss on the answer after a prompt."""
     return F.cross_entropy(head(h)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
 
 
@@ -63,7 +63,7 @@ def last(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def with_late_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What logits are multiplied by is made behind them, and of all rows."""
+    """Multiply logits with a factor that is computed later, from all rows."""
     z = head(h)
     per_row = h.mean(-1, keepdim=True).cumsum(1)
     return F.cross_entropy((z * per_row)[:, 10:].flatten(0, 1), ids[:, 10:].flatten())
@@ -107,7 +107,7 @@ ROWS = {at_positions: 5, at_positions_of_a_window: 6, selected: 5, every_third: 
 PICKED = tuple(ROWS)
 WINDOWS = (tail, answer, narrowed, of_chunks, prompt_and_answer, beside_all, last, with_late_rows, *PICKED)
 EXACT_ONLY = (beside_no_gradients,)
-"""Cut where they are: what is in front of them runs in two modes."""
+"""Losses whose slice stays: the ops before it run with and without gradients."""
 
 
 def logits_of(nodes: Iterator[Node]) -> int:
@@ -157,8 +157,8 @@ def test_rows_that_are_all_of_them_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(("loss", "cut"), [(narrowed, False), (last, True)])
-def test_rows_that_were_dealt_out(loss: Loss, cut: bool) -> None:
-    """A window's own sequence would be in another order; a row that every rank has is in none."""
+def test_balanced_rows(loss: Loss, cut: bool) -> None:
+    """A window would have another row order, so it stays; a replicated row has no order."""
     found = sp_compile.verify(Model(loss).double(), *batch(19), sp=3, tiles=3, layout="balanced")
     assert found.worst < EXACT
     assert bool(found.find_notes(NoteKind.REWRITTEN, subject="hoist_slices")) == cut
@@ -229,7 +229,7 @@ def test_returned_beside_it(n: int) -> None:
 class Goldens(TestCase):
     """The pass alone."""
 
-    def test_in_front_of_the_head(self) -> None:
+    def test_slice_before_the_head(self) -> None:
         def program(x, y):
             h = F.scaled_dot_product_attention(x, x, x)[:, 0]
             return torch.tanh(F.linear(h, y) / 3)[:, 6:].logsumexp(-1).sum()

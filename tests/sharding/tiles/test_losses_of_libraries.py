@@ -1,4 +1,4 @@
-"""Losses in the spellings of libraries and papers: the numbers of one device, whichever way they are split.
+"""Losses as libraries and papers write them: single-device results for every split.
 
 Of TRL (likelihoods row by row, DPO's kin, GRPO's), of transformers (label smoothing, shifts), distillation, heads that are
 more than a product, and what adds up several losses. Each runs in another way: ranks, tiles, length, order of rows.
@@ -132,7 +132,7 @@ def focal(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def shifted(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """A log-sum-exp by hand, with its z-loss."""
+    """Compute an explicit log-sum-exp with its z-loss."""
     z, y = flat(h, head, ids)
     most = z.amax(-1, keepdim=True).detach()
     lse = (z - most).exp().sum(-1).log() + most.squeeze(-1)
@@ -146,7 +146,7 @@ def unlikely(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def uncertain(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Several losses, each with a learned coefficient in front."""
+    """Add several losses, each multiplied with a learned coefficient."""
     a, b, s = F.cross_entropy(*flat(h, head, ids)), h[:, :-1].square().mean(), head.weight[0, :2]
     return (-s[0]).exp() * a + s[0] + (-s[1]).exp() * b + s[1]
 

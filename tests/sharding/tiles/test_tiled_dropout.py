@@ -54,7 +54,7 @@ class Rows(Model):
 
 
 def test_tiles_draw_differently() -> None:
-    """One row in each tile, all of them alike: they drop other numbers."""
+    """Tiles of one row each, with equal rows, drop different elements."""
     x = torch.ones(1, 8, WIDTH)
     run = torch.compile(Rows(), backend="sp", options={"tiles": 8, "compiler": "aot_eager"})
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def test_tiles_draw_differently() -> None:
     after = torch.rand(1)
     assert len(found[0].unique(dim=0)) == 8
     torch.manual_seed(3), torch.randint(1 << 62, ())
-    assert after == torch.rand(1), "they leave the generator as it was behind their seed"
+    assert after == torch.rand(1), "they change the generator's state only by their seed"
 
 
 class Undropped(Model):

@@ -1,4 +1,4 @@
-"""Mixtures of experts in tiles: loss and every gradient are those of one device, and no tile holds a weight's gradient."""
+"""Mixtures of experts in tiles: loss and every gradient equal a single device's, and no tile stores a weight's gradient."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def qwen3(experts: str, **sizes: int) -> nn.Module:
 @pytest.mark.parametrize("n", [2, 1, 3])
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_transformers(experts: str, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, but for what it computes in float32 whatever the model is in: the router, norms and losses."""
+    """A float64 model whose router, norms and losses compute in float32."""
     monkeypatch.setattr(grouping, "_can_use_grouped_mm", lambda *given: False)  # torch's own knows no float64
     ids = torch.randint(0, 31, (2, 13), generator=torch.Generator().manual_seed(0))
     found = sp_compile.verify(qwen3(experts).double(), ids, sp=n, tiles=5, kwargs={"labels": ids})

@@ -1,4 +1,4 @@
-"""A head and its loss in tiles: loss and every gradient are those of one device, and no tensor holds more than a tile."""
+"""A head and its loss in tiles: loss and every gradient equal a single device's, and no tensor is larger than a tile."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_weights(how: dict[str, bool]) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
-    """It is not a number, and a step of an optimizer is none: so on one device."""
+    """The loss is NaN and no gradient changes a parameter, as on a single device."""
 
     def of_none(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
         z, y = flat(h, head, torch.full_like(ids, -100))
@@ -168,7 +168,7 @@ def test_no_more_than_a_tile(loss: Loss) -> None:
 
 
 def deep(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """A head behind an MLP, with nothing in between."""
+    """Compute a loss with a head directly after an MLP."""
     x = F.linear(F.gelu(head(h)), head.weight.mT)
     return F.cross_entropy(x[:, :-1].flatten(0, 1) @ head.weight.T, ids[:, 1:].flatten())
 
@@ -296,7 +296,7 @@ def test_gradients_of_a_sum_are_kept_wider_than_float16() -> None:
 
 
 class Watched(Model):
-    """How many tokens it is right about, too: behind the loss, and without gradients."""
+    """A model that also counts correct tokens, after the loss and without gradients."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
@@ -436,7 +436,7 @@ class Both(Model):
 
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_logits_that_are_returned(n: int) -> None:
-    """They are made for whoever reads them, and the loss holds a tile of its own; a gradient comes back on both ways."""
+    """Returned logits are computed for their reader, the loss has its own tiles, and both contribute gradients."""
     found = sp_compile.verify(Both(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
     assert any(one.repeated for one in found.tiled)
@@ -483,7 +483,7 @@ def test_memory_falls_with_tiles(compiler: str) -> None:
 
 
 class Embedded(nn.Module):
-    """tiles: of an embedding's gradient, by hand."""
+    """An embedding. tiles: number of tiles of its gradient, as an explicit loop."""
 
     def __init__(self, tiles: int = 0, vocab: int = 4096, width: int = 64) -> None:
         super().__init__()
@@ -511,11 +511,11 @@ class _EmbeddedInTiles(torch.autograd.Function):
 
 
 def embedded(n: int) -> dict[str, int]:
-    """Bytes alive at the peak of a rank of n with 4,096 rows, eager and by hand without the others."""
+    """Return bytes at the peak of a rank of n with 4,096 rows: compiled, and eager and tiled on a single rank."""
     ids, peaks = torch.randint(4096, (1, 4096 * n), generator=torch.Generator().manual_seed(0)), {}
     options = {"tiles": 16, "mesh": worker.mesh(), "seq_dims": {"ids": 1}}
     compiled = torch.compile(Embedded(), backend="sp", options=options)
-    for name, run in {"eager": Embedded(), "by hand": Embedded(16), "compiled": compiled}.items():
+    for name, run in {"eager": Embedded(), "explicit": Embedded(16), "compiled": compiled}.items():
         given = ids if name == "compiled" else ids[:, :4096]
         run(given).backward()
         run.zero_grad()
@@ -528,7 +528,7 @@ def embedded(n: int) -> dict[str, int]:
 def test_an_embeddings_gradient_is_as_small_without_tiles(ranks: Ranks, n: int) -> None:
     """Eager, its cotangent is there whole before any tile; compiled, its rows are computed where they are added."""
     for peaks in ranks.run(n, embedded, n):
-        assert peaks["by hand"] == peaks["eager"] > 1.2 * peaks["compiled"]
+        assert peaks["explicit"] == peaks["eager"] > 1.2 * peaks["compiled"]
 
 
 @pytest.mark.sampled(every=3)
@@ -579,7 +579,7 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
     """The head where the step does not fit, MLPs where it still does not; no more tiles than that takes.
 
-    Of an MLP that is checkpointed nothing is kept, so tiles leave no more room there.
+    A checkpointed MLP stores nothing, so tiles of it free no memory.
     """
     monkeypatch.setattr(amount, "TILE_BYTES", 1 << 9)
     monkeypatch.setattr(tiling, "TILE_BYTES", 1 << 9)
@@ -598,13 +598,13 @@ def test_auto_by_the_device(make: type[Decoder], monkeypatch: pytest.MonkeyPatch
     beside = taken[0] - logits
     (mlp, tiles_of_mlp), (head, tiles_of_head) = tiled(beside + logits / 8)
     assert (mlp, head) == (logits // 2, logits)
-    room = (beside + logits / 8) - (beside - (mlp if make is Decoder else 0))
+    free = (beside + logits / 8) - (beside - (mlp if make is Decoder else 0))
     most = logits // (1 << 9)
-    assert tiles_of_head == min(max(2, math.ceil(2 * head / room)), most, 16)
-    assert tiles_of_mlp == min(max(2, math.ceil(2 * mlp / room)), most // 2, 16)
+    assert tiles_of_head == min(max(2, math.ceil(2 * head / free)), most, 16)
+    assert tiles_of_mlp == min(max(2, math.ceil(2 * mlp / free)), most // 2, 16)
     if make is Checkpointed:
         monkeypatch.setattr(amount, "TILE_BYTES", 1 << 11)
-        assert tiled(beside + 64) == [(mlp, 4), (head, 8)], "no smaller pieces, however little room there is"
+        assert tiled(beside + 64) == [(mlp, 4), (head, 8)], "no smaller pieces, however little memory is free"
     else:
         roomy = beside + 2 * logits + 1
         assert tiled(roomy) == [(logits, 2)], "it fits, and is a large share of the device"

@@ -103,7 +103,7 @@ def given(way: str, compiler: str) -> dict[str, Any]:
 
 
 def step(way: str, compiler: str) -> bool:
-    """Loss and gradients of a rank are those of one device, and come of tiles."""
+    """Loss and gradients of a rank equal a single device's and are computed in tiles."""
     PROGRAMS.clear()
     (mixed if way.startswith(("AMP", "bfloat16")) else exact)(way, compiler)
     assert PROGRAMS
