@@ -1,4 +1,4 @@
-"""Values in shards between graphs, on real ranks: every combination is one device's, and a rank that reads alone hears."""
+"""Sharded values between graphs, on real ranks: single-device results, and an error if one rank reads alone."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ def unread_logits(read: bool) -> tuple[list[Outcome], list[list[int]]]:
 
 @pytest.mark.as_users_run(read=True)
 @pytest.mark.parametrize("read", [False, True])
-def test_logits_that_nobody_reads_have_no_gradient(ranks: Ranks, read: bool) -> None:
-    """The backward takes a number in its place; once they are read it is right all the same, and afterwards too."""
+def test_unread_logits_have_no_gradient(ranks: Ranks, read: bool) -> None:
+    """The backward takes a scalar in place of the gradient; results stay correct when logits are read."""
     results = ranks.run(2, unread_logits, read)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
@@ -300,7 +300,7 @@ def one_reads(then: str) -> str:
     ],
 )
 def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
-    """All ranks hear which result of which line, who does what, and what to do about it."""
+    """The error on all ranks names the result, its line, the action of each rank, and a fix."""
     messages = ranks.run(2, one_reads, then, timeout=60)
     assert len(set(messages)) == 1
     for each in (
@@ -312,7 +312,7 @@ def test_a_rank_that_reads_alone(ranks: Ranks, then: str, words: str) -> None:
         assert re.search(each, messages[0]), messages[0]
 
 
-def waits_in_vain() -> str:
+def waits_for_a_missing_rank() -> str:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=4), group_desc="reads")
     if dist.get_rank() > 2:
         return ""
@@ -323,8 +323,8 @@ def waits_in_vain() -> str:
 
 @pytest.mark.slow
 def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
-    """Who did not come is told from who waits, too."""
-    message, *_ = ranks.run(4, waits_in_vain, timeout=60)
+    """The error distinguishes missing ranks from waiting ones."""
+    message, *_ = ranks.run(4, waits_for_a_missing_rank, timeout=60)
     assert re.search(r"rank 0 reads result 'logits' .* at .*test_between.py:\d+.* and waited \d s", message), message
     assert re.search(r"rank 1 waits here, too: it reads result 'logits'", message), message
     assert re.search(r"rank 2 did not come, and was last seen when it calls forward", message), message
@@ -393,7 +393,7 @@ def test_each_result_as_asked(ranks: Ranks) -> None:
 
 
 def rows_of_ranks() -> tuple[float, str]:
-    """A DTensor of uneven rows, and plain rows; their gradients. At last a DTensor that lies otherwise."""
+    """Compare gradients of a DTensor of uneven rows and of plain rows; then return the error of another placement."""
     whole = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mesh, weight = worker.mesh(), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     placed = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
@@ -425,8 +425,8 @@ def given_rows(length: int) -> tuple[list[str], Outcome]:
     loss.backward()
     right, _ = alone(*text(length))
     right.backward()
-    lie = [type(x).__name__ + str(x.is_gathered) for x in (ids, labels, logits)]
-    return lie, outcome(loss, gradients(model), right, gradients(alone))
+    placements = [type(x).__name__ + str(x.is_gathered) for x in (ids, labels, logits)]
+    return placements, outcome(loss, gradients(model), right, gradients(alone))
 
 
 @pytest.mark.slow
@@ -434,12 +434,12 @@ def given_rows(length: int) -> tuple[list[str], Outcome]:
 def test_tokens_in_shards(ranks: Ranks, n: int) -> None:
     results = ranks.run(n, given_rows, 10)
     check([step for _, step in results])
-    for lie, _ in results:
-        assert lie == ["ShardedFalse"] * 3
+    for placements, _ in results:
+        assert placements == ["ShardedFalse"] * 3
 
 
 class Brought(torch.autograd.Function):
-    """The sum over the ranks of values that every rank has, as an exchange that nobody has waited for."""
+    """The sum over the ranks of equal values, as a collective without a wait."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

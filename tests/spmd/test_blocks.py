@@ -211,7 +211,7 @@ def test_ten_steps_of_fsdp_or_ddp_block_by_block(ranks: Ranks, way: Way) -> None
         assert found["graphs"] == 2
 
 
-def given_to_nobody() -> str:
+def partial_gradients_without_fsdp() -> str:
     """Gradients are left to FSDP, whose ranks are not those of the sequence."""
     way = Way((2, 2), grads="partial")
     model = build(Stack)
@@ -228,8 +228,8 @@ def given_to_nobody() -> str:
 
 
 @pytest.mark.slow
-def test_gradients_that_nobody_sums(ranks: Ranks) -> None:
-    for message in ranks.run(4, given_to_nobody):
+def test_gradients_that_are_not_summed(ranks: Ranks) -> None:
+    for message in ranks.run(4, partial_gradients_without_fsdp):
         assert "param_grads" in message
 
 
@@ -274,9 +274,9 @@ def adds_up(a: Tensor, b: Tensor) -> Tensor:
 def test_blocks_that_change_their_inputs(ranks: Ranks) -> None:
     results = ranks.run(2, in_place)
     check([found for found, _, _ in results])
-    for _, whole, told in results:
+    for _, whole, message in results:
         assert whole == [False, False]
-        assert "input a is changed in place and shares memory with input b" in told
+        assert "input a is changed in place and shares memory with input b" in message
 
 
 def compile_parts(model: Stack, options: dict[str, Any]) -> None:
@@ -381,24 +381,24 @@ def documents(length: int, seed: int) -> Tensor:
 
 
 def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tuple[list[Outcome], Seen, Counter[str]]:
-    """Steps of blocks whose rows are dealt; how each block was given its input, and left its result."""
+    """Train blocks with balanced rows; return the order of each block's input and result."""
     model, compiler, seen = build(Packed, shifts=shifts), Counting(), Seen()
     alone, outcomes = copy.deepcopy(model), []
-    cost = {"flops": 1e4}  # so slow that balancing saves more than whatever a result of a block may cost
+    cost = {"flops": 1e4}  # so slow that balancing saves more than reordering the results of blocks
     options = {"compiler": compiler, "cost": cost, "mesh": worker.mesh(), "outputs": "lazy", "attention": attention}
 
-    def lies(x: Tensor) -> str:
+    def order_of(x: Tensor) -> str:
         return (
             "whole"
             if not isinstance(x, Sharded) or x.is_gathered
-            else "dealt"
+            else "balanced"
             if x.sharding.is_balanced
             else "in order"
         )
 
     for block in model.blocks:
         block.compile(backend="sp", options={**options, "layout": "auto" if block.shifts else layout})
-        block.register_forward_hook(torch.compiler.disable(lambda _, x, y: seen.append((lies(x[0]), lies(y)))))
+        block.register_forward_hook(torch.compiler.disable(lambda _, x, y: seen.append((order_of(x[0]), order_of(y)))))
     model.tail.compile(backend="sp", options=options)
     for seed, length in enumerate(lengths):
         args = text(length, seed=seed)[0], documents(length, seed)
@@ -421,15 +421,18 @@ def packed(attention: str, lengths: list[int], shifts: bool, layout: str) -> tup
         pytest.param(2, "ulysses", [9, 10, 12], False, "balanced", marks=pytest.mark.slow),  # has nothing to balance
     ],
 )
-def test_rows_that_are_dealt_stay_so(
+def test_balanced_rows_stay_balanced(
     ranks: Ranks, n: int, attention: str, lengths: list[int], shifts: bool, layout: str
 ) -> None:
-    """The first block deals them; later ones, and the loss, keep the order. One that needs another takes the whole."""
+    """The first block balances rows; later ones, and the loss, use that order. A block with shifts gathers its input."""
     outcomes, seen, graphs = zip(*ranks.run(n, packed, attention, lengths, shifts, layout), strict=True)
     for of_length in zip(*outcomes, strict=True):
         check(of_length)
-    keeps = "dealt" if attention != "ulysses" else "in order"
-    passed_on = [("whole" if shifts else keeps, keeps), (keeps, keeps)]  # the one that shifts deals its result anew
+    keeps = "balanced" if attention != "ulysses" else "in order"
+    passed_on = [
+        ("whole" if shifts else keeps, keeps),
+        (keeps, keeps),
+    ]  # the block with shifts balances its result again
     assert seen[0] == [("whole", keeps), *passed_on] * len(lengths)
-    if keeps == "dealt":
+    if keeps == "balanced":
         assert graphs[0]["graphs"] == (3 if not shifts else 4) * min(2, len(lengths))

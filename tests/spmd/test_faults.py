@@ -27,7 +27,7 @@ FAULT = 2  # the step on which rank 1 does something else
 
 
 class Model(nn.Module):
-    """Tokens and labels in, a loss out, with a scale that it reads and nobody trains; quick to compile."""
+    """A small model from tokens and labels to a loss, with an untrained scale; quick to compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def odd() -> bool:
 
 
 def loop(step: Callable[[Any, nn.Module, int], None], **how: Any) -> tuple[int, str]:
-    """The step on which this rank heard of the fault, and what it heard; (STEPS, "") if it did not."""
+    """Return the step of this rank's error and its text; (STEPS, "") without an error."""
     torch.manual_seed(0)
     net = build(Model)
     run = sp(net, mesh=worker.mesh(), check_every=1, **how)
@@ -149,14 +149,14 @@ def run_case(name: str) -> tuple[int, str]:
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("name", [one.__name__ for one in CASES])
-def test_every_rank_hears_of_it_on_that_step(ranks: Ranks, name: str) -> None:
+def test_every_rank_raises_on_that_step(ranks: Ranks, name: str) -> None:
     step = next(one for one in CASES if one.__name__ == name)
     when, words, _ = CASES[step]
-    heard = ranks.run(RANKS, run_case, name)
-    for number, told in heard:
-        assert number in (when, when + 1), told  # a rank that has skipped something is one step ahead
-        assert re.search(words, told, re.DOTALL), told
-    assert heard[0][1] == heard[1][1]
+    results = ranks.run(RANKS, run_case, name)
+    for number, message in results:
+        assert number in (when, when + 1), message  # a rank that has skipped something is one step ahead
+        assert re.search(words, message, re.DOTALL), message
+    assert results[0][1] == results[1][1]
 
 
 def budgets() -> str:
@@ -202,7 +202,7 @@ def two_tied_models() -> str:
 
 def two_threads() -> str:
     net = build(Sums)
-    run, told = sp(net, mesh=worker.mesh()), []
+    run, errors = sp(net, mesh=worker.mesh()), []
     x = torch.ones(2, 8, 16, dtype=torch.float64)
     run(x).backward()
 
@@ -210,12 +210,12 @@ def two_threads() -> str:
         try:
             run(x)
         except SpError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    return told[0] if told else ""
+    return errors[0] if errors else ""
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def two_threads() -> str:
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
-def test_every_rank_hears_of_it(ranks: Ranks, case: Callable[[], str], words: str) -> None:
-    heard = ranks.run(RANKS, case)
-    assert len(set(heard)) == 1
-    assert re.search(words, heard[0], re.DOTALL), heard[0]
+def test_every_rank_raises(ranks: Ranks, case: Callable[[], str], words: str) -> None:
+    results = ranks.run(RANKS, case)
+    assert len(set(results)) == 1
+    assert re.search(words, results[0], re.DOTALL), results[0]
 
 
 def of_replicas() -> tuple[int, str]:
@@ -252,7 +252,7 @@ def of_replicas() -> tuple[int, str]:
     return STEPS, ""
 
 
-def test_a_replica_under_ddp_hears_of_it(ranks: Ranks) -> None:
+def test_a_replica_under_ddp_raises(ranks: Ranks) -> None:
     first, second, *others = ranks.run(4, of_replicas)
     assert first == second
     assert first[0] == FAULT

@@ -1,6 +1,6 @@
-"""What a compilation decides is one decision on all ranks that the program connects, whatever each of them measured.
+"""Compilation decisions are equal on all ranks that the program connects, also if their measurements differ.
 
-Numbers of Python's are no part of that where each rank has data of its own.
+Python scalars are not compared where each rank has its own data.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NUMBERS = {
 
 
 class Experts(nn.Module):
-    """One on each rank, for the tokens of all ranks, which lie behind what each of them has seen."""
+    """One expert per rank for the tokens of all ranks, which start at a different position on each rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is said of values that lie on a device: nobody waits for them, and the ranks hear of it one call later."""
+"""Checks of device values: no call waits for the device, and differences raise one call later."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def call(n: int) -> tuple[int, int]:
 
 
 def test_no_value_of_a_device_is_read_on_the_path_of_a_call(ranks: Ranks) -> None:
-    """One copy to the CPU a call, whatever the number of tensors; .item(), .tolist() and .cpu() of these would raise."""
+    """Each call copies to the CPU once for any number of tensors; .item(), .tolist() and .cpu() of these would raise."""
     (copied, few), _ = ranks.run(2, call, 1)
     (again, many), _ = ranks.run(2, call, 3)
     assert copied == again == 2
@@ -112,33 +112,33 @@ def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.
 
 @pytest.mark.parametrize(("came", "waits"), [(True, 0), (False, 1)])
 def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
-    """The device is waited for only where it is more than a call behind."""
+    """A call waits for the device only if its last checksums are not ready."""
     event = Mock(query=Mock(return_value=came))
     assert checksums.PendingChecksums(torch.tensor([3, 5]), event).read() == ["3", "5"]
     assert event.synchronize.call_count == waits
 
 
 def drifts() -> list[str]:
-    """Rank 1 is given another value on the second call: of the CPU, in place of a device."""
+    """Pass another value on rank 1 in the second call; CPU tensors replace device tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_run, "is_on_accelerator", lambda a: isinstance(a, Tensor))
-        run, told = program(["x"]), []
+        run, results = program(["x"]), []
         for step in range(4):
             x = torch.full((4,), step + 10 * (step == 1 and worker.group().rank()))
-            told.append(error_text(partial(run, x)) if step == 2 else str(run(x)))
-    return told
+            results.append(error_text(partial(run, x)) if step == 2 else str(run(x)))
+    return results
 
 
-def test_ranks_hear_of_it_one_call_later(ranks: Ranks) -> None:
-    for *_, told, after in ranks.run(2, drifts):
-        assert "SP638" in told
-        assert "value of x when it calls a program (number " in told
+def test_differences_raise_one_call_later(ranks: Ranks) -> None:
+    for *_, error, after in ranks.run(2, drifts):
+        assert "SP638" in error
+        assert "value of x when it calls a program (number " in error
         assert "tensor" in after
 
 
 def shared_gradients(factors: Sequence[float]) -> list[str]:
-    """What this rank hears at each call behind a backward whose shared gradient is so many times rank 0's on rank 1."""
-    group, told = worker.group(), []
+    """Return the error of each call after a backward whose shared gradient is scaled by a factor on rank 1."""
+    group, errors = worker.group(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "is_on_accelerator", lambda a: True)
         run, x = program(["x"]), torch.ones(4, dtype=torch.int64)
@@ -149,8 +149,8 @@ def shared_gradients(factors: Sequence[float]) -> list[str]:
                 gradient *= factor
             (copy,) = gradients.check_shared_gradients([gradient], ["y"], group.size(), group.group_name)
             assert torch.equal(copy, gradient)
-            told.append(message(partial(run, x)))
-    return told
+            errors.append(message(partial(run, x)))
+    return errors
 
 
 def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks) -> None:

@@ -67,7 +67,7 @@ def test_other_processes() -> None:
 
 
 def test_what_could_not_be_compiled_is_of_its_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever failed then, and though no group was found."""
+    """Also without a process group, and after any failure."""
     x = torch.ones(2, 8, 4)
     gm = symbolic_trace(lambda x: torch.sin(x))
     session = CompileSession(gm, [x], {"mesh_dim": "sp"})

@@ -68,7 +68,7 @@ def test_counts():
     local = one(gm).graph_module
     targets = Counter(str(n.target) for n in local.graph.nodes)
     assert targets["sp.reduce_scatter.default"] == 12  # two a layer, there and back
-    assert targets["sp.all_gather.default"] == 13  # as many, and the gradient of the input
+    assert targets["sp.all_gather.default"] == 13  # the same number, and the gradient of the input
     assert targets["sp.all_reduce.default"] == 1  # the gradients of norm weights and of biases, together
 
 

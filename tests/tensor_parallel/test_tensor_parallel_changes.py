@@ -19,7 +19,7 @@ OPTIONS = {"compiler": "aot_eager"}
 
 
 class Crossing(Hidden):
-    """Each token meets all others, so nothing in front of the second layer can run on rows."""
+    """Each token is mixed with all others, so no op before the second layer can run on rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = super().forward(x).flatten(0, 1)
@@ -27,7 +27,7 @@ class Crossing(Hidden):
 
 
 class Turned(Hidden):
-    """Kernels of the backward read the channels of a transposed value as they lie in memory, and views rely on it."""
+    """Backward kernels read channels of a transposed value in memory order, and views rely on the strides."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)

@@ -88,7 +88,7 @@ def test_two_exchanges_a_layer_and_direction(n: int) -> None:
 def test_no_byte_more(n: int) -> None:
     plain, scattered = graphs(n, False), graphs(n, True)
     assert sent(scattered[0], n) == sent(plain[0], n)
-    weights_of_norms = (3 * LAYERS + LAYERS) * WIDTH * 8  # two norms, a bias of one of them, a bias behind the sum
+    weights_of_norms = (3 * LAYERS + LAYERS) * WIDTH * 8  # two norms, a bias of one of them, a bias after the sum
     assert sent(scattered[1], n) == sent(plain[1], n) + 2 * (n - 1) * weights_of_norms // n
 
 
@@ -107,7 +107,7 @@ def test_norms_and_what_is_saved_on_rows(n: int) -> None:
 
 
 def common_rows(forward: GraphModule) -> list[tuple[int, ...]]:
-    """Rows of what the forward hands to the backward and every rank would have alike: (batch, length, width or 1)."""
+    """Return the rows of saved activations that are equal on all ranks, of shape (batch, length, width or 1)."""
     handed = [node for node in forward.graph.output_node().args[0][1:] if isinstance(node, Node)]
     made = [node.meta["val"] for node in handed if node.op != "placeholder"]
     tensors = [v for v in made if isinstance(v, Tensor) and v.ndim == 3 and v.shape[-1] in (1, WIDTH)]

@@ -101,7 +101,7 @@ def inside_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def scattered_already(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Sequence parallelism by hand: nothing is left to do."""
+    """Apply DTensor's sequence parallelism, after which nothing can be rewritten."""
     whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     rows = RowwiseParallel(output_layouts=Shard(1))
     plan = {

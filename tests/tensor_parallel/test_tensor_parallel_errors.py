@@ -238,7 +238,7 @@ def on_two_axes(how: str) -> str:
 
     def compiler(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         if first and how == "fails":
-            raise MemoryError("no room for the code")
+            raise MemoryError("no memory for the code")
         return gm.forward
 
     options = {"compiler": compiler} if how == "fails" else OPTIONS
@@ -253,10 +253,10 @@ def on_two_axes(how: str) -> str:
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
-    ("how", "expected"), [("recompiles", "SP602"), ("fails", "no room for the code"), ("merges", "SP610")]
+    ("how", "expected"), [("recompiles", "SP602"), ("fails", "no memory for the code"), ("merges", "SP610")]
 )
-def test_ranks_of_other_groups_hear_of_it(ranks: Pool, how: str, expected: str) -> None:
+def test_ranks_of_other_groups_raise(ranks: Pool, how: str, expected: str) -> None:
     errors = ranks.run(4, on_two_axes, how)
-    elsewhere = expected if how == "merges" else "SP603"  # told while they compile
+    elsewhere = expected if how == "merges" else "SP603"  # raised while they compile
     for rank, error in enumerate(errors):
         assert (expected if rank < 2 else elsewhere) in error, (rank, error)

@@ -1,4 +1,4 @@
-"""SequenceParallelLinear by hand: golden graphs, and programs that it leaves as they are."""
+"""Golden graphs of SequenceParallelLinear, run directly, and programs that it does not change."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def by_blocks(names: tuple[str, str], how: dict[str, Any], length: int, tail: bo
 BLOCKS = {
     "sequence outside": (("sp", "tp"), {}, 8, False, {}),
     "sequence inside": (("tp", "sp"), {"layers": 3}, 7, True, {}),
-    "cut embedding and loss": (("sp", "tp"), {"head": "vocab"}, 7, True, {}),  # blocks are given what is on its way
+    "cut embedding and loss": (("sp", "tp"), {"head": "vocab"}, 7, True, {}),  # blocks receive pending collectives
     "checkpoint": (("sp", "tp"), {"checkpointed": True}, 7, False, {}),
     "whole results": (("sp", "tp"), {}, 7, False, {"outputs": "gather"}),
     "ring": (("sp", "tp"), {}, 9, True, {"attention": "ring"}),

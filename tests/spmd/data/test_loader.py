@@ -1,4 +1,4 @@
-"""A SequenceLoader in one process: orders, epochs, states, what it makes anew of a loader, and what it refuses."""
+"""A SequenceLoader in one process: orders, epochs, states, rebuilt loaders, and refused ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stream(IterableDataset):
 
 
 def of_replica(rank: int, n: int) -> Any:
-    """Loaders and samplers made meanwhile take themselves for those of one replica."""
+    """Return patches under which new loaders and samplers belong to one replica."""
     replica = Replica(rank, n, True, (), ())
     modules = "sp_compile.data.loader", "sp_compile.data.sampler"
     return [mock.patch.multiple(module, replica_of=lambda *_: replica) for module in modules]

@@ -1,4 +1,4 @@
-"""Loaders on real ranks: neighbours of a sequence get one batch, replicas others; whatever differs, all hear of it."""
+"""Loaders on real ranks: ranks of one sequence get equal batches, replicas others; differences raise on all ranks."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ WORDS = {
 }
 
 
-def test_what_differs_is_told_on_every_rank(ranks: Ranks) -> None:
+def test_differences_raise_on_every_rank(ranks: Ranks) -> None:
     for what, words in WORDS.items():
-        for told in ranks.run(4, one_differs, what):
-            assert re.search(words, told, re.DOTALL), (what, told)
+        for message in ranks.run(4, one_differs, what):
+            assert re.search(words, message, re.DOTALL), (what, message)
 
 
 def who(names: tuple[str, ...], **options: Any) -> tuple[int, int, bool] | str:

@@ -1,4 +1,4 @@
-"""Who takes which batch: every batch once a round, as many for each replica, the same order on all ranks."""
+"""Assignment of batches to replicas: every batch once a round, equal numbers, the same order on all ranks."""
 
 from __future__ import annotations
 
