@@ -123,7 +123,7 @@ def _width_of_mesh() -> list[Tensor]:
     return attend("by mesh", case, mesh, dist.get_rank(), 4)
 
 
-def test_the_mesh_says_how_many_share_heads(ranks) -> None:
+def test_the_mesh_defines_the_ranks_that_share_heads(ranks) -> None:
     close(whole(CASES["GQA"], ranks.run(4, _width_of_mesh)), dense(CASES["GQA"]))
 
 

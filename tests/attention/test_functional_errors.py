@@ -24,7 +24,7 @@ def operands(heads: int = 4, kv_heads: int = 4, s: int = 8, t: int = 8) -> tuple
 
 
 def _raised(call: Callable[[int], Any]) -> str:
-    """What this rank's call raises."""
+    """Return the error of this rank's call."""
     try:
         call(dist.get_rank())
     except SpError as error:
@@ -118,7 +118,7 @@ def _raised_then_right(call: Callable[[int], Any]) -> tuple[str, Tensor]:
     return error, ring_attention(*operands(), mesh=in_rank.group())
 
 
-def test_the_group_is_whole_after_an_error(ranks) -> None:
+def test_the_group_works_after_an_error(ranks) -> None:
     for error, out in ranks.run(2, _raised_then_right, _unequal_queries, timeout=TIMEOUT):
         assert "SP508" in error
         assert out.shape == (1, 4, 8, 4)

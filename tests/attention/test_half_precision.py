@@ -87,7 +87,7 @@ def one_device(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def on_ranks(model: nn.Module, ids: Tensor, ranks: int, **config: Any) -> list[Tensor]:
-    """The same of the compiled model, on simulated ranks (rank 0's)."""
+    """Return results of the compiled model on simulated ranks (rank 0's)."""
     found: list[Tensor] = []
 
     def backend(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -134,7 +134,7 @@ def test_error_is_at_most_twice_the_single_device_error(strategy: str, heads: tu
     [(4, "hybrid"), *((n, way) for n in (2, 3, 4) for way in ("ring", "gather")), (2, "ulysses"), (4, "ulysses")],
 )
 def test_of_any_mask(mask: Any, layout: str, n: int, strategy: str) -> None:
-    """Of a length that no number of ranks divides."""
+    """Any mask, with a length that no number of ranks divides."""
     with_order = {"layout": layout} if layout != "auto" and strategy != "ulysses" else {}
     check(lambda: Decoder(mask, 4, 4), LENGTH + 1, n, attention=strategy, **with_order)
 

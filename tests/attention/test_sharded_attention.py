@@ -59,7 +59,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | 
 
 
 def allowed(lookups: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[int], str], s: int, t: int) -> Tensor:
-    """The predicate as a mask of the whole, by Python's own reading of it."""
+    """Return the predicate as a full mask, evaluated by Python."""
     rows, cols, sizes, predicate = lookups
     names = {"q": torch.arange(s)[:, None], "k": torch.arange(t), "Eq": torch.eq, "Ne": torch.ne}
     names |= {f"row{i}": x[:, None, :, None] for i, x in enumerate(rows)}

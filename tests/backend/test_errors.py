@@ -1,4 +1,4 @@
-"""What is refused: a readable SpError on every rank, and no rank hangs."""
+"""Refused programs: a readable SpError on every rank, and no rank hangs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -90,7 +90,7 @@ def kept(recorder: Recorder) -> int:
 
 
 def kept_by(attention: str, seq: int, n: int) -> int:
-    """By the program of one rank of n, the others of which do not exist."""
+    """Return bytes that the program of one of n simulated ranks keeps."""
     recorder = Recorder()
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
     try:
@@ -132,7 +132,7 @@ def test_rounds_of_a_hybrid(ranks: Ranks) -> None:
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("attention", ["ring", "gather", "ulysses"])
 def test_memory_falls_with_the_ranks(attention: str) -> None:
-    """No rank keeps the keys that came from others; what does not shrink is views of the weights."""
+    """No rank keeps received keys; only views of weights do not shrink."""
     two, four = (kept_by(attention, 512, n) for n in (2, 4))
     assert 0 < four <= 0.52 * two
 
@@ -168,7 +168,7 @@ def test_the_next_keys_are_sent_while_a_block_computes(ranks: Ranks) -> None:
 
 
 def overlaps(code: str, block: str) -> list[str]:
-    """The order in which one rank's code sends keys, computes blocks and waits for what it sent them into."""
+    """Return the order in which one rank's code sends keys, computes blocks and waits for received keys."""
     out, keys = [], set()
     for line in code.splitlines():
         result = line.strip().partition(" = ")[0]

@@ -44,7 +44,7 @@ class Summed(nn.Module):
 
 
 def summed(policy: str, swap: bool) -> tuple[float, float, list[str], list[str]]:
-    """(error of the loss, error of its gradient, what was exchanged before the passes, and after)."""
+    """Return (error of the loss, error of its gradient, collectives before the passes, collectives after)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     sp_compile.declare_groups(mesh, measure=False)
     model = Summed([group.group_name for group in mesh.get_all_groups()], swap)

@@ -120,7 +120,7 @@ def test_passes_that_require_each_other_are_refused() -> None:
         check_pass_order((A,))
 
 
-def test_every_pass_says_what_it_is() -> None:
+def test_every_pass_is_described() -> None:
     for every in (iterate_passes(Pipeline), *map(iterate_passes, LATER_PASSES)):
         assert all(one.name and one.__doc__ for one in every)
         assert len({one.name for one in every}) == len(every)
@@ -266,7 +266,7 @@ def groups(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor, first: int = 0, twice: int = -1, read: bool = False) -> Tensor:
-    """What is written row by row."""
+    """Write values row by row."""
     y, total = torch.zeros_like(x), torch.zeros(())
     for t in range(first, x.shape[1]):
         y[:, t] = x[:, t].sin()
@@ -360,7 +360,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", {**REFUSED, **OF_SEQUENCES})
-def test_a_refusal_says_why(name: str) -> None:
+def test_a_refusal_has_a_reason(name: str) -> None:
     fn, why = {**REFUSED, **OF_SEQUENCES}[name]
     x = torch.randn(2, 8, 4) if name in OF_SEQUENCES else torch.randn(2, 2, 8, 4)
     report = sp_compile.explain(fn, x, seq_dims={"x": x.ndim - 2})
@@ -370,7 +370,7 @@ def test_a_refusal_says_why(name: str) -> None:
     assert note.text.split(":")[0][:20] in str(report)
 
 
-def test_what_is_no_near_miss_is_not_mentioned() -> None:
+def test_only_near_misses_are_mentioned() -> None:
     def others(x: Tensor) -> Tensor:
         return torch.stack([x.softmax(-1), x + 1, (x * 2).sin()], 0).softmax(-1)
 
@@ -390,6 +390,6 @@ NO_NEAR_MISSES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", NO_NEAR_MISSES)
-def test_what_is_none_is_not_refused(name: str) -> None:
+def test_unrelated_patterns_are_not_refused(name: str) -> None:
     report = sp_compile.explain(NO_NEAR_MISSES[name], torch.randn(2, 8, 4), seq_dims={"x": 1})
     assert not report.find_notes(NoteKind.DECLINED)

@@ -116,7 +116,7 @@ flatten: [1, 8, 16] = aten.flatten.using_ints(transpose_1, 2)
 return (flatten,)""",
         )
 
-    def test_gather_what_has_no_rule_for_shards(self):
+    def test_gather_ops_without_a_sharding_rule(self):
         gm = captured(lambda x: (x * 2).cumsum(1) + 1, torch.randn(1, 8, 4))
         GatherOperands(TWO, **SEQUENCE)(gm)
         self.assertExpectedInline(
@@ -149,7 +149,7 @@ return (add,)""",
         )
 
     def test_gathered_twice_when_used_in_two_ways(self):
-        """A gathered operand of sharded compute has partial gradients; the same value used whole must not."""
+        """A gathered operand of sharded ops has partial gradients; the same value in replicated ops must not."""
         gm = captured(lambda x: (x * 2).cumsum(1) * (x * 2), torch.randn(1, 8, 4))
         gm.graph.lint()
         product = next(n for n in gm.graph.nodes if n.name == "mul")
@@ -258,7 +258,7 @@ all_reduce_default: [] = sp.all_reduce(sum_1, 2, sim)
 return (all_reduce_default,)""",
         )
 
-    def test_whole_pipeline(self):
+    def test_complete_pipeline(self):
         local = sp_compile.parallelize(torch.export.export(Decoder(), (torch.randn(1, 8, 16),)), sp=2)
         self.assertExpectedInline(
             show(local),

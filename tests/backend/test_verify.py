@@ -170,14 +170,14 @@ class Projected(nn.Module):
 
 
 def test_ranks_run_in_the_autocast_of_the_caller():
-    """Their threads begin without any: what one device gives in bfloat16 would be of another dtype."""
+    """Threads of ranks start without autocast, so a bfloat16 result would have another dtype."""
     with torch.autocast("cpu", torch.bfloat16):
         found = sp_compile.verify(Projected(), torch.randn(2, 8, 8), sp=2)
     assert found.worst < 0.1
 
 
 class HalfInside(Projected):
-    """A product under an autocast of its own, and what becomes of it outside: sums of it are more than it holds."""
+    """A product under its own autocast, whose sums outside have more precision than its dtype."""
 
     def __init__(self, loss):
         super().__init__()

@@ -22,7 +22,7 @@ Combine = Callable[..., list[Tensor]]
 
 
 def scan(combine: Combine, leaves: Leaves, dim: int = 0, reverse: bool = False) -> list[Tensor]:
-    """As torch.associative_scan calls its operator: along dim 0, forwards."""
+    """Scan along dim 0, forwards, like the operator of torch.associative_scan."""
     rows = [x.movedim(dim, 0) for x in leaves]
     if reverse:
         rows = [x.flip([0]) for x in rows]
@@ -137,7 +137,7 @@ def compare(gm: Any, combine: Combine, count: int, length: int) -> None:
 
 
 def saved_bytes(gm: Any, length: int) -> int:
-    """Of all memory that autograd keeps for the backward."""
+    """Return bytes of all storages that autograd saves for the backward."""
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def test_soft_caps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_biases_that_no_text_says(name: str) -> None:
+def test_biases_without_a_text(name: str) -> None:
     gm = canonical(DATA[name])
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     assert OpCall(node)["attn_mask"] is not None
@@ -215,7 +215,7 @@ def test_scores_of_fewer_dims_than_their_bias() -> None:
     check(OneHead(), floats(1, 6, 4), floats(1, 1, 6, 6), sp=3)
 
 
-def test_dropout_goes_into_the_op() -> None:
+def test_dropout_becomes_an_argument() -> None:
     gm = canonical(lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.25, True) @ v)
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     assert node.args[4] == 0.25

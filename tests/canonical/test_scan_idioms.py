@@ -1,4 +1,4 @@
-"""What people write around an inclusive scan, and the scan that canonicalize makes of it; the values stay."""
+"""Common forms around an inclusive scan, and their canonical scan with equal values."""
 
 from __future__ import annotations
 

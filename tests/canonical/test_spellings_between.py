@@ -77,7 +77,7 @@ def written(x: Tensor, b: Between) -> Tensor:
 
 
 def rounds(x: Tensor, b: Between) -> Tensor:
-    """Hillis and Steele: every round adds what stands twice as far back."""
+    """Scan by Hillis and Steele: every round adds the row at twice the distance."""
     step = 1
     while step < x.shape[1]:
         x = b(torch.cat([b(x[:, :step]), b(x[:, step:]) + b(x[:, :-step])], 1))

@@ -1,4 +1,4 @@
-"""Graphs that cannot be split run whole, right and with one warning; a failed compilation leaves no state."""
+"""Graphs that cannot be split run unsplit, correctly and with one warning; a failed compilation leaves no state."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def of_all(writes: tuple[Callable[..., Tensor], ...], how: dict[str, Any]) -> tu
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_split(ranks: Ranks, n: int) -> None:
+def test_split_programs(ranks: Ranks, n: int) -> None:
     answers = ranks.run(n, of_all, SPLIT, {})
     assert not any(warnings for _, warnings in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
@@ -160,14 +160,14 @@ def test_what_is_split(ranks: Ranks, n: int) -> None:
 
 
 @pytest.mark.parametrize("write", [features, pytest.param(inner_step, marks=pytest.mark.slow)])
-def test_what_is_split_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
+def test_split_programs_under_inductor(ranks: Ranks, write: Callable[..., Tensor]) -> None:
     answers = ranks.run(2, of_all, (write,), {"compiler": "inductor"})
     assert not any(warnings for _, warnings in answers)
     for outcomes in zip(*(found for found, _ in answers), strict=True):
         check(outcomes)
 
 
-def test_what_runs_whole(ranks: Ranks) -> None:
+def test_unsplit_programs(ranks: Ranks) -> None:
     """One warning each, on rank 0, with the first line and the reason."""
     (first, warnings), *others = ranks.run(2, of_all, WHOLE, {})
     for outcomes in zip(first, *(found for found, _ in others), strict=True):
@@ -206,7 +206,7 @@ def test_fallback_error_forbids_it() -> None:
 
 
 class Broken(nn.Module):
-    """A piece that writes to what comes in shards, between two with attention."""
+    """A graph that writes to sharded inputs, between two graphs with attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_an_unsplit_graph_writes_to_sharded_values(ranks: Ranks) -> None:
 
 
 def on_one_rank() -> str:
-    """What each rank says where only rank 1 cannot split the program."""
+    """Return the error of each rank if only rank 1 cannot split the program."""
     model, args = made(zeros)
 
     def fails(*args: Any) -> Any:

@@ -90,8 +90,8 @@ def kept(forward: Graph, results: int) -> dict[Any, int]:
 
 @pytest.mark.parametrize("model", ["as written", pytest.param("checkpointed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_what_the_device_keeps_shrinks_by_the_share(model: str, share: float) -> None:
-    """But for the largest value; queries, keys and values in one piece of memory go as that."""
+def test_device_memory_shrinks_by_the_share(model: str, share: float) -> None:
+    """Up to the size of the largest value; queries, keys and values in one storage move together."""
     (before, _, results), (after, backward, _) = halves(0.0, model), halves(share, model)
     all_of_it, left = kept(before, results), kept(after, results)
     gone = sum(all_of_it.values()) - sum(left.values())
@@ -172,8 +172,8 @@ def test_copies_are_in_order() -> None:
         assert list(x.args[0].users) == [x]
 
 
-def test_what_a_caller_has_stays() -> None:
-    """Of all that is kept, the result alone does not go."""
+def test_values_of_the_caller_stay() -> None:
+    """Of all saved values, only the result is not offloaded."""
     forward, _, results = halves(1.0, "handed out")
     outputs = forward.output_node().args[0]
     assert not [n for n in outputs[:results] if n.target is sp.offload.default]
@@ -198,7 +198,7 @@ def test_copies_back_begin_ahead(model: str) -> None:
 
 
 class Slow(dict):  # type: ignore[type-arg]
-    """Constants of a cost model, which a cache can be asked for."""
+    """Hashable constants of a cost model with slow copies."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -243,7 +243,7 @@ def on_a_device(step: StepMemory) -> int:
 @pytest.mark.parametrize(
     ("program", "shares"), [("chain", (0.95, 0.8)), pytest.param("decoder", (0.98, 0.9), marks=pytest.mark.slow)]
 )
-def test_auto_takes_what_does_not_fit(program: str, shares: Sequence[float]) -> None:
+def test_auto_offloads_the_excess(program: str, shares: Sequence[float]) -> None:
     """Offloading moves the decoder's peak to another place; memory stays in the limit at each moment."""
     step = explained(program).step
     assert step is not None
@@ -317,8 +317,8 @@ def test_auto_takes_no_more_than_a_share_that_fits(part: float) -> None:
     assert found.offloaded.nbytes <= enough.offloaded.nbytes
 
 
-def test_a_report_says_what_waits_on_the_host() -> None:
-    """Where copies are slow they follow one another, and nothing hides them."""
+def test_a_report_lists_offloaded_values() -> None:
+    """Slow copies run one after another and are not hidden."""
     report = explained("chain", offload=0.5)
     assert "wait in the host's memory" in str(report)
     assert report.step is not None
@@ -332,7 +332,7 @@ def test_a_report_says_what_waits_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("value", ["allways", 2, -0.5, True, None])
-def test_what_is_no_share(value: Any) -> None:
+def test_invalid_shares(value: Any) -> None:
     with pytest.raises(sp_compile.SpError, match="SP103: offload"):
         SPConfig(offload=value)
 
@@ -343,7 +343,7 @@ def test_a_compiler_without_a_place_for_it() -> None:
 
 
 class Stream:
-    """One of a GPU that is not there: what is asked of it is written down."""
+    """A fake GPU stream that records its calls."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

@@ -29,8 +29,8 @@ POISON = 255  # in every byte: each float is NaN, each index far outside
 
 @dataclass
 class Freed:
-    """What FSDP frees stays where it is and is poisoned until FSDP wants it again: what is read of it is NaN, and what
-    was written to it is seen.
+    """A record of freed weights: they stay allocated with NaN as poison until FSDP gathers them again, so that reads give
+    NaN and writes are detected.
 
     frees: number of frees. written: number of times that poison was overwritten. pending: largest number of collectives
     without a wait at these times.
@@ -89,8 +89,8 @@ def warned() -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Way:
-    """How the layers are sharded. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer asks
-    for its neighbours' weights. adds: micro-batches a step, whose gradients are reduced with the last one. checkpoints:
+    """Settings of sharded layers. gathers: reshard_after_forward. grads: the option param_grads. fetches: each layer
+    prefetches its neighbors' weights. adds: micro-batches a step, whose gradients are reduced with the last one. checkpoints:
     around each layer.
     """
 
@@ -119,7 +119,7 @@ class Found:
 
 
 class Looking:
-    """A compiler that counts the graphs which cut what they are given.
+    """A compiler that counts the graphs that shard their inputs.
 
     inner: as torch names it.
     """

@@ -1,4 +1,4 @@
-"""A value that knows its shard, on simulated ranks: what reads it, what moves it, and what comes back as its gradient."""
+"""Sharded values on simulated ranks: reads, moves, and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS += [
 
 
 def made(x: Tensor, layout: Layout) -> Tensor:
-    """What a graph makes of this rank's rows: sin(2 x)."""
+    """Return this rank's rows of sin(2 x) as a graph returns them."""
     rows = layout.local_rows(x)
     return from_local((rows * 2).sin(), layout, x.shape[layout.dim])
 
@@ -65,7 +65,7 @@ WAYS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
 def _written(
     y: Tensor, then: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], reads: bool = False
 ) -> Tensor:
-    """What is done with a value before and after a graph has written to it; an alias sees that as well."""
+    """Use a value before and after a graph writes to it; an alias has the new value, too."""
     before = (y * 3).sum() if reads else then(y).sum()
     alias, version, new = y.detach(), y._version, then(y)
     if isinstance(y, Sharded):
@@ -114,7 +114,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("folds", [1, 2])
 def test_the_sequence_is_a_part_of_a_dim(part: str, folds: int) -> None:
-    """Of a dim with a batch or heads in it, or a window: read, passed on and added up; and its gradient."""
+    """A sharded factor of a dim with a batch or heads, or a window: reads, results, sums and gradients."""
     shape, where = PARTS[part]
     layout = Layout(n=3, group=SIMULATED_GROUP, order=tuple(range(len(shape))), folds=folds, **where)
 
@@ -162,7 +162,7 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_what_only_moves_it_reads_nothing(move: str) -> None:
+def test_moves_do_not_gather(move: str) -> None:
     def rank(layout: Layout) -> None:
         y = made(X, layout)
         moved = MOVES[move](y)
@@ -193,7 +193,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_reads_it_makes_it_and_its_aliases_whole(read: str) -> None:
+def test_a_read_gathers_the_value_and_its_aliases(read: str) -> None:
     def rank(layout: Layout) -> None:
         y = made(X, layout)
         other = y.detach()
@@ -243,8 +243,8 @@ def test_it_is_gathered_once() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> None:
-    """As AOTAutograd does, which looks at the base of a view."""
+def test_its_rows_are_read_during_tracing(layout: Layout) -> None:
+    """AOTAutograd reads the base of a view."""
 
     def rank(layout: Layout) -> None:
         y, right = made(X, layout), made(X, layout).local
@@ -258,7 +258,7 @@ def test_its_rows_are_asked_for_while_something_is_traced(layout: Layout) -> Non
 
 
 def test_a_frozen_copy_is_a_leaf() -> None:
-    """As `x.detach().requires_grad_()` between two graphs, whose gradient is looked at."""
+    """The gradient of `x.detach().requires_grad_()` between two graphs."""
 
     def rank(layout: Layout) -> Tensor:
         y = made(X, layout).detach().requires_grad_()

@@ -60,7 +60,7 @@ def _never_called(error: Exception | None) -> None:
 
 
 def fails(where: str, folder: str) -> str:
-    """The last rank cannot find its disk, or has no memory for what is timed."""
+    """Return the error if the last rank has no disk, or no memory for the timed values."""
     ranks = resolve(worker.mesh(), None)
     measure._measured.pop(worker.group(), None)
     odd = (
@@ -101,7 +101,7 @@ def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert [r[:2] for r in ranks.run(2, asked, two(tmp_path))] == [(first, 0)] * 2
 
 
-def test_what_rank_0_reads_counts(ranks: Ranks, tmp_path: Path) -> None:
+def test_constants_of_rank_0_are_used(ranks: Ranks, tmp_path: Path) -> None:
     folders = two(tmp_path)
     _, _, (name,) = ranks.run(2, asked, folders)[0]
     (tmp_path / "rank0" / name).write_text(json.dumps(dict(zip(KEYS, MARK))))

@@ -173,7 +173,7 @@ class Shifted(Packed):
         (Packed, {"outputs": "local"}, ["SP413"]),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(model: type[Packed], options: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_programs_are_refused(model: type[Packed], options: dict[str, Any], words: list[str]) -> None:
     torch.manual_seed(0)
     _, *inputs = given()
     with pytest.raises(SpError) as error:
@@ -226,7 +226,7 @@ def test_auto_balances_documents(n: int, attention: str, lengths: list[int], mon
 
 
 class Mapped(Packed):
-    """The same documents by a matrix that a layer made of them: they come out of the middle of the program."""
+    """A model whose documents result from a layer's matrix, in the middle of the program."""
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.tokens(ids)
@@ -240,7 +240,7 @@ class Mapped(Packed):
 
 
 class Hidden(Packed):
-    """Returns what is not used any more, as a graph does before a break."""
+    """A model that returns hidden states, like a graph before a break."""
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         loss, logits = super().forward(ids, positions, labels)
@@ -273,7 +273,7 @@ def test_auto_balances_sharded_outputs(n: int) -> None:
 
 
 @pytest.mark.parametrize("predicate", ["padding", "causal", "documents, heads for all ranks", "documents, little work"])
-def test_auto_leaves_what_is_balanced(predicate: str) -> None:
+def test_auto_does_not_change_balanced_masks(predicate: str) -> None:
     class Other(Packed):
         def mask(self, positions: Tensor) -> Tensor:
             index = torch.arange(positions.shape[1])
@@ -307,7 +307,7 @@ def step(attention: str, compiler: str) -> Outcome:
 
 
 class Scored(nn.Module):
-    """A loss of what a compiled model returns: its own, and one of its logits in eager code."""
+    """A compiled model with its own loss, and a second loss of its logits in eager code."""
 
     def __init__(self, model: Callable[..., tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class Scored(nn.Module):
 
 
 def logits_in_shards(layout: str) -> Outcome:
-    """Of batches that are packed in their own ways, one of another length."""
+    """Compare losses of batches with different packing, one of another length."""
     model, *_ = given()
     how = {"attention": "ring", "layout": layout, "outputs": "lazy", "cost": SLOW, "mesh": mesh()}
     run = Scored(compiled(model, dynamic=True, **how))
@@ -359,7 +359,7 @@ def test_compiled(ranks: Ranks, attention: str, n: int, compiler: str) -> None:
 
 
 class Window(nn.Module):
-    """Attention, and then attention over a window of its rows, by what it is given for them."""
+    """Attention, then attention over a window of its rows with the passed ids."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()

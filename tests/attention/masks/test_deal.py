@@ -80,7 +80,7 @@ def test_tables_in_the_order_know_as_much() -> None:
 @pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("count", [1, 30, pytest.param(300, marks=pytest.mark.slow)])
 def test_work_is_even(spread: float, count: int, n: int) -> None:
-    """Of the pairs that the mask itself allows, counted rank by rank."""
+    """Count the pairs that the mask allows on each rank."""
     length = 1 << 17
     lengths = lengths_of(spread, count, length)
     found = balance_rows((DOCUMENTS,), (1,), (), (vector(lengths),), length, n)
@@ -100,7 +100,7 @@ def test_no_more_chunks_than_needed() -> None:
 
 
 def test_chunks_are_exchanged_where_assigning_them_by_work_is_uneven() -> None:
-    """By work alone 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser cuts are no more even."""
+    """Assignment by work only gives 8 + 5 + 4 + 2 and 7 + 6 + 2 + 2; coarser chunks are not more even."""
     works = [8, 7, 6, 5, 4, 2, 2, 2]
     found = assign_chunks(lambda rows: [sum(works[:row]) for row in rows], 8, 2, 4)
     loads = [sum(works[first] for first in mine) for mine in found.firsts.reshape(2, 4)]

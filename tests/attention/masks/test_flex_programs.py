@@ -128,7 +128,7 @@ def test_the_fused_kernel_equals_one_device(kind: str, strategy: str) -> None:
 
 @pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", ["distances", "pairs", "a mask by head", "documents"])
-def test_what_it_becomes(name: str) -> None:
+def test_rewritten_op(name: str) -> None:
     shape, mods = KINDS[name]
     weight = torch.randn(shape, dtype=torch.float64)
     score_mod, mask_mod = mods(weight, _DOCUMENTS)
@@ -224,7 +224,7 @@ def test_gradients_of_rows_of_fills() -> None:
 
 
 def test_no_pairs_are_made() -> None:
-    """What looks up distances makes nothing of all queries and all keys, neither forward nor backward."""
+    """A lookup of distances allocates no value of all queries and keys, forward or backward."""
     length = 2048
     q, k, v = (torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(1, 2 * length, requires_grad=True)

@@ -1,6 +1,6 @@
-"""One kernel from the texts of pairs and scores: which tiles it visits, and that its graphs compute what one device does.
+"""One kernel from the texts of pairs and scores: visited tiles, and graphs with single-device results.
 
-Torch's arithmetic for flex_attention stands for the kernel. It asks every pair; the tables are looked at by themselves.
+Torch's eager flex_attention replaces the kernel. It evaluates every pair; the tables are tested separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def in_numpy(p: Problem) -> tuple[tuple[Pieces, ...], tuple[Pieces, ...]]:
 )
 @pytest.mark.parametrize("name", PREDICATES)
 def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int) -> None:
-    """Of no pair, of every pair, or asked: on each rank, of each rank's keys."""
+    """Tiles are empty, full or masked, on each rank for the keys of each rank."""
     p = Problem(name, length, length)
     allowed = p.allowed().any(0)[0], p.allowed().all(0)[0]
     for rank in range(n):
@@ -72,8 +72,8 @@ def test_tiles(name: str, n: int, folds: int, start: int, length: int, tile: int
                     assert None not in here[0] + here[1]
 
 
-def test_few_tiles_are_asked() -> None:
-    """Those on the diagonal."""
+def test_few_tiles_are_masked() -> None:
+    """Only tiles on the diagonal evaluate the mask."""
     rows = span_rows(full_span(4096), 4096, 0)
     states = tile_kinds(plan_blocks("k <= q", rows, rows), 4096, 4096, 128)
     assert torch.equal(states == PARTIAL_TILE, torch.eye(32, dtype=torch.bool))
@@ -182,8 +182,8 @@ def test_lengths_that_change_share_a_program() -> None:
     assert len(programs.made) == 2
 
 
-def test_what_cannot_be_compiled_is_dense() -> None:
-    """Said once, and never tried again."""
+def test_uncompiled_texts_run_dense() -> None:
+    """The fallback warns once and is not retried."""
 
     def broken(graph: object, fakes: object) -> None:
         raise RuntimeError("no compiler")
@@ -207,7 +207,7 @@ def test_dropout_is_dense() -> None:
 
 
 def test_order_of_tables() -> None:
-    """As torch's BlockMask takes them."""
+    """Tables have the order of torch's BlockMask."""
     from torch.nn.attention.flex_attention import BlockMask
 
     names = [name for name in BlockMask.__annotations__ if name.endswith(("num_blocks", "indices"))]

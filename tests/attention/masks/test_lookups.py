@@ -20,7 +20,7 @@ LENGTHS = [5, 1, 9, 2, 3, 7]
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many vectors came to the host in each call so far."""
+    """Return a list of the number of vectors copied to the host in each call."""
     found: list[int] = []
     on_host = pieces._copy_to_host
 

@@ -34,7 +34,7 @@ def work(blocks: tuple[Block, ...]) -> float:
 
 
 def covered(blocks: Sequence[Block], q_rows: Any, k_rows: Any, q_len: int, k_len: int) -> Tensor:
-    """How many blocks hold each pair of indices; FULL and CAUSAL ones only the pairs that they let attend."""
+    """Return the number of blocks that contain each pair; FULL and CAUSAL blocks contain only allowed pairs."""
     counts = torch.zeros(q_len, k_len, dtype=torch.int64)
     for block in blocks:
         queries = [
@@ -73,7 +73,7 @@ def seen(window: Window, most: int) -> Window:
 
 
 def apart(sequences: Sequence[PackedCall]) -> list[Block]:
-    """Each sequence of each call as a block."""
+    """Return each sequence of each call as a block."""
     found = []
     for window, queries, keys, _ in sequences:
         assert len(queries) == len(keys)
@@ -212,7 +212,7 @@ def test_zigzag_is_balanced(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_halves_of_zigzag_keys_are_few_blocks(n: int) -> None:
-    """Of each half of the keys: what either chunk of queries sees in full, and a triangle."""
+    """Each half of the keys makes full blocks for both query chunks, and a triangle."""
     for rank in range(n):
         queries = rows_of([n, 2, 1, 0, 0, 64 * n], 64, rank)
         plans = [
@@ -301,7 +301,7 @@ def test_a_window_is_three_calls_a_step(text: str, folds: int) -> None:
 
 
 def test_documents_with_a_window_are_one_call() -> None:
-    """Those that are shorter than the window among them."""
+    """Also documents that are shorter than the window."""
     vectors = tuple(pieces_of(x) for x in packed([300, 1000, 129, 4000, 700, 256, 1200, 607]))
     rows = (Segment(0, 0, 8192),)
     text = "Eq(row0, col0) & (col1 <= row1) & (row1 - col1 < 500)"
@@ -321,7 +321,7 @@ def test_a_window_that_leaves_its_first_keys_is_no_triangle_of_the_last() -> Non
 
 
 def calls_of(run: Callable[[], Any]) -> int:
-    """How many Python functions, and functions of C, a run calls."""
+    """Return the number of Python and C functions that a run calls."""
     count = 0
 
     def seen(frame: Any, event: str, arg: Any) -> None:
@@ -387,7 +387,7 @@ def test_a_million_tokens_are_planned_in_milliseconds() -> None:
 
 
 def test_a_plan_is_made_once() -> None:
-    """For all who have equal vectors, whosoever tables they are."""
+    """All callers with equal vectors share a plan, also with other table objects."""
     rows = (Segment(0, 0, 512),)
     plan_blocks.cache_clear()
     for _ in range(3):
@@ -398,7 +398,7 @@ def test_a_plan_is_made_once() -> None:
 
 @pytest.mark.parametrize("text", ["col0 <= row0", "Ne(row0, col0)", "Eq(row0, col0)"])
 def test_vectors_of_many_stretches_keep_their_pairs(text: str) -> None:
-    """Where cells would be too many, kernels that know windows are given the blocks of all others."""
+    """With too many cells, kernels with window support process the remaining blocks."""
     place = torch.arange(2048)
     values = (pieces_of((place // 64 if text == "col0 <= row0" else place // 40 % 2)[None]),)
     rows = rows_of([1, 1, 1, 0, 0, 2048], 2048, 0)

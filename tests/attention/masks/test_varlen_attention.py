@@ -180,7 +180,7 @@ return (transpose_int_3,)""",
         )
 
 
-def test_what_stays_is_said() -> None:
+def test_unmatched_calls_are_reported() -> None:
     def attend(x: Tensor, ends: Tensor) -> Tensor:
         return varlen_attn(*x, ends, ends, LENGTH, LENGTH, return_aux=AuxRequest(lse=True))[1]
 

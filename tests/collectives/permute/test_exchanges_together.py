@@ -81,7 +81,7 @@ def test_collectives_of_an_attention(group: Any, kv: int, backward: int) -> None
     assert [count(graphs[part], "all_to_all_single") for part in ("forward", "backward")] == [2, backward]
 
 
-def test_exchanges_that_wait_for_each_other_stay_apart(group: Any) -> None:
+def test_dependent_exchanges_are_not_packed(group: Any) -> None:
     def layers(x: Tensor) -> Tensor:
         first = deepspeed_heads(x, N, group)
         second = deepspeed_heads(x + first.sum(), N, group)

@@ -167,7 +167,7 @@ def test_views_that_follow_become_reshapes(group: Any) -> None:
 
 
 def test_dtensors_own_exchange(group: Any) -> None:
-    """Which DTensor uses on GPUs; on a CPU it gathers."""
+    """DTensor uses this all-to-all on GPUs; on a CPU it gathers."""
 
     def step(x: Tensor) -> Tensor:
         return torch.ops._dtensor.shard_dim_alltoall(x.sin(), 1, 2, group.group_name).cos()

@@ -1,4 +1,4 @@
-"""What changes no value may stand between the permutes of an exchange: it is found all the same, or left alone."""
+"""Value-preserving ops between the permutes of an exchange: it is found, or remains unchanged."""
 
 from __future__ import annotations
 

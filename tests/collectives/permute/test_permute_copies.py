@@ -1,4 +1,4 @@
-"""What Inductor generates around exchanges of two dims: which kernels do nothing but move data."""
+"""Inductor's kernels around exchanges of two dims: kernels that only move data."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_q_and_k_are_packed_by_rope(group: Any, batch: int) -> None:
 
 @pytest.mark.slow
 def test_flat_heads_are_copied_once(group: Any) -> None:
-    """v and the result, of two sequences, each way: a projection reads what arrives, transposed."""
+    """For batch 2, v and the result are copied once in each direction: a projection reads the received rows transposed."""
     forward, backward = generated(attention(*by_function(), rotate=True, flat=True), 2)
     assert (len(copies(forward)), len(copies(backward))) == (2, 4)  # both; gradients of the result, q, k and v
     assert all("mul" in kernel for kernel in sends(forward)[:2])

@@ -151,7 +151,7 @@ def written_between(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
 
 
 def written_after(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """What came back is changed, what was sent is not."""
+    """Mutate the received values, not the sent ones."""
     x = x * 1
     y = back(there(x, group), group)
     y += 1
@@ -187,7 +187,7 @@ def test_nothing_is_read_across_a_write(group: Any, fn: Any, tracer: str) -> Non
 
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
-    """What comes back is as it was when it went."""
+    """The result has the values at the time of the exchange."""
 
     def fn(x: Tensor) -> Tensor:
         y = back(there(x, group), group)
@@ -205,7 +205,7 @@ def test_an_input_that_is_written_back(group: Any, tracer: str) -> None:
 
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_several_exchanges(group: Any, decomposed: bool) -> None:
-    """Exchanges that are packed, and what is made of their results."""
+    """Packed exchanges, and ops on their results."""
 
     def fn(x: Tensor) -> Tensor:
         return there(x.sin(), group) + there(x.cos(), group) * there(x.exp(), group)
@@ -224,8 +224,8 @@ def test_several_exchanges(group: Any, decomposed: bool) -> None:
 # Graphs that are not captured.
 
 
-def test_what_is_not_captured_is_refused(group: Any) -> None:
-    """Graphs of Dynamo, which call Python functions and methods, and such as change values."""
+def test_uncaptured_graphs_are_refused(group: Any) -> None:
+    """Dynamo graphs with Python functions and methods, and graphs with mutations, are refused."""
 
     def fn(x: Tensor) -> Tensor:
         return there(x, group)
@@ -286,8 +286,8 @@ def test_heads_that_are_not_flattened_first(group: Any, kind: str) -> None:
     assert node.meta["val"].ndim == 4
 
 
-def test_pieces_that_do_not_make_a_whole_stay(group: Any) -> None:
-    """Two thirds of a gradient, and one that is there twice."""
+def test_incomplete_pieces_stay(group: Any) -> None:
+    """A gradient of two thirds of the pieces, and one with a repeated piece."""
 
     def step(x: Tensor) -> Tensor:
         first, _, last = x.split(8, 2)

@@ -87,7 +87,7 @@ def test_rows_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch has all_to_all_nd and there is symmetric memory, a matrix is exchanged by it."""
+    """With all_to_all_nd and symmetric memory, torch's own op exchanges a matrix."""
     barriers: list[int] = []
     buffer = all_to_all_permute.SymmetricBuffer(torch.zeros(64, dtype=torch.uint8), lambda: barriers.append(1))
     given: list[object] = []
