@@ -115,7 +115,7 @@ def loss_of(results: list[Tensor], numbers: list[int]) -> Tensor | float:
 
 
 def uses_of(run: Any, model: nn.Module, length: int) -> list[Any]:
-    """Yield values and gradients after each eager use of results, or torch's error."""
+    """Return values and gradients after each eager use of results, or torch's error."""
     found: list[Any] = []
     leaf = torch.linspace(-1, 1, 2 * length * D, dtype=torch.float64).reshape(2, length, D).cos()
     count = len(listed(model(leaf)))
@@ -206,7 +206,7 @@ def test_large_ones(ranks: Ranks, program: str, compiler: str) -> None:
 
 
 def reads_of_views() -> tuple[list[bool], int, int, float]:
-    """Return sharded results, reads of a loss and backward between graphs, and reads of eager code."""
+    """Return gathered flags, reads of a loss and backward between graphs, reads of eager code, and the error."""
     options = {"mesh": worker.mesh(), "cost": {}, **LAZY}
     model = Model("views of one view", True)
     first = torch.compile(model, backend="sp", options=options)

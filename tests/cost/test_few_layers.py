@@ -143,7 +143,7 @@ def test_losses_have_gradients_on_the_meta_device() -> None:
 
 
 def test_distant_sums_are_two_kernels() -> None:
-    """Both read one value; the first kernel does not depend on the other inputs of the second."""
+    """Both read one value; the first sum does not wait for inputs of the second."""
 
     def run(x: Tensor, y: Tensor, apart: int) -> tuple[Tensor, ...]:
         first = (x * y).sum(0)

@@ -39,7 +39,7 @@ def test_gradients_of_results_are_not_written_over() -> None:
 
 
 def waiting(make: Callable[[Tensor, Tensor], Tensor], device: str = "cpu", **first: Tensor) -> int:
-    """Return idle bytes between the end of the result of `make` and a product of its size."""
+    """Return idle bytes between the last use of the result of `make` and a product of its size."""
 
     def fn(first: Tensor, x: Tensor, w: Tensor) -> Any:
         total, a = first.sum(), make(x, w)

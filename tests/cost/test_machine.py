@@ -35,7 +35,7 @@ def test_overrides() -> None:
         Machine.of("cpu", {"ranks_per_node": True})
 
 
-def test_measured_constants_count_with_a_device_size_only() -> None:
+def test_measured_constants_count_beside_a_device_size_only() -> None:
     """cost={} names no constant and selects the defaults, for tests and plans without ranks."""
     found = replace(Machine.of("cpu"), flops=1.0)
     assert Machine.of("cpu", None, found) == found

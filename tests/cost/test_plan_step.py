@@ -606,7 +606,7 @@ def test_kinds_of_layers() -> None:
     assert len(layers) == 5
 
 
-def test_per_layer_config_entries_are_shortened() -> None:
+def test_per_layer_config_entries_follow_the_layers() -> None:
     class Config:
         def __init__(self) -> None:
             self.layer_types, self.others = ["near", "near", "far"], [1, 2]

@@ -1,4 +1,4 @@
-"""A print, a branch on data and a hook in every block: the pieces are one device's, and the report says what was whole, and why."""
+"""A print, a data-dependent branch and a hook in every block: single-device results, and a report of gathered values with reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIM = 16
 
 
 class Watched(Block):
-    """A block that prints, and takes one of two ways by what it has computed; a hook notes the largest entry."""
+    """A block that prints and branches on its data; a hook records the largest entry."""
 
     def __init__(self, place: int, seen: Seen) -> None:
         super().__init__(16, 4)
@@ -41,7 +41,7 @@ class BreaksInEachBlock(Decoder):
 
 
 def watched(how: str, outputs: str, lengths: list[int]) -> tuple[list[Outcome], Seen, Seen]:
-    """Steps against one device, with what the hooks saw in both. how: compiled "whole" or by "blocks"."""
+    """Compare steps and hook records with a single device. how: compile the "whole" model, or "blocks"."""
     saw: tuple[Seen, Seen] = [], []
     model, alone = (build(BreaksInEachBlock, seen=seen) for seen in saw)
     options = {"mesh": worker.mesh(), "outputs": outputs}
@@ -121,7 +121,7 @@ def train_after_eager_code(
 def test_eager_code_before_a_compiled_tail(
     ranks: Ranks, layout: str, attention: str, changes: bool, lengths: list[int]
 ) -> None:
-    """What it reads stays in shards. What it makes is whole, and so is then what has no sequence: rank 0 says so."""
+    """Values that eager code reads stay sharded; its results, and values without a sequence, are full, with a warning."""
     results = ranks.run(2, train_after_eager_code, layout, attention, changes, lengths)
     for outcomes in zip(*(steps for steps, _ in results)):
         check(outcomes)
@@ -174,7 +174,7 @@ BALANCED, ZIGZAG = ({"layout": layout, "attention": "ring"} for layout in ("bala
 def test_views_of_results_in_shards(
     ranks: Ranks, n: int, options: dict[str, Any], dynamic: bool | None, cut: slice, lengths: list[int]
 ) -> None:
-    """To autograd such a view has a base in shards, whose rows torch asks for in the middle of a compilation."""
+    """For autograd such a view has a sharded base, whose rows torch reads during compilation."""
     for outcomes in zip(*ranks.run(n, cut_between_blocks, options, dynamic, cut, lengths)):
         check(outcomes)
 
@@ -225,8 +225,8 @@ def test_a_view_that_is_written_after_a_break(ranks: Ranks, where: str) -> None:
             assert found < 1e-5
 
 
-def test_what_the_report_says_of_breaks() -> None:
-    """What stays in shards; what is whole, at which line, and why: the hook's largest entry, and what eager code reads."""
+def test_report_of_breaks() -> None:
+    """The report lists sharded values, and gathered ones with line and reason: the hook's entry, and eager reads."""
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=2), *text(9), sp=2, outputs="lazy")
     said = {note.label: note for note in report.notes if note.kind is not NoteKind.KEPT_SHARDED}
     assert {note.node for note in report.find_notes(NoteKind.KEPT_SHARDED)} == {"y", "out", "x"}
@@ -243,7 +243,7 @@ def test_what_the_report_says_of_breaks() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_report_says_of_small_results() -> None:
+def test_report_of_small_results() -> None:
     report = sp_compile.explain(build(BreaksInEachBlock, seen=[], layers=1), *text(9), sp=2)
     (small,) = report.find_notes(NoteKind.UNSHARDED)
     assert "return x + self.dropout" in small.where

@@ -157,7 +157,7 @@ SEEDS_FOUND = {579: RIGHT, 617: RIGHT, 818: RIGHT, 859: RIGHT, 2059: RIGHT, 2684
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS_FOUND)
 def test_seeds_that_were_wrong_once(seed: int) -> None:
-    """Silently wrong, a raw error or a hang when they were first run. Seed 2684 asks for hybrid attention of a single head."""
+    """Former silent errors, raw errors and hangs. Seed 2684 uses hybrid attention with a single head."""
     result = run(f"programs:{seed}")
     assert result.outcome in SEEDS_FOUND[seed], result
 
@@ -224,7 +224,7 @@ def test_a_program_that_is_lowered_wrongly(change: Callable[[GraphModule], None]
         assert SETTING.outcome(STEPS).outcome is expected
 
 
-def test_what_is_wrong_is_made_small() -> None:
+def test_failures_are_minimized() -> None:
     with spoilt(drops_the_scans):
         setting, steps, result = minimal(SETTING, STEPS, SETTING.outcome(STEPS))
     assert steps == [Step("cumsum", (0,), (1,))]
@@ -299,7 +299,7 @@ def test_no_tokens(options: dict[str, Any]) -> None:
     assert not result.outcome.is_bad, result
 
 
-def test_the_ledger_goes_on(tmp_path: Path) -> None:
+def test_the_ledger_continues(tmp_path: Path) -> None:
     """Cases of one source and commit make one row, also with other cases between them."""
     path = tmp_path / "fuzz.md"
     for source, number, outcome in (
@@ -327,7 +327,7 @@ MADE: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_a_seed_makes_one_program_of_each_kind(kind: str) -> None:
-    """Of other sizes and ranks, some under Inductor, of which most are lengths that the ranks do not divide."""
+    """Programs vary in size and ranks, some under Inductor, most with lengths that the ranks do not divide."""
     drawn = [MADE[kind](seed) for seed in range(30)]
     assert MADE[kind](7) == drawn[7]
     assert len({str(one) for one in drawn}) == 30
@@ -396,7 +396,7 @@ GONE = Failure(("RuntimeError",), "Connection closed by peer", "")
         ((GONE, Failure(("RuntimeError",), "Timed out waiting 120000ms", "")), Outcome.HANG),
     ],
 )
-def test_the_judgement_of_what_ranks_found(answers: tuple[Any, ...], expected: Outcome) -> None:
+def test_judgement_of_results(answers: tuple[Any, ...], expected: Outcome) -> None:
     scene = FakeScene(2, answers=answers)
     with fake_pool(scene):
         assert on_ranks.outcome(scene).outcome is expected

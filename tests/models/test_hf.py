@@ -148,7 +148,7 @@ def test_gathers_nothing(make: Any, sp: int, attention: str, padded: bool) -> No
 
 
 def sent(make: Any, whole: bool, outputs: Any) -> tuple[list[int], list[str]]:
-    """Bytes of a training step, forward and backward; results that stay in shards."""
+    """Return bytes of a training step, forward and backward, and its lazy results."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     ids = torch.randint(1, VOCAB, (2, 14))

@@ -168,8 +168,8 @@ def verified(name: str, seq: int, sp: int) -> Report:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_models_are_sharded_whole(name: str) -> None:
-    """The sequence is found through the scan; nothing but scans and the convolution's halos crosses ranks."""
+def test_recurrent_models_are_sharded_completely(name: str) -> None:
+    """The scan identifies the sequence; only scan carries and convolution halos are exchanged."""
     report = verified(name, 14, sp=4)
     assert set(map(tuple, report.inputs.values())) == {(1,)}  # ids and labels
     assert not report.fallbacks, report

@@ -1,4 +1,4 @@
-"""What integrations decide before a rank is asked: sizes, backends, and calls that would train wrongly."""
+"""Checks of integrations before communication: sizes, backends, and calls that would train wrongly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sp_compile import SpError
 from sp_compile.integrations.ddp import compile_under_ddp
 
 
-def test_only_integrations_import_what_they_are_for() -> None:
-    """Nothing that `import sp_compile` or `sp_compile.data` reaches needs any of them."""
+def test_only_integrations_import_their_libraries() -> None:
+    """`import sp_compile` and `sp_compile.data` import none of these libraries."""
     wanted = "accelerate transformers lightning trl peft torchdata datasets".split()
     pattern = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(wanted)})\b", re.MULTILINE)
     found = {module for module, file in FILES.items() if pattern.search(file.read_text())}
@@ -109,7 +109,7 @@ def test_one_process_compiles(fresh: Any, given: dict[str, Any]) -> None:
         ({"sp_options": {"mesh": None}}, "SP822: sp_options: 'mesh'"),
     ],
 )
-def test_what_an_accelerator_refuses(fresh: Any, given: dict[str, Any], words: str) -> None:
+def test_accelerator_errors(fresh: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(SpError, match=words):
         fresh.SequenceParallelAccelerator(cpu=True, **given)
 
@@ -141,7 +141,7 @@ class Sums(nn.Module):
 
 
 def under_ddp() -> tuple[int, float, str]:
-    """(graphs, worst error of a gradient against one device, what a call without DDP says)."""
+    """Return (graphs, largest gradient error against a single device, error of a call without DDP)."""
     torch.manual_seed(0)
     model, alone = Sums(), Sums()
     alone.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Ops that mix tokens, inside a decoder: exact, and what had to be gathered is reported by name."""
+"""Ops that mix tokens in a decoder: exact results, and reports that name gathered ops."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def run(op: Op, ranks: int, length: int, **config: object) -> object:
 
 
 def spread(table: dict[str, Op]) -> list[object]:
-    """Every op at one of the sizes of several ranks, in turn; what slides wants neighbours in half of the sequence."""
+    """Return every op with one size of several ranks in turn; sliding windows span half of the sequence."""
     several = itertools.cycle([(n, max(length, 5)) for n, length in SIZES if n > 1])
     return [pytest.param(name, *size, id=f"{name}-{size[0]}-{size[1]}") for name, size in zip(table, several)]
 
@@ -224,7 +224,7 @@ def test_fallback_error_names_the_op_and_the_line(name: str) -> None:
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("op", [lambda m, x, ids: x[ids > 3].sum(0), lambda m, x, ids: x.sum() + torch.nonzero(ids)])
 def test_results_of_unknown_size(op: Op) -> None:
-    """Dynamo breaks the graph there; what crosses the break is whole."""
+    """Dynamo breaks the graph there, and values that cross the break are gathered."""
     run(op, 2, 16)
 
 

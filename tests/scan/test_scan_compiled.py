@@ -42,7 +42,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def starts_of(ids: Tensor) -> Tensor:
-    """Where a packed sequence begins."""
+    """Return the starts of packed sequences."""
     return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] % 5 == 0], 1)
 
 
@@ -55,7 +55,7 @@ def with_positions(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def routed(x: Tensor, ids: Tensor) -> Tensor:
-    """Places of tokens in the queues of their experts, over the whole batch; those that come too late are dropped."""
+    """Route tokens by positions in their experts' queues over the full batch; tokens over the capacity are dropped."""
     tokens = x.flatten(0, 1)
     mask = F.one_hot(tokens.argmax(-1), WIDTH)
     place = ((mask.cumsum(0) - mask) * mask).sum(-1)
@@ -172,7 +172,7 @@ def test_zigzag(ranks: Ranks, seq: int) -> None:
 
 
 def local_shards() -> Outcome:
-    """Each rank gives its shard; the loss of the whole."""
+    """Train on each rank's shard with the loss of the full batch."""
     model, (ids, labels) = build(Tagging), text(12)
     at = worker.mesh().get_local_rank()
 

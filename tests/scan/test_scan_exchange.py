@@ -1,4 +1,4 @@
-"""What scans of shards send, to the byte, and how precise they are."""
+"""Exact bytes and precision of scans of shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Traffic = tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
 
 def traffic(fn: Callable[[int, list[Tensor]], Tensor], operands: list[Tensor], n: int) -> Traffic:
-    """What a rank sends forward and backward, the same on all of them."""
+    """Return the bytes that each rank sends forward and backward."""
 
     def live(rank: int) -> Traffic:
         counted = Counted(current_communicator())

@@ -89,7 +89,7 @@ ARGUMENTS: list[tuple[Any, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("op", "arguments"), ARGUMENTS)
 def test_are_good_operators(op: Any, arguments: tuple[Any, ...]) -> None:
-    """Schemas and fakes say what the kernels do."""
+    """Schemas and fakes agree with the kernels."""
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(op.default, arguments, test_utils=checks)
 

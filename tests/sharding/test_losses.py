@@ -34,7 +34,7 @@ def sliced(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The label shift by padding the labels; the logits stay whole."""
+    """Shift labels by padding them; logits are not sliced."""
     labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
     return logits.view(-1, VOCABULARY), labels.view(-1)
 

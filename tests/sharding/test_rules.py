@@ -1,4 +1,4 @@
-"""Sharding rules: each is run as it says on sharded operands; none lets a wrong factor pass, and few are timid."""
+"""Sharding rules: each is run on sharded operands; none accepts a wrong factor, and few reject a correct one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def samples_of(op: Any) -> list[samples.Sample]:
 
 
 @pytest.mark.parametrize("op", RULES, ids=str)
-def test_parts_make_the_whole(op: Any) -> None:
+def test_shards_equal_the_full_result(op: Any) -> None:
     outcomes = [o for args, kwargs in samples_of(op) for o in brute.outcomes(op, args, kwargs)]
     assert outcomes or op in NOTHING_TO_SHARD, "no sample in tests/support/samples shards this op"
     wrong = [o for o in outcomes if o.kind in RUNS and o.error]
@@ -77,7 +77,7 @@ def test_parts_make_the_whole(op: Any) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 30.0, None])
 @pytest.mark.parametrize("op", SMOOTH_OPS, ids=str)
 def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | None) -> None:
-    """Operands of one value, and of some zeros: what padded rows that are not restored may hold."""
+    """Constant operands, and operands with zeros, as in padded rows that are not restored."""
     checked = 0
     losses = aten.cross_entropy_loss.default, aten.nll_loss_nd.default
     for args, kwargs in samples_of(op) or samples.of_pointwise(op):
@@ -102,7 +102,7 @@ def test_smooth_ops_are_finite_with_finite_derivatives(op: Any, value: float | N
     assert checked
 
 
-def test_parts_make_the_whole_on_torch_samples() -> None:
+def test_shards_equal_the_full_result_on_torch_samples() -> None:
     ops, wrong = set(), []
     for op, (args, kwargs) in opinfo.samples():
         for outcome in brute.outcomes(op, args, kwargs):

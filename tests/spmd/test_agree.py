@@ -1,4 +1,4 @@
-"""What ranks compare before they run, and options that must not be ignored; no processes needed."""
+"""Comparisons of ranks before a run, and options that must not be ignored; no processes needed."""
 
 import math
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def one_op(size: int, device: str, group: str = "") -> int:
     return graph_digest(torch.fx.GraphModule({"table": table}, graph)).digest
 
 
-def test_fingerprint_knows_what_is_of_one_rank() -> None:
+def test_fingerprint_ignores_values_of_one_rank() -> None:
     assert one_op(3, "cuda:0") == one_op(3, "cuda:1") != one_op(3, "cpu")
     assert one_op(3, "cpu") != one_op(4, "cpu")
     with one_of(2):
@@ -90,7 +90,7 @@ def gradients_of(part: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> tor
     return found[0]
 
 
-def test_what_is_in_a_checkpoint_is_exchanged_again() -> None:
+def test_collectives_in_a_checkpoint_run_again() -> None:
     plain = gradients_of(lambda inside, x: inside(x))
     again = gradients_of(lambda inside, x: checkpoint(inside, x, use_reentrant=False))
     assert exchange_digest(plain).digest != exchange_digest(again).digest
@@ -144,8 +144,8 @@ def test_an_input_more_moves_no_operation() -> None:
     assert first == ("aten.tanh.default", "aten.add.Tensor")
 
 
-def test_what_differs_first_reads_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a line that only takes its values from other places, because something else differs further below."""
+def test_first_difference_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines whose inputs only moved, because a later line differs, are not reported."""
     x = torch.ones(2, 2)
     mine = exchange_digest(make_fx(lambda x, w: (x.sin() @ w).cos().tanh())(x, x))
     other = exchange_digest(make_fx(lambda x, w: (w @ x.sin()).cos().exp())(x, x))
@@ -295,7 +295,7 @@ def one_hot(place: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(5000, 64), (64, 5000), (3, 7, 9), (1, 10_000), (4097,), (2, 2), (300, 300, 2)])
 def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
-    """Of a head not one token's row: a few elements of many. At other turns other ones, in time all."""
+    """The sample of a head has a few elements of many rows, other ones at each step, and all over time."""
     x, most = torch.arange(math.prod(shape)).view(shape), 100
     found = checksums.sample_view(x, most, 0)
     assert found.numel() <= most
@@ -310,7 +310,7 @@ def test_a_part_is_spread_over_all_dims(shape: tuple[int, ...]) -> None:
 
 
 def test_checksums_of_masks() -> None:
-    """Few bits, in many places: what a plain sum of bits times their places confuses."""
+    """Masks with few bits at many positions, which a plain sum of bits times positions confuses."""
     ends, middle = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
     for dtype in (torch.bool, torch.int64, torch.float64):
         assert checksums.checksum(ends.to(dtype)) != checksums.checksum(middle.to(dtype))
@@ -380,7 +380,7 @@ def test_gradients_with_equal_overflows_are_equal(value: float) -> None:
     assert not is_close(numbers(1.0, 1.0), numbers(value, 1.0))
 
 
-def test_what_a_summary_takes() -> None:
+def test_inputs_of_a_summary() -> None:
     ones = [checksums.summarize(torch.ones(size)) for size in ((), (3,), (2, 5, 7), (3, 0))]
     assert [one.shape for one in ones] == [(3,)] * 4
     assert torch.allclose(

@@ -47,7 +47,7 @@ class Chain(nn.Module):
 
 
 def chained(lengths: list[int], options: dict[str, Any], prints: bool) -> tuple[list[Outcome], Seen, int]:
-    """Steps of the blocks, what went in and out of each, and how many graphs there are."""
+    """Train the blocks; return their inputs and results, and the number of graphs."""
     model = build(Chain)
     alone, seen, graphs = copy.deepcopy(model), Seen(), list[int]()
 
@@ -87,7 +87,7 @@ def chained(lengths: list[int], options: dict[str, Any], prints: bool) -> tuple[
     ],
 )
 def test_blocks_pass_on_shards(ranks: Ranks, n: int, lengths: list[int], options: dict[str, Any], prints: bool) -> None:
-    """One graph for the first, which is given the whole, and one for all others."""
+    """The first block has a graph for full inputs, and all others share one."""
     results = ranks.run(n, chained, lengths, options, prints)
     for outcomes in zip(*(steps for steps, _, _ in results)):
         check(outcomes)
@@ -115,7 +115,7 @@ def compiled(outputs: Any = "lazy", length: int = 9) -> tuple[Any, Tensor, Tenso
 
 
 def both_results() -> tuple[Outcome, float, Any]:
-    """The loss is whole, the logits are read afterwards, and both have a gradient."""
+    """Train with a full loss and logits that are read afterwards, both with gradients."""
     run, ids, labels, model = compiled()
     alone = copy.deepcopy(model)
     loss, logits = run(ids, labels)
@@ -148,7 +148,7 @@ class Sums(nn.Module):
 
 
 def through_a_backward() -> tuple[str, list[str], float]:
-    """What comes of a gradient of a gradient of a result in shards; of several gradients at once; and of one then."""
+    """Return results of a second-order gradient of a sharded result, of several gradients at once, and of one after."""
     run = sp(Sums(), mesh=worker.mesh(), outputs="lazy", seq_dims={"x": 1})
     x = torch.linspace(0, 1, 10, dtype=torch.float64).reshape(1, 10).requires_grad_()
     total, h = run(x)
@@ -169,7 +169,7 @@ def through_a_backward() -> tuple[str, list[str], float]:
     return "", at_once, 0.0
 
 
-def test_what_no_backward_on_shards_does(ranks: Ranks) -> None:
+def test_unsupported_backwards_on_shards(ranks: Ranks) -> None:
     for twice, at_once, error in ranks.run(2, through_a_backward):
         assert "double backward" in twice
         assert all("SP323" in words for words in at_once)
@@ -228,7 +228,7 @@ class Parts(Two):
 
 
 def parts_of_dims(dynamic: bool) -> tuple[list[Outcome], list[str], float]:
-    """Steps of other batches and lengths; what is lazy; and how far what is read is off."""
+    """Train with other batches and lengths; return lazy results, and errors of read values."""
     model = build(Parts)
     alone, run, outcomes, off = copy.deepcopy(model), sp(model, dynamic, mesh=worker.mesh(), outputs="lazy"), [], 0.0
     after = sp(lambda h: h.sin(), mesh=worker.mesh(), seq_dims={"h": 0})  # takes it whole
@@ -263,7 +263,7 @@ def test_results_along_a_part_of_a_dim(ranks: Ranks, n: int, dynamic: bool) -> N
 
 
 def one_local() -> Outcome:
-    """A loss of each rank's rows, of one result by name; the other is whole, and its gradient is compared."""
+    """Train with one local result by name, used in a loss of each rank's rows, and one gathered result."""
     run, ids, labels, model = compiled({"logits": "local"}, 10)
     alone, mine = copy.deepcopy(model), slice(5 * dist.get_rank(), 5 * dist.get_rank() + 5)
     loss, logits = run(ids, labels)
@@ -352,7 +352,7 @@ LOGITS = f"Sharded(2, 10, {VOCAB})"
         ({"logits": "gather"}, False, False),
     ],
 )
-def test_what_the_report_says_of_results(outputs: Any, stays: bool, small: bool) -> None:
+def test_report_of_results(outputs: Any, stays: bool, small: bool) -> None:
     report = sp_compile.explain(build(Two), *text(9), sp=2, outputs=outputs)
     gathered = [e for e in report.exchanges if e.op == "unshard"]
     assert len(gathered) == (not stays)
@@ -360,8 +360,8 @@ def test_what_the_report_says_of_results(outputs: Any, stays: bool, small: bool)
     assert report.sharded_outputs == ["logits"] * stays
 
 
-def test_what_the_report_says_of_the_next_graph() -> None:
-    """It goes through a break without ranks as it would with them: nothing is gathered between two pieces."""
+def test_report_of_the_next_graph() -> None:
+    """explain crosses a graph break as real ranks do: nothing is gathered between two graphs."""
 
     class Broken(Two):
         def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,7 +385,7 @@ NAMED = [({"logits": "lazy"}, ASKED["lazy"]), ({1: "lazy"}, ASKED["lazy"]), ({"l
 
 
 @pytest.mark.slow
-def test_each_result_as_asked(ranks: Ranks) -> None:
+def test_each_result_as_requested(ranks: Ranks) -> None:
     for *found, refusal in ranks.run(2, asked):
         assert found == [each for _, each in [*ASKED.items(), *NAMED]]
         assert "outputs: no result is called 'logit'" in refusal[0]
@@ -417,7 +417,7 @@ def test_rows_that_ranks_have(ranks: Ranks, n: int) -> None:
 
 
 def given_rows(length: int) -> tuple[list[str], Outcome]:
-    """Tokens as a DTensor: what inputs="local" takes, without the option; the loss of all of them."""
+    """Train on tokens as a DTensor, as with inputs="local", and a loss of all tokens."""
     model = build(Two)
     alone, mesh = copy.deepcopy(model), worker.mesh()
     ids, labels = (sp_compile.in_shards(distribute_tensor(x, mesh, [Shard(1)])) for x in text(length))
@@ -451,7 +451,7 @@ class Brought(torch.autograd.Function):
 
 
 def given_wrappers(dynamic: bool, wraps: bool) -> tuple[list[Outcome], set[type]]:
-    """A block is given what a collective is still to bring, and weights that are made of other tensors."""
+    """Call a block with a pending collective's result, and with weights computed from other tensors."""
     block, seen, out = build(lambda: Block(16, 4)), set[type](), list[Outcome]()
     alone, n = copy.deepcopy(block), dist.get_world_size(worker.group())
     if wraps:

@@ -23,7 +23,7 @@ from sp_compile.passes.cost import measure
 
 
 def declared_again() -> tuple[int, int, bool]:
-    """How many communicators there are more: after declaring a mesh, after its axes as groups; one table?"""
+    """Return the numbers of new communicators after declaring a mesh and its axes as groups, and if both share a table."""
     mesh = worker.mesh2d(2, 2)
     before = len(process_groups())
     groups = sp_compile.declare_groups(mesh, measure=False)
@@ -122,7 +122,7 @@ def test_bad_declarations_raise_on_every_rank(ranks: Ranks, what: str, message: 
 
 
 def declared_twice() -> tuple[bool, int]:
-    """The same groups as two axes, such as expert parallelism over the tensor-parallel groups."""
+    """Declare equal groups as two axes, such as expert parallelism over the tensor-parallel groups."""
     dp, tp = worker.mesh2d(2, 2).get_all_groups()
     before = len(process_groups())
     groups = sp_compile.declare_groups([dp, tp, tp], measure=False)
@@ -166,6 +166,6 @@ def tensors_of_a_gpu() -> str:
     return str(error.value)
 
 
-def test_gloo_is_not_asked_to_move_tensors_of_a_gpu(ranks: Ranks) -> None:
+def test_gloo_does_not_move_gpu_tensors(ranks: Ranks) -> None:
     words = "SP117"
     assert words in ranks.run(2, tensors_of_a_gpu)[0]

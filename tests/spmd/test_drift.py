@@ -29,7 +29,7 @@ RANKS, STEPS, FAULT = 2, 4, 2
 
 
 class Threads:
-    """Ranks that are threads, and exchange messages at a barrier. asked: how many exchanges there were."""
+    """Ranks as threads, which exchange messages at a barrier. asked: number of exchanges."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=60)
@@ -50,7 +50,7 @@ class Threads:
         return self.own.wire
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
-        """What `act` returns on each rank, or the words of its SpError."""
+        """Return the result of `act` on each rank, or the text of its SpError."""
         out: dict[int, Any] = {}
 
         def live(rank: int) -> None:
@@ -126,8 +126,8 @@ def skipped_step(one: Training) -> None:
         one.optimizer.step()
 
 
-def gradients_apart(one: Training) -> None:
-    """torch.autograd.grad leaves .grad alone, so that the optimizer finds nothing to do."""
+def unused_gradients(one: Training) -> None:
+    """Run torch.autograd.grad, which does not set .grad, so that the optimizer changes nothing."""
     one.optimizer.zero_grad()
     loss = one.model(one.x)
     torch.autograd.grad(loss, [*one.model.parameters()]) if one.odd else loss.backward()
@@ -196,7 +196,7 @@ def buffer_moves(one: Training) -> None:
 
 DRIFTS = [
     (skipped_step, r"weights.0 \(8, 8\) with checksum"),
-    (gradients_apart, r"weights.0 \(8, 8\) with checksum"),
+    (unused_gradients, r"weights.0 \(8, 8\) with checksum"),
     (scaler_skips, r"weights.0 \(8, 8\) with checksum"),
     (clipped, r"weights.0 \(8, 8\) with checksum"),
     (other_rate, r"weights.0 \(8, 8\) with checksum"),
@@ -261,7 +261,7 @@ def test_a_drift_raises_until_it_is_repaired(threads: Threads, first: bool) -> N
     assert threads.run(act) == [expected] * RANKS
 
 
-def test_a_rank_that_fails_before_it_speaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_before_an_exchange_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def fails(x: Tensor) -> str:

@@ -109,8 +109,8 @@ def weights_drift(run: Any, net: nn.Module, number: int) -> None:
     run(*text(8, seed=number)).backward()
 
 
-def gradients_apart(run: Any, net: nn.Module, number: int) -> None:
-    """torch.autograd.grad leaves the optimizer nothing to do."""
+def unused_gradients(run: Any, net: nn.Module, number: int) -> None:
+    """Run torch.autograd.grad, which does not set .grad, so that the optimizer changes nothing."""
     loss = run(*text(8, seed=number))
     if odd() and number == FAULT:
         torch.autograd.grad(loss, [*net.parameters()])
@@ -136,7 +136,7 @@ CASES: dict[Callable[..., None], tuple[int, str, dict[str, Any]]] = {
     frozen_later: (FAULT, r"SP639.*rank 0: head.weight wanted", {}),
     compiled_again: (STEPS, "^$", {}),
     weights_drift: (FAULT, r"SP635.*head.weight", {}),
-    gradients_apart: (FAULT + 1, r"SP635.*weight", {}),
+    unused_gradients: (FAULT + 1, r"SP635.*weight", {}),
     buffer_differs: (0, r"SP63[345].*scale", {}),
 }
 
@@ -180,7 +180,7 @@ def requires_grad() -> str:
 
 
 def two_models(tied: bool = False) -> str:
-    """Of one class, called in another order."""
+    """Call two models of one class in another order."""
     first, second = build(Sums), build(Sums)
     if tied:
         second.inner.weight = first.inner.weight
@@ -237,7 +237,7 @@ def test_every_rank_raises(ranks: Ranks, case: Callable[[], str], words: str) ->
 
 
 def of_replicas() -> tuple[int, str]:
-    """As `loop`, under DDP: two replicas of two ranks, each with tokens of its own; on the step of the fault one trains."""
+    """Run `loop` under DDP: two replicas of two ranks with their own tokens; one diverges on the step of the fault."""
     torch.manual_seed(0)
     net, replica = build(Model), dist.get_rank() // 2
     compile_under_ddp(net, worker.mesh2d(2, 2)["sp"], compiler="aot_eager", cost={})

@@ -37,12 +37,12 @@ for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_adds_up_what_the_cpu_does() -> None:
+def test_kernel_checksums_equal_the_cpus() -> None:
     python(CHECKSUMS)
 
 
 class Launches(TorchDispatchMode):
-    """How many ops ran."""
+    """A mode that counts ops."""
 
     count = 0
 
@@ -71,7 +71,7 @@ def program(names: Sequence[str]) -> GuardedProgram:
 
 
 def call(n: int) -> tuple[int, int]:
-    """How often a program of n tensors copies from the device in two calls, and the ops of the second."""
+    """Return the copies from the device in two calls of a program of n tensors, and the ops of the second call."""
     with pytest.MonkeyPatch.context() as patch:
         copied = of_absent_device(patch)
         run = program([f"x{i}" for i in range(n)])
@@ -111,7 +111,7 @@ def test_the_number_of_launches_does_not_grow_with_the_size(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("came", "waits"), [(True, 0), (False, 1)])
-def test_what_is_there_is_read_without_a_wait(came: bool, waits: int) -> None:
+def test_ready_checksums_are_read_without_a_wait(came: bool, waits: int) -> None:
     """A call waits for the device only if its last checksums are not ready."""
     event = Mock(query=Mock(return_value=came))
     assert checksums.PendingChecksums(torch.tensor([3, 5]), event).read() == ["3", "5"]
@@ -154,7 +154,7 @@ def shared_gradients(factors: Sequence[float]) -> list[str]:
 
 
 def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks) -> None:
-    """By their size and projections, which rounding may change."""
+    """Gradients are compared by norm and projections, with a tolerance for rounding."""
     for same, rounded, doubled in ranks.run(2, shared_gradients, [1.0, 1 + 1e-6, 2.0]):
         assert not same
         assert not rounded
@@ -162,7 +162,7 @@ def test_shared_gradients_of_a_device_are_compared_at_the_next_call(ranks: Ranks
 
 
 def shared_copies() -> int:
-    """How often gradients of a device are copied in a backward; reading one would raise."""
+    """Return the number of copies of device gradients in a backward; reading one would raise."""
     group = worker.group()
     with pytest.MonkeyPatch.context() as patch:
         copied = of_absent_device(patch)

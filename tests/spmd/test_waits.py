@@ -1,4 +1,4 @@
-"""A wait for a rank that does not come ends in words, within the group's timeout, and the group says so ever after."""
+"""A wait for a missing rank ends with an error within the group's timeout, and later calls of the group raise."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def another_program() -> tuple[str, float]:
     return message, sp(Halves(), mesh=groups[1], compiler="aot_eager")(x).item()
 
 
-def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) -> None:
+def test_a_rank_that_cannot_compile_one_program_runs_the_next(ranks: Ranks) -> None:
     (first, then), (second, also), *_ = ranks.run(4, another_program)
     assert "SP11" in first
     assert "SP11" in second
@@ -177,10 +177,8 @@ def test_a_rank_that_cannot_compile_one_program_comes_to_the_next(ranks: Ranks) 
 
 
 @pytest.mark.parametrize(("name", "believed"), [("there", True), ("later", False)])
-def test_a_stop_holds_for_the_groups_that_there_were(
-    monkeypatch: pytest.MonkeyPatch, name: str, believed: bool
-) -> None:
-    """A rank that could not compile a program comes to the same one over a group that is made later."""
+def test_a_stop_holds_for_existing_groups(monkeypatch: pytest.MonkeyPatch, name: str, believed: bool) -> None:
+    """A rank that could not compile a program may run it over a group that is created later."""
     said = wire.StopNotice(1, "mesh: it has no axis 'sq'", False, {"there": 0}, "Floats")
     monkeypatch.setattr(wire, "_read_last_stop", lambda _: said)
     monkeypatch.setattr(wire.dist, "get_rank", lambda: 0)
@@ -207,7 +205,7 @@ def test_a_stop_holds_for_its_program(monkeypatch: pytest.MonkeyPatch, subject: 
     assert (found != wire.NO_RANK) == believed
 
 
-def test_who_loses_a_group_says_so_where_the_others_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_loses_a_group_publishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later rank does not wait for the lost group and gets the complete reason; other groups are not affected."""
     store, rank = dist.HashStore(), [0]
     monkeypatch.setattr(wire.dist, "get_rank", lambda: rank[0])
@@ -320,7 +318,7 @@ def test_a_read_that_waits_is_warned_of_before_the_timeout(
 
 
 def test_a_backward_may_call_programs_from_a_thread_of_its_own() -> None:
-    """As a checkpoint does that recomputes on a GPU; any other second thread may not."""
+    """A checkpoint that recomputes on a GPU calls from autograd's thread; any other second thread raises."""
     waiting = wire.ControlChannel("one", [0, 1], None, timedelta(seconds=SECONDS), ["joined the group"] * 2)
     waiting.check_thread()
     x = torch.ones(1, requires_grad=True)

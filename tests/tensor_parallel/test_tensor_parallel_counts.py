@@ -1,4 +1,4 @@
-"""What tensor-parallel training graphs exchange, compute and save, counted on the graphs of both directions."""
+"""Counts of communication, computation and saved bytes on tensor-parallel graphs of both directions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def counted(gm: GraphModule) -> dict[str, int]:
 
 
 def sent(gm: GraphModule, n: int) -> int:
-    """Bytes of one rank: a ring's 2 (n - 1) / n of what is reduced, half of it for a scatter or a gather."""
+    """Return bytes of one rank: a ring sends 2 (n - 1) / n of an all-reduce, and half of it for a scatter or a gather."""
     total = 0
     for node in exchanges(gm):
         given, got = (v.numel() * v.element_size() for v in (node.args[0].meta["val"], node.meta["val"]))
@@ -94,8 +94,8 @@ def test_no_byte_more(n: int) -> None:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("n", [2, 4])
-def test_norms_and_what_is_saved_on_rows(n: int) -> None:
-    """All norms but the first, whose input every rank has, run on 1/n of the rows; residuals are saved so."""
+def test_norms_and_saved_rows(n: int) -> None:
+    """All norms except the first, whose input is replicated, run on 1/n of the rows, as are saved residuals."""
     plain, scattered = graphs(n, False), graphs(n, True)
     rows, part = (BATCH, LENGTH, 1), (BATCH // n, LENGTH, 1)
     assert values(plain[0], "rsqrt") == [rows] * LAYERS

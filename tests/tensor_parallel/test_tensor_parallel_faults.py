@@ -135,9 +135,9 @@ def compiles_on_a_grid(fault: str) -> str:
     return message(lambda: run(ids, ids, noise))
 
 
-def goes_on() -> None:
-    """What was said of a rank does not hold in the next test."""
-    wire.publish_stop("", goes_on=True)
+def continues() -> None:
+    """Check that a published stop does not affect the next test."""
+    wire.publish_stop("", continues=True)
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_every_rank_of_a_grid_raises_the_cause(ranks: Pool, fault: str, words: s
             assert re.search(words, text, re.DOTALL), text
             assert all(int(seconds) < TIMEOUT for seconds in re.findall(r"waited (\d+) s", text)), text
     finally:
-        ranks.run(4, goes_on)
+        ranks.run(4, continues)

@@ -126,7 +126,7 @@ def test_inference(ranks: Ranks, form: str, head: str) -> None:
 
 
 def zeros_then_steps() -> float:
-    """Evaluated once before training: what is zero and cut must not be taken to stay equal."""
+    """Evaluate before training: a sharded value of zeros must not be assumed to stay equal on all ranks."""
     tp = split()
     mine, eager = variants.GateOfZeros(tp), variants.GateOfZeros(tp)
     run = torch.compile(mine, backend="sp", options={"compiler": "aot_eager"})

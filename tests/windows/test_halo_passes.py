@@ -186,7 +186,7 @@ conv1d_default: [1, 4, 8] = sp.conv1d(m_t, lifted_tensor_0, None, 1, 1, 1, 1, 4,
 return (conv1d_default,)""",
         )
 
-    def test_whole_pipeline(self):
+    def test_complete_pipeline(self):
         local = sp_compile.parallelize(torch.export.export(Causal(), (torch.randn(1, 8, 4),)), sp=2, seq_dims={"x": 1})
         self.assertExpectedInline(
             show(local),
@@ -247,7 +247,7 @@ class Causal(nn.Module):
         (SlidingRows(8, 5, 6), Shard(1, Frame.full(8)), 2, "over 5 rows, more than half of the sequence of 8"),
     ],
 )
-def test_what_is_gathered(sliding, shard, n, why):
+def test_gathered_ops(sliding, shard, n, why):
     assert why in place_window(sliding, shard, n)
 
 

@@ -129,7 +129,7 @@ def test_dynamic_lengths(ranks: Ranks, block: str) -> None:
 
 
 def from_shards(block: str) -> Outcome:
-    """Each rank gives its part of the tokens; the loss of the whole."""
+    """Train on each rank's part of the tokens with the loss of all tokens."""
     model, mesh, at = build(Model, block=block), worker.mesh(), worker.mesh().get_local_rank()
 
     def run(*whole: Tensor) -> Tensor:

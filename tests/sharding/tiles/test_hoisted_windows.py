@@ -70,7 +70,7 @@ def with_late_rows(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> 
 
 
 def beside_no_gradients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """What reads the hidden values first has no gradient, and so has a window that is read with some."""
+    """Multiply logits with a gate without gradients, and read one window of logits under no_grad."""
     with torch.no_grad():
         gate = torch.tanh(head(h))
     z = head(h)
@@ -80,7 +80,7 @@ def beside_no_gradients(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor
 
 
 def at_positions(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """As masked language models are trained; positions come after the head, repeat, and count from the end."""
+    """Select positions after the head, as in masked language models: repeated ones, and negative ones."""
     z = head(h)
     at = torch.tensor([3, 11, -2, 3, 8])
     return F.cross_entropy(z[:, at].flatten(0, 1), ids[:, at].flatten())
@@ -138,14 +138,14 @@ def test_one_device(loss: Loss, seq: int, n: int, layout: str) -> None:
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("loss", WINDOWS, ids=lambda loss: loss.__name__)
 def test_no_more_than_a_tile(loss: Loss, n: int) -> None:
-    """Of 8 tiles of a rank's share of all rows. The gradient of the head, turned, is as eight of them."""
+    """No value is larger than one of 8 tiles of a rank's rows; the transposed head gradient equals eight of them."""
     rows, seq, tiles = 2, 128, 8
     gm = sp_compile.parallelize(torch.export.export(Model(loss).double(), batch(seq, rows)), sp=n, tiles=tiles)
     assert most_logits(gm) <= max(rows * seq // n // tiles, WIDTH)
 
 
 def row_by_row(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
-    """Every row is read by itself: of all of them a rank would make all."""
+    """Read every row separately, which would compute all rows on each rank."""
     z = head(h)
     return sum(F.cross_entropy(z[:, i], ids[:, i]) for i in range(ids.shape[1]))
 
@@ -178,7 +178,7 @@ def test_most_of_the_rows_stay_where_they_are(n: int) -> None:
 
 @pytest.mark.parametrize("loss", PICKED, ids=lambda loss: loss.__name__)
 def test_rows_that_are_picked_are_shared_out(loss: Loss) -> None:
-    """As those of a window: they are a sequence of their own."""
+    """Picked rows are sharded like a window, as a separate sequence."""
     model, given = Model(loss).double(), batch(33)
     found = [
         most_logits(sp_compile.parallelize(torch.export.export(model, given), sp=n, tiles="never")) for n in (2, 4)

@@ -1,4 +1,4 @@
-"""What Inductor writes for a head and its loss in tiles: no buffer is larger than a tile of logits, forward or backward."""
+"""Inductor's code for a head and its loss in tiles: no buffer exceeds a tile of logits, forward or backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout inside of a tile: what a backward draws again is what the forward has drawn."""
+"""Dropout inside of a tile: the backward draws the same random numbers as the forward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_gradients(compiler: str) -> None:
 
 
 class Rows(Model):
-    """What the MLP gives."""
+    """A model that returns the MLP's rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
@@ -75,8 +75,8 @@ class Undropped(Model):
         return self.down(F.dropout(z, 0.0)).square().sum()
 
 
-def test_what_drops_nothing() -> None:
-    """It draws nothing, so that it is one device's to the bit of float64, and its tiles need no seed."""
+def test_tiles_without_dropout() -> None:
+    """Without random numbers, results equal a single device's in float64, and tiles need no seed."""
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
     found = sp_compile.verify(Undropped().double(), x, sp=2, tiles=2)
     assert found.worst < 1e-9

@@ -126,7 +126,7 @@ def test_a_mean_over_no_tokens_has_no_gradient(reduction: str, n: int) -> None:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("items", [None, 29, torch.tensor(29)], ids=["mean", "number", "tensor"])
 def test_items_of_a_batch(items: int | Tensor | None) -> None:
-    """As transformers' Trainer hands them to a model, whose loss is computed in float32 beside logits that it returns."""
+    """Items as transformers' Trainer passes them to a model, with a float32 loss and returned logits."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def of_the_best(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Ten
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("loss", [deep, of_the_best])
-def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
+def test_tiles_read_results_of_tiles(loss: Loss, n: int) -> None:
     seq, rows, tiles = 64, 2, 8
     whole = local(loss, n, tiles, seq)
     assert len(whole.graph.find_nodes(op="call_function", target=torch.ops.sp.tiled.default)) == 2
@@ -192,7 +192,7 @@ def test_tiles_read_what_tiles_give(loss: Loss, n: int) -> None:
 
 
 class Beside(nn.Module):
-    """Logits, and those of a head that is read under no_grad alone; a row's number of each, or what both make of a row."""
+    """Logits of two heads, one under no_grad only; per-row numbers of each, or of both."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("apart", [True, False], ids=["a region of its own", "in the loss's region"])
 @pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
 def test_weights_read_without_gradients_have_none(apart: bool) -> None:
-    """Not zeros: an optimizer would let them decay."""
+    """The gradient is None, not zeros: an optimizer would decay the weights."""
     model = Beside(apart).double()
     options = {"tiles": 3, "cost": {}, "seq_dims": {"h": 1}}
     given = torch.randn(2, 13, WIDTH, dtype=torch.float64)
@@ -239,7 +239,7 @@ def test_one_body_for_all_tiles() -> None:
 
 @pytest.mark.parametrize(("loss", "calls"), [(mean, [8, 4]), (per_sequence, [8 + 4, 8])], ids=["at once", "again"])
 def test_a_compiled_body_is_called_for_each_tile(loss: Loss, calls: list[int]) -> None:
-    """In two steps, and in one without gradients, of 4 tiles. What it runs of tiles has been through the compiler, once for all tiles; nothing of them runs as it was traced."""
+    """The body of 4 tiles is compiled once, in two steps and one without gradients, and no tile runs as traced."""
     made, called = [], []
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def test_a_compiled_body_is_called_for_each_tile(loss: Loss, calls: list[int]) -
 
 
 class Within(Model):
-    """Under autocast by itself."""
+    """A model with its own autocast region."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -289,7 +289,7 @@ def test_gradients_of_weights_are_added_as_products() -> None:
 
 
 def test_gradients_of_a_sum_are_kept_wider_than_float16() -> None:
-    """Of a mean over many tokens: its gradient is what float16 holds, and not that of the sum."""
+    """The gradient of a mean over many tokens fits in float16, that of the sum does not."""
     model = torch.export.export(Model(mean).half(), batch(16))
     _, program = program_of(sp_compile.parallelize(model, sp=1, tiles=4))
     assert {value.dtype for value in program.gradients} == {torch.float32}
@@ -313,7 +313,7 @@ class Watched(Model):
 
 
 class Chosen(Model):
-    """The loss of the tokens that a model is least sure of: what comes of that in a part without gradients is no factor."""
+    """A loss of the least certain tokens, which are selected without gradients."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         def loss(h: Tensor, head: nn.Linear, ids: Tensor, weights: Tensor) -> Tensor:
@@ -331,15 +331,15 @@ class Chosen(Model):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("model", [Watched, Chosen])
-def test_what_ends_without_gradients_has_those_of_its_beginning(model: type[Model], n: int) -> None:
-    """It runs where gradients are recorded again."""
+def test_regions_that_end_under_no_grad_keep_gradients(model: type[Model], n: int) -> None:
+    """The region runs with gradients enabled."""
     found = sp_compile.verify(model(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
     assert found.tiled
 
 
 class Cast(Model):
-    """How many tokens it is right about is counted in an autocast of its own."""
+    """A model that counts correct tokens in a separate autocast region."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
@@ -355,7 +355,7 @@ class Cast(Model):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_is_counted_in_another_autocast(n: int) -> None:
+def test_counts_in_another_autocast_region(n: int) -> None:
     found = sp_compile.verify(Cast(mean).double(), *batch(13), sp=n, tiles=3)
     assert found.worst < EXACT
 
@@ -397,7 +397,7 @@ class Exact(nn.Module):
 def test_a_tile_goes_through_regions_of_autocast(
     model: type[nn.Module], parts: int, dtypes: set[torch.dtype], ambient: bool
 ) -> None:
-    """Each product, and each gradient of it, is of the dtype of its own region."""
+    """Each product and its gradients have the dtype of its autocast region."""
     run, x, graphs = model(), torch.randn(1, 16, WIDTH, requires_grad=True), list[GraphModule]()
 
     def compiler(gm: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -469,7 +469,7 @@ def peak_of(tiles: int | str, compiler: str, vocab: int, seq: int) -> int:
 
 
 def test_memory_of_a_step() -> None:
-    """Little more than a tile's logits, their softmax, its gradient, and what is between: nothing of the tile before."""
+    """Memory is little more than a tile's logits, softmax, gradient and temporaries, without the previous tile's."""
     vocab, seq, tiles = 2048, 512, 16
     assert peak_of(tiles, "aot_eager", vocab, seq) < 4.2 * vocab * seq * 4 / tiles
 
@@ -526,7 +526,7 @@ def embedded(n: int) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_embeddings_gradient_is_as_small_without_tiles(ranks: Ranks, n: int) -> None:
-    """Eager, its cotangent is there whole before any tile; compiled, its rows are computed where they are added."""
+    """Eager mode allocates the full cotangent before any tile; the compiled program computes rows at their sum."""
     for peaks in ranks.run(n, embedded, n):
         assert peaks["explicit"] == peaks["eager"] > 1.2 * peaks["compiled"]
 

@@ -52,7 +52,7 @@ class Tokens(nn.Module):
 
 
 def with_tokens(wrong: list[int], compiler: str) -> list[tuple[str, str, float]]:
-    """What a rank raises where these of nine tokens, three a rank, are none of the vocabulary; and in the next step."""
+    """Return a rank's error if these of nine tokens, three a rank, are not in the vocabulary, and the next step's."""
     mesh = small_group(3, f"{wrong} {compiler}")
     if mesh is None:
         return []
