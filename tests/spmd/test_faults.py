@@ -237,7 +237,7 @@ def test_every_rank_raises(ranks: Ranks, case: Callable[[], str], words: str) ->
 
 
 def of_replicas() -> tuple[int, str]:
-    """Run `loop` under DDP: two replicas of two ranks with their own tokens; one diverges on the step of the fault."""
+    """Run `loop` under DDP: two replicas of two ranks with their own tokens; one has different tokens on a rank in the step of the fault."""
     torch.manual_seed(0)
     net, replica = build(Model), dist.get_rank() // 2
     compile_under_ddp(net, worker.mesh2d(2, 2)["sp"], compiler="aot_eager", cost={})

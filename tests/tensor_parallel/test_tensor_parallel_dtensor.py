@@ -95,7 +95,7 @@ def tied(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def inside_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Return a plan in which values between two linears of an MLP stay DTensors."""
+    """Parallelize the model such that values between two linears of an MLP stay DTensors."""
     plan = {"mlp.up": ColwiseParallel(use_local_output=False), "mlp.down": ROWS["mlp.down"]}
     parallelize_module(model, mesh, each_block(plan))
 

@@ -149,7 +149,7 @@ def test_ranks_that_do_not_do_the_same(ranks: Pool, program: Callable[[], str], 
 
 
 def numbers(first: float, then: float) -> str:
-    """Return the error of the second call; later calls of both ranks may have any numbers."""
+    """Return the error of the second call; a third call with equal numbers on both ranks is correct."""
     tp = split()
     model = Hidden(tp)
     run = torch.compile(lambda x, k: model(x * k) * k, backend="sp", options=OPTIONS)

@@ -136,8 +136,8 @@ def compiles_on_a_grid(fault: str) -> str:
 
 
 def continues() -> None:
-    """Check that a published stop does not affect the next test."""
-    wire.publish_stop("", continues=True)
+    """Withdraw a published stop, which would affect the next test."""
+    wire.publish_stop("", goes_on=True)
 
 
 @pytest.mark.parametrize(
