@@ -82,7 +82,7 @@ def test_gpu_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_plans() -> None:
-    """The work of the busiest rank, in the balanced layout, is what it promises for every kind of documents."""
+    """The busiest rank's work in the balanced layout is within its bound for every kind of documents."""
     rows = [line.split("│") for line in run("plans.py", "--tokens", "131072", "--documents", "30").splitlines()]
     balanced = [row for row in rows if len(row) > 5 and row[3].strip() == "balanced"]
     assert len(balanced) == 6

@@ -1,4 +1,4 @@
-"""The public scans of local tensors: values, and what they refuse."""
+"""The public scans of local tensors: values and errors."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ SHAPES = [((), 0), ((7,), -1), ((4, 7), 0), ((4, 7), 1), ((2, 7, 3), 1), ((2, 3,
 
 
 def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Where segments begin in scan order, like x; of ids like x."""
+    """Return the segment starts in scan order, of the shape of x, for ids of the shape of x."""
     ids = ids.flip(dim) if reverse else ids
     starts = torch.ones_like(ids, dtype=torch.bool)
     if ids.shape[dim] > 1:
@@ -40,7 +40,7 @@ def starts_of(ids: Tensor, x: Tensor, dim: int, reverse: bool) -> Tensor:
 
 @cases
 def test_inclusive_is_torchs(op: str, dtype: torch.dtype) -> None:
-    """The same dtype and the same numbers, or as exact ones."""
+    """Results have torch's dtype, and torch's values or equally exact ones."""
     for shape, dim in SHAPES:
         for length in LENGTHS:
             x = sample(tuple(length if size == 7 else size for size in shape), dtype, op)
@@ -74,7 +74,7 @@ def test_every_way(op: str, dtype: torch.dtype) -> None:
 @given(data=st.data())
 @settings(max_examples=50)
 def test_segments_of_any_lengths(data: st.DataObject) -> None:
-    """Each segment is what torch makes of it alone, whatever broadcasts, and whatever the strides."""
+    """Each segment equals torch's result for it alone, for all broadcasts and strides."""
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     outer, inner = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     op, dtype = data.draw(st.sampled_from(OPS)), data.draw(st.sampled_from((torch.float64, torch.int64)))
@@ -98,7 +98,7 @@ def test_ids_differ_between_rows() -> None:
     assert segmented_scan(x, ids, 1).tolist() == [[1, 2, 3, 1], [1, 1, 2, 3]]
 
 
-def test_an_id_that_comes_again_begins_another_segment() -> None:
+def test_a_repeated_id_starts_another_segment() -> None:
     x, ids = torch.ones(5, dtype=torch.int64), torch.tensor([1, 1, 0, 1, 1])
     assert segmented_scan(x, ids, 0).tolist() == [1, 2, 1, 1, 2]
 
@@ -154,7 +154,7 @@ def test_half_precision_is_added_in_float32() -> None:
 
 
 def test_accumulate_dtype() -> None:
-    """Rounding on the way or not is seen where small numbers follow a large one."""
+    """Small numbers after a large one show the rounding of intermediate sums."""
     x = torch.tensor([1e8] + [1.0] * 1000 + [-1e8]).view(-1, 1).expand(-1, 3)
     for scan in (inclusive_scan, lambda x, *rest, **options: linear_scan(torch.ones_like(x), x, *rest, **options)):
         assert (scan(x, 0, accumulate_dtype=torch.float64)[-1] == 1000).all()

@@ -1,4 +1,4 @@
-"""Each fault of the fuzzer's table on real ranks: what every living rank is told, when, and what comes afterwards."""
+"""Each fault of the fuzzer's table on real ranks: error, step and later calls of every living rank."""
 
 from __future__ import annotations
 

@@ -127,17 +127,17 @@ def test_linear(row: str, dtype: torch.dtype, lagged: bool, reverse: bool) -> No
             h = sp.local_linear_scan(a, b, initial, dim, reverse, lagged, dtype, wide)
             factor, state = sp.local_linear_total(a, b, dim, reverse, lagged, wide)
         started = zeros if initial is None else initial.double()
-        out, final = recurrence_by_hand(a.double(), b.double(), started, dim, reverse, lagged)
+        out, final = recurrence_reference(a.double(), b.double(), started, dim, reverse, lagged)
         assert (h.dtype, h.shape, h.is_contiguous()) == (dtype, a.shape, True)
         assert as_exact_as(h, out.to(dtype), out)
         torch.testing.assert_close(factor, a.double().prod(dim).to(wide))
         torch.testing.assert_close((factor * started + state).to(wide), final.to(wide))
 
 
-def recurrence_by_hand(
+def recurrence_reference(
     a: Tensor, b: Tensor, initial: Tensor, dim: int, reverse: bool, lagged: bool
 ) -> tuple[Tensor, Tensor]:
-    """All h, and what comes out: the last h, or if lagged a times it."""
+    """Return all h, and the carry: the last h, multiplied with a if lagged."""
     if not a.shape[dim]:
         return b, initial
     if not lagged:

@@ -1,4 +1,4 @@
-"""What only the C++ scans have: tiles, buffers, threads, numbers of two bytes."""
+"""Details of the C++ scans: tiles, buffers, threads, two-byte dtypes."""
 
 import itertools
 import math
@@ -140,7 +140,7 @@ def test_numbers_of_two_bytes(dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_logsumexp_is_exact_to_the_last_digits() -> None:
-    """Of two numbers: exp and log1p are ours. The small one counts even where the larger is 0."""
+    """logsumexp of two numbers with our exp and log1p: the smaller counts even if the larger is 0."""
     for large in (0.0, 1.0, -700.0, 1e5):
         gaps = torch.cat([torch.linspace(0, 800, 100_001), torch.logspace(-300, 2, 10_001)]).double()
         x = torch.stack([torch.full_like(gaps, large), large - gaps])
@@ -163,8 +163,8 @@ def test_logsumexp_is_at_most_twice_as_wrong_as_torch(dtype: torch.dtype) -> Non
 
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
-def test_what_is_not_finite_stays_where_it_belongs(op: str) -> None:
-    """Every order of infinities, NaN and numbers, in columns and in lines, against torch."""
+def test_nonfinite_values_propagate_as_in_torch(op: str) -> None:
+    """Every order of infinities, NaN and finite numbers, in columns and rows, against torch."""
     torchs = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}
     orders = torch.tensor(list(itertools.product((INF, -INF, NAN, 0.0, -2.0), repeat=4)))
     for x in (orders[..., None], orders.t()[None], orders.double().t()[None, :, :6]):

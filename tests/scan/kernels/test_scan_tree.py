@@ -1,4 +1,4 @@
-"""The scans of any associative function, tree and blocks: right, and with no more work than they say, counted."""
+"""Scans of any associative function, as tree and as blocks: results, and counted calls within their bound."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A SequenceLoader in one process: orders, epochs, states, what it makes anew of a loader, and what it refuses."""
+"""A SequenceLoader in one process: orders, epochs, states, rebuilt loaders, and refused ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stream(IterableDataset):
 
 
 def of_replica(rank: int, n: int) -> Any:
-    """Loaders and samplers made meanwhile take themselves for those of one replica."""
+    """Return patches under which new loaders and samplers belong to one replica."""
     replica = Replica(rank, n, True, (), ())
     modules = "sp_compile.data.loader", "sp_compile.data.sampler"
     return [mock.patch.multiple(module, replica_of=lambda *_: replica) for module in modules]
@@ -114,7 +114,7 @@ def test_another_seed_is_another_order() -> None:
 
 
 @pytest.mark.parametrize("make", [*MAKERS, with_workers])
-def test_goes_on_where_a_state_was_taken(make: Any) -> None:
+def test_continues_from_a_saved_state(make: Any) -> None:
     whole, begun, resumed = (loader(1, 2, make) for _ in range(3))
     epochs = [numbers(whole), numbers(whole)]
     list(begun)
@@ -128,7 +128,7 @@ def test_goes_on_where_a_state_was_taken(make: Any) -> None:
     assert numbers(whole) == epochs[0]
 
 
-def test_goes_on_with_another_number_of_replicas() -> None:
+def test_continues_with_another_number_of_replicas() -> None:
     begun = [loader(rank, 2) for rank in range(2)]
     before = []
     for one in begun:
@@ -143,7 +143,7 @@ def test_goes_on_with_another_number_of_replicas() -> None:
         loader(0, 3).load_state_dict(begun[0].state_dict())
 
 
-def test_a_sampler_goes_on() -> None:
+def test_a_sampler_continues() -> None:
     one, two = of_replica(1, 2)
     with one, two:
         begun, resumed, whole = (SequenceSampler(DATASET, seed=2) for _ in range(3))
@@ -156,7 +156,7 @@ def test_a_sampler_goes_on() -> None:
     assert list(resumed) == list(whole)  # a state counts once
 
 
-def test_what_a_loader_was_given_stays() -> None:
+def test_arguments_of_a_loader_do_not_change() -> None:
     def collate(rows: Any) -> torch.Tensor:
         return torch.cat([row[0][None] for row in rows]) * 10
 
@@ -200,12 +200,12 @@ def test_a_batch_as_text_and_tensors() -> None:
 
 
 @pytest.mark.parametrize("what", [object(), {1, 2}, np.array(["a"]), {"a": [b"bytes"]}])
-def test_what_cannot_be_handed_on_is_named(what: Any) -> None:
+def test_batches_that_cannot_be_sent_are_named(what: Any) -> None:
     with pytest.raises(SpError, match=r"SP805: batch.* got \w+"):
         encode_batch(what)
 
 
-def test_goes_on_with_another_batch_size() -> None:
+def test_continues_with_another_batch_size() -> None:
     def small() -> DataLoader[Any]:
         return DataLoader(DATASET, batch_size=2, shuffle=True)
 
@@ -223,7 +223,7 @@ def test_goes_on_with_another_batch_size() -> None:
 
 
 class Counting(IterableDataset):
-    """Numbers, and how far it has come."""
+    """A data set of numbers that saves its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -243,7 +243,7 @@ class Counting(IterableDataset):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["indexed", "stream"])
-def test_a_loader_with_a_state_of_its_own_goes_on(kind: str, workers: int) -> None:
+def test_a_loader_with_its_own_state_continues(kind: str, workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
     def make() -> Any:

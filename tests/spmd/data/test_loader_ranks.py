@@ -1,4 +1,4 @@
-"""Loaders on real ranks: neighbours of a sequence get one batch, replicas others; whatever differs, all hear of it."""
+"""Loaders on real ranks: ranks of one sequence get equal batches, replicas others; differences raise on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DP, SP = 2, 2
 
 
 class Stream(IterableDataset):
-    """Of a length of each rank's own; it may fail at one."""
+    """A stream with a different length per rank, which may fail at one item."""
 
     def __init__(self, length: int, fails: int = -1) -> None:
         self.length, self.fails = length, fails
@@ -35,7 +35,7 @@ def dataset() -> TensorDataset:
 
 
 def read(kind: str) -> list[Any]:
-    """What a rank is given, with random numbers of its own."""
+    """Return the batches of a rank, with its own random seed."""
     mesh, rank = mesh2d(DP, SP), dist.get_rank()
     torch.manual_seed(rank)
     makers: dict[str, Callable[[], Any]] = {
@@ -57,7 +57,7 @@ def read(kind: str) -> list[Any]:
     return out
 
 
-def test_who_gets_what(ranks: Ranks) -> None:
+def test_batches_of_each_rank(ranks: Ranks) -> None:
     for kind, batches in {
         "shuffled": 3,
         "sampler": 3,
@@ -96,13 +96,13 @@ WORDS = {
 }
 
 
-def test_what_differs_is_told_on_every_rank(ranks: Ranks) -> None:
+def test_differences_raise_on_every_rank(ranks: Ranks) -> None:
     for what, words in WORDS.items():
-        for told in ranks.run(4, one_differs, what):
-            assert re.search(words, told, re.DOTALL), (what, told)
+        for message in ranks.run(4, one_differs, what):
+            assert re.search(words, message, re.DOTALL), (what, message)
 
 
-def who(names: tuple[str, ...], **options: Any) -> tuple[int, int, bool] | str:
+def replica_fields(names: tuple[str, ...], **options: Any) -> tuple[int, int, bool] | str:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     try:
         replica = replica_of(mesh, **options)
@@ -111,8 +111,8 @@ def who(names: tuple[str, ...], **options: Any) -> tuple[int, int, bool] | str:
     return replica.rank, replica.n, replica.first
 
 
-def test_axes_say_who_takes_which_batch(ranks: Ranks) -> None:
-    assert ranks.run(4, who, ("dp", "sp")) == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
-    assert ranks.run(4, who, ("tp", "sp")) == [(0, 1, True)] + [(0, 1, False)] * 3
-    (message, *_) = ranks.run(4, who, ("a", "b"))
+def test_axes_define_the_replica(ranks: Ranks) -> None:
+    assert ranks.run(4, replica_fields, ("dp", "sp")) == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
+    assert ranks.run(4, replica_fields, ("tp", "sp")) == [(0, 1, True)] + [(0, 1, False)] * 3
+    (message, *_) = ranks.run(4, replica_fields, ("a", "b"))
     assert "SP814: mesh: expected an axis of the sequence, got ('a', 'b')" in message

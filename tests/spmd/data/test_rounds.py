@@ -1,4 +1,4 @@
-"""Who takes which batch: every batch once a round, as many for each replica, the same order on all ranks."""
+"""Assignment of batches to replicas: every batch once a round, equal numbers, the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = st.integers(0, 12), st.integers(1, 4)
 
 
 @given(*SIZES)
-def test_what_is_dropped_is_the_last_round(batches: int, n: int) -> None:
+def test_only_the_last_round_is_dropped(batches: int, n: int) -> None:
     each = [list(rank_batches(range(batches), rank, n, drop_last=True)) for rank in range(n)]
     rounds = batches // n
     assert sorted(chain(*each)) == list(range(rounds * n))
@@ -22,7 +22,7 @@ def test_what_is_dropped_is_the_last_round(batches: int, n: int) -> None:
 
 
 @given(*SIZES)
-def test_what_is_filled_is_the_last_round(batches: int, n: int) -> None:
+def test_only_the_last_round_is_filled(batches: int, n: int) -> None:
     each = [list(rank_batches(range(batches), rank, n, drop_last=False)) for rank in range(n)]
     assert {len(one) for one in each} == {-(-batches // n)}
     assert set(chain(*each)) == set(range(batches))
