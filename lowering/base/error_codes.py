@@ -417,8 +417,8 @@ ERRORS: dict[str, ErrorInfo] = {
     "SP634": ErrorInfo(
         "Data that differ between ranks, and nothing else",
         "Pass the same batch to ranks that share a sequence, which a DistributedSampler over all ranks does not: use "
-        "sp_compile.data.SequenceSampler(dataset, mesh) or SequenceLoader(loader, mesh); for transformers and "
-        "accelerate use sp_compile.integrations.",
+        "sp_compile.data.SequenceSampler(dataset, mesh); for transformers and accelerate use "
+        "sp_compile.integrations.",
     ),
     "SP635": ErrorInfo(
         "Weights that were equal at an earlier call",
@@ -519,30 +519,9 @@ ERRORS: dict[str, ErrorInfo] = {
         "Return (model, args) or (model, args, kwargs), where args is a tuple.",
     ),
     # SP8xx: data and integrations
-    "SP801": ErrorInfo(
-        "A rank without a loader",
-        "Pass a loader on every rank, or reads='first' and a loader on the first rank of each sequence.",
-    ),
-    "SP802": ErrorInfo(
-        "A loader with a DistributedSampler",
-        "Make the loader as for one device (shuffle=True), or give it a SequenceSampler of this mesh.",
-    ),
-    "SP803": ErrorInfo(
-        "A loader's state of another number of replicas",
-        "Resume on the same number of replicas, or with a DataLoader, which has no state of its own.",
-    ),
     "SP804": ErrorInfo(
         "A sampler's state that this number of replicas cannot have",
-        "Save at a multiple of the samples that all replicas take at once, or resume on the same number of replicas.",
-    ),
-    "SP805": ErrorInfo(
-        "A batch with an object that cannot be sent",
-        "Convert the object in collate_fn, or let every rank read: reads='all'.",
-    ),
-    "SP806": ErrorInfo("A rank that could not read its data", "Fix the error of that rank."),
-    "SP807": ErrorInfo(
-        "Ranks that read different data",
-        "Make the same loader over the same dataset on every rank, and set the same epoch.",
+        "Save after a number of samples that the replicas divide, or resume on the same number of replicas.",
     ),
     "SP811": ErrorInfo(
         "data_dims without a mesh of several axes",
@@ -568,8 +547,7 @@ ERRORS: dict[str, ErrorInfo] = {
     ),
     "SP824": ErrorInfo(
         "dispatch_batches with ranks that share sequences",
-        "Leave dispatch_batches out, or pass a sp_compile.data.SequenceLoader(loader, mesh=accelerator.mesh, "
-        "reads='first').",
+        "Leave dispatch_batches out, so that every rank reads the batches of its sequence.",
     ),
     "SP825": ErrorInfo(
         "Processes that accelerate does not use",
