@@ -20,7 +20,7 @@ DATASET = TensorDataset(torch.arange(23))
 
 def sampler_of(rank: int, n: int, **options: Any) -> SequenceSampler:
     """Return the sampler of one of n replicas."""
-    with mock.patch("sp_compile.data.replica_of", lambda *_: Replica(rank, n)):
+    with mock.patch("sp_compile.data.replica_of", return_value=Replica(rank, n)):
         return SequenceSampler(DATASET, **options)
 
 
