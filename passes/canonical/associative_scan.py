@@ -29,7 +29,6 @@ from sp_compile.passes.base import CanonicalPass, Pass, register_pass
 from sp_compile.passes.context import PassContext
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.edit import erase_dead
-from sp_compile.passes.graph.fakes import trace_function
 from sp_compile.passes.graph.node_info import set_node_info
 from sp_compile.passes.sharding.matchers import permutation_of, skip_widening_cast, value_origin
 
@@ -258,15 +257,11 @@ class ExpandAssociativeScans(Pass):
         """Apply the pass to a graph and return the number of changes."""
         found = _associative_scan_calls(self.gm)
         for node in found:
-            self._inline(node, self.gm.get_submodule(node.args[0].target))
+            run = _build_tree(self.gm.get_submodule(node.args[0].target), len(node.args[1]))
+            given = [*node.args[1], *node.args[2]]
+            with self.graph.inserting_before(node):
+                self.replace(node, self.inline_function(run, given, node, pre_dispatch=True, gradients=True))
         return len(found)
-
-    def _inline(self, node: Node, combine: GraphModule) -> None:
-        given = [*node.args[1], *node.args[2]]
-        values = torch.fx.map_arg(given, lambda n: n.meta["val"])
-        body = trace_function(_build_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
-        with self.graph.inserting_before(node):
-            self.replace(node, self.inline(body, given, node))
 
 
 def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ parameters and state are sharded, and in addition there are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 import torch
@@ -25,9 +25,7 @@ from tabulate import tabulate
 from torch.fx import Graph, Node
 
 from sp_compile.lowering.base.layers import node_layer
-from sp_compile.lowering.torch_compat import storage_of
-from sp_compile.passes.cost.walk.fused_kernels import PlaceKey
-from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, nbytes_of, walk
+from sp_compile.passes.cost.walk.liveness import LivenessWalk, LiveValue, WalkMoment, is_on_host, storage_bytes, walk
 from sp_compile.passes.graph.call import graph_tangents, node_tensors
 from sp_compile.passes.graph.sizes import as_sizes, is_same_size, size_product
 
@@ -77,11 +75,11 @@ class GraphStep:
         outputs = forward.output_node().args[0]
         results = [n for n in outputs[: len(outputs) - len(values)] if isinstance(n, Node)]
         # Values that the caller also holds remain after the backward reads them.
-        others = _memory_of([*forward.find_nodes(op="placeholder"), *results]).keys()
-        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
+        others = storage_bytes([*forward.find_nodes(op="placeholder"), *results]).keys()
+        saved = [n for n in read if not is_on_host(n) and others.isdisjoint(storage_bytes([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        kept, given_to, theirs = (sum(storage_bytes(nodes).values()) for nodes in (saved, tangents, copied))
         results_of = max(0, first.end - kept)
         made = {n.name: node_layer(n) for n in forward.nodes}
         begins = next((layer for layer in made.values() if layer), "")
@@ -90,11 +88,6 @@ class GraphStep:
             for layer, held in second.by_last_layer(saved)
         ]
         return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, saved_bytes=by_layer)
-
-
-def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
-    """Return the storages of the values of nodes, with their bytes."""
-    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
@@ -270,7 +263,7 @@ class StepMemory:
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
             lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with sharded parameters, gradients and optimizer"
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}; parameters, gradients and optimizer are sharded"
             )
         else:
             lines.append(

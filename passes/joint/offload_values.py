@@ -34,7 +34,7 @@ from sp_compile.passes.cost.group_names import is_collective
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.cost.offload_cost import MIN_OFFLOAD_BYTES, HostValues, copy_seconds, hiding_seconds
 from sp_compile.passes.cost.step_memory import GraphStep, StepMemory
-from sp_compile.passes.cost.walk.liveness import nbytes_of
+from sp_compile.passes.cost.walk.liveness import nbytes_of, storage_bytes
 from sp_compile.passes.cost.weight_memory import ModelBytes
 from sp_compile.passes.graph.call import is_tensor, node_tensors
 from sp_compile.passes.graph.sizes import (
@@ -101,17 +101,14 @@ class OffloadValues(Pass):
         if self.shards is not None:
             always = step.in_shards(self.n)
         else:
-            given = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
-            always = sum({storage_of(x): nbytes_of(x) for x in given}.values())
-        behind = step.graphs[0].backward
+            always = sum(storage_bytes(forward.find_nodes(op="placeholder")).values())
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()
         for point in step.points():
-            of_backward = behind is not None and point.moment in behind.moments
             held = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
             more = always + held - self.machine.memory
             if more > 0:
-                found[halves[of_backward][point.moment.name]] = more
+                found[halves[point.is_after][point.moment.name]] = more
         return found
 
     def _take_share(self, way: _OffloadSchedule, wanted: float) -> dict[Node, int]:
@@ -235,7 +232,7 @@ class _SavedValues:
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
         theirs = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
         values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in theirs]
-        total = sum({storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in values}.values())
+        total = sum(storage_bytes(values).values())
         theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
         known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)

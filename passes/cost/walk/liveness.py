@@ -128,6 +128,11 @@ def nbytes_of(value: torch.Tensor) -> int:
     return size_hint(value.untyped_storage().nbytes())
 
 
+def storage_bytes(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
+    """Return the storages of the values of nodes, with their bytes."""
+    return {storage_of(x): nbytes_of(x) for n in nodes for x in node_tensors(n)}
+
+
 def is_on_host(node: Node) -> bool:
     """Return True for an input that is in host memory."""
     return bool(node.users) and all(user.target is FROM_HOST for user in node.users)

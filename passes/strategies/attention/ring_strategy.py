@@ -24,7 +24,7 @@ from sp_compile.lowering.comm import routes
 from sp_compile.lowering.masks.predicate import depends_on_distance, evaluate_over, predicate_symbols, split_conjuncts
 from sp_compile.passes.cost.attention_cost import BACKWARD_FLOPS, TIE_RATIO, AttentionShape, Candidate, Strategy
 from sp_compile.passes.cost.collective_time import collective_bytes
-from sp_compile.passes.cost.exchange_cost import HeadBytes
+from sp_compile.passes.cost.exchange_cost import head_bytes, relayout_bytes
 from sp_compile.passes.cost.machine import Machine
 from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.node_info import node_info
@@ -120,7 +120,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
         The candidate.
     """
     size, chunks = shape.n // ulysses, LAYOUTS[layout].chunks
-    kv = math.lcm(shape.kv_heads, ulysses) * shape.kv_bytes
+    kv = shape.head_bytes.repeat_keys(ulysses)
     grads = kv * shape.widening
     hops = _needed_hops(shape, size) if ulysses == 1 else size - 1
     keys = ulysses * shape.kv_rows / chunks
@@ -157,27 +157,28 @@ def _needed_hops(shape: AttentionShape, size: int) -> int:
     return window_hops(shape.window, -(-shape.q_len // size), size)
 
 
-def ring_send_bytes(heads: HeadBytes, keys: Size, size: int, hops: int) -> tuple[Size, Size]:
+def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int) -> tuple[Size, Size]:
     """Return the bytes that one rank sends in a ring, forward and backward.
 
     Args:
-        heads: Bytes per row of keys and values.
-        keys: Rows of keys.
+        keys: Bytes of keys and values.
+        widening: Ratio of the bytes of their gradients to these.
+        grads: Path of these gradients, see `ring_grads`.
         size: The number of places of the ring.
         hops: The number of shifts.
 
     Returns:
         Bytes of the forward and of the backward.
     """
-    home = hops + 1 if heads.call["grads"] == "travel" and hops else size - 1
+    home = hops + 1 if grads == "travel" and hops else size - 1
     shifts = hops * collective_bytes("shift", keys, size)
-    return shifts, shifts + home * heads.widening * keys
+    return shifts, shifts + home * widening * keys
 
 
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads = HeadBytes(call)
-    moved = heads.relayout_bytes(n, keys=True)
-    there, back = ring_send_bytes(heads, heads.keys, n, call["steps"] - 1)
+    heads = head_bytes(call)
+    moved = relayout_bytes(call, heads.exchanged(1), n)
+    there, back = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, call["steps"] - 1)
     return moved + there, moved + back
 
 

@@ -22,10 +22,10 @@ from sp_compile.passes.graph.sizes import Size
 from sp_compile.passes.strategies.attention import (
     AttentionShape,
     Candidate,
-    HeadBytes,
     Machine,
     ShardedAttention,
     Strategy,
+    head_bytes,
     register_strategy,
 )
 
@@ -54,7 +54,7 @@ class Toy(ShardedAttention):
 
 
 def _candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterator[Candidate]:
-    sent = shape.heads * shape.q_bytes + shape.kv_heads * shape.kv_bytes
+    sent = shape.head_bytes.queries + shape.head_bytes.keys
     compute = shape.n * machine.attention(shape.flops, shape.kv_len) + machine.call
     exchange = machine.seconds("all_gather", sent, shape.n)
     forward, backward = compute + exchange, 2.5 * compute + exchange
@@ -62,9 +62,9 @@ def _candidates(shape: AttentionShape, machine: Machine, layout: str) -> Iterato
 
 
 def _sends(call: OpCall, n: int) -> tuple[Size, Size]:
-    heads = HeadBytes(call)
-    half = heads.queries // 2  # the result is not sent
-    return (n - 1) * (half + heads.keys), (n - 1) * (half + heads.keys)
+    heads = head_bytes(call)
+    sent = (n - 1) * (heads.queries + heads.keys)
+    return sent, sent
 
 
 def registered() -> ExitStack:
