@@ -41,7 +41,7 @@ class HeadBytes:
         heads = self.key_heads
         return self.keys * (math.lcm(heads, ranks) // heads) if isinstance(heads, int) else self.keys
 
-    def exchanged(self, ranks: int) -> Size:
+    def exchange_bytes(self, ranks: int) -> Size:
         """Return the bytes that an exchange of heads for rows moves, with repeated keys."""
         return self.queries + self.results + self.repeat_keys(ranks)
 

@@ -263,7 +263,7 @@ class StepMemory:
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
             lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}; parameters, gradients and optimizer are sharded"
+                f"peak of a rank {format_bytes(self.fsdp(self.shards))}; parameters, gradients, optimizer sharded"
             )
         else:
             lines.append(

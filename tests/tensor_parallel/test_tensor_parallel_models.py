@@ -66,7 +66,7 @@ def test_decoders_of_four(ranks: Ranks, name: str, batch: int, length: int) -> N
 VARIANTS: dict[str, tuple[Callable[[Split], nn.Module], str | None]] = {
     "lora": (variants.LoRA, None),
     "gate of zeros": (variants.GateOfZeros, "ssss"),
-    "equal draws": (variants.DrawnAlike, "ffff"),  # the embedding is a matrix, too, and might be a part
+    "equal draws": (variants.EqualParts, "ffff"),  # the embedding is a matrix, too, and might be a part
     "by rank": (variants.ByRank, "ssss"),
     "bias on the first": (variants.BiasOnTheFirst, ""),
     "uneven": (variants.Uneven, "ssss"),

@@ -97,7 +97,9 @@ def _hybrid_candidates(shape: AttentionShape, machine: Machine, layout: str) -> 
 
 def _hybrid_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     heads, u = head_bytes(call), call["ulysses"]
-    others = collective_bytes("all_to_all", heads.exchanged(u), u) + relayout_bytes(call, heads.exchanged(1), n)
+    others = collective_bytes("all_to_all", heads.exchange_bytes(u), u) + relayout_bytes(
+        call, heads.exchange_bytes(1), n
+    )
     there, back = ring_send_bytes(heads.repeat_keys(u), heads.widening, call["grads"], n // u, n // u - 1)
     return others + there, others + back
 

@@ -136,7 +136,7 @@ def ring_candidate(shape: AttentionShape, machine: Machine, layout: str, ulysses
     back = BACKWARD_FLOPS * step
     backward = calls + back + hops * share * machine.copy(shape.accumulate_bytes)
     # Current and next keys, and the accumulators with their increments.
-    memory = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
+    memory: float = 2 * kv + shape.heads * shape.out_bytes * (1 + shape.widening)
     if shape.training:
         inside = shape.workspace(ulysses, ulysses * shape.kv_rows)
         memory = max(memory, 2 * kv + 2 * shape.gradient_bytes + 3 * grads + inside)
@@ -177,7 +177,7 @@ def ring_send_bytes(keys: Size, widening: int, grads: str, size: int, hops: int)
 
 def _ring_sends(call: OpCall, n: int) -> tuple[Size, Size]:
     heads = head_bytes(call)
-    moved = relayout_bytes(call, heads.exchanged(1), n)
+    moved = relayout_bytes(call, heads.exchange_bytes(1), n)
     there, back = ring_send_bytes(heads.keys, heads.widening, call["grads"], n, call["steps"] - 1)
     return moved + there, moved + back
 

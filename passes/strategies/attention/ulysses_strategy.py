@@ -241,14 +241,14 @@ def exchange_seconds(shape: AttentionShape, machine: Machine, ranks: int, chunks
     if ranks == 1:
         return 0.0
     back = shape.head_bytes.results
-    there = shape.head_bytes.exchanged(ranks) - back
+    there = shape.head_bytes.exchange_bytes(ranks) - back
     exchanges = sum(machine.seconds("all_to_all", nbytes / chunks, ranks) for nbytes in (there, back))
     return chunks * exchanges + machine.copy(2 * (there + back))
 
 
 def exchanged_memory(shape: AttentionShape, ranks: int) -> int:
     """Return the bytes of q, k, v and the result after the exchange, and of their gradients."""
-    return shape.head_bytes.exchanged(ranks) * (2 if shape.training else 1)
+    return shape.head_bytes.exchange_bytes(ranks) * (2 if shape.training else 1)
 
 
 register_strategy(
