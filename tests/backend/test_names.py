@@ -118,13 +118,13 @@ def test_a_misspelt_option_is_no_argument_of_the_model() -> None:
 
 
 def test_of_many_weights_a_few_are_shown() -> None:
-    def said(rank: int) -> Message:
+    def message_of(rank: int) -> Message:
         names = [f"layers.{i}.weight" for i in range(12)]
         sizes = {Field(FieldKind.INPUT, name): "(4, 4)" for name in names}
         sums = {Field(FieldKind.CHECKSUM, name): f"{rank}" for name in names}
         return Message(CALL_VERB, "forward", 1, {"program": "1", **sizes, **sums})
 
-    message = format_input_mismatch([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    message = format_input_mismatch([message_of(0), message_of(1)], [], set(), {"ids"}, set(), False)
     assert message is not None
     assert message.code == "SP633"
     assert "layers.7.weight (4, 4) with checksum 0 and 4 more" in message.cause
@@ -132,11 +132,11 @@ def test_of_many_weights_a_few_are_shown() -> None:
 
 
 def test_other_data_are_explained_by_a_sampler() -> None:
-    def said(rank: int) -> Message:
+    def message_of(rank: int) -> Message:
         ids = {Field(FieldKind.INPUT, "ids"): "(4,)", Field(FieldKind.CHECKSUM, "ids"): f"{rank}"}
         return Message(CALL_VERB, "forward", 1, {"program": "1", **ids})
 
-    message = format_input_mismatch([said(0), said(1)], [], set(), {"ids"}, set(), False)
+    message = format_input_mismatch([message_of(0), message_of(1)], [], set(), {"ids"}, set(), False)
     assert message is not None
     assert message.code == "SP634"
 

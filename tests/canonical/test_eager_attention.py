@@ -84,7 +84,7 @@ def test_sinks_leave_no_pairs() -> None:
     assert not [x for x in values if isinstance(x, Tensor) and x.shape[-2:] in ((S, S), (S, S + 1))]
 
 
-def said(gm: torch.fx.GraphModule) -> tuple[str, float]:
+def mask_and_scale(gm: torch.fx.GraphModule) -> tuple[str, float]:
     (node,) = (n for n in gm.graph.nodes if n.target in ATTENTION)
     if node.target is torch.ops.sp.masked_attention.default:
         return "data" if node.kwargs.get("attn_mask") is not None else str(node.args[6]), node.args[8]
@@ -104,7 +104,7 @@ def grads(run: Attend, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def test_form(name: str) -> None:
     attend, expected = FORMS[name]
     gm = canonical(attend)
-    assert said(gm) == expected
+    assert mask_and_scale(gm) == expected
     assert not any("softmax" in str(n.target) for n in gm.graph.nodes)
     torch.testing.assert_close(grads(gm), grads(attend), rtol=1e-12, atol=1e-12)
 
@@ -196,7 +196,7 @@ def test_half_types_lose_nothing(name: str, dtype: torch.dtype) -> None:
     """The fused op is at least as close to float64."""
     attend = HALVES[name]
     gm = canonical(attend, dtype)
-    assert said(gm)[0] == ("k <= q" if "mask" in name else "")
+    assert mask_and_scale(gm)[0] == ("k <= q" if "mask" in name else "")
     exact = grads(lambda *x: attend(*(t.to(dtype).double() for t in x)))
     for fused, plain, wanted in zip(grads(gm, dtype), grads(attend, dtype), exact):
         assert fused.dtype == dtype
@@ -234,7 +234,7 @@ def test_numbers_that_dynamo_lifted_out_of_the_graph() -> None:
     run(*inputs())
     (gm,) = backend.graphs
     Canonicalize()(gm)
-    assert said(gm) == ("k <= q", 0.4)
+    assert mask_and_scale(gm) == ("k <= q", 0.4)
 
 
 class Goldens(expecttest.TestCase):

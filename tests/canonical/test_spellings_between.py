@@ -238,10 +238,10 @@ def canonical_ops(pattern: Callable[..., Tensor], between: Between) -> list[str]
     Canonicalize()(gm)
     (found, *_), wanted = gm(*xs) if isinstance(gm(*xs), tuple) else (gm(*xs),), pattern(*xs, plain)
     torch.testing.assert_close(found, wanted)
-    return [said(n) for n in gm.graph.nodes if n.target in CANONICAL | NOT_CANONICAL]
+    return [call_text(n) for n in gm.graph.nodes if n.target in CANONICAL | NOT_CANONICAL]
 
 
-def said(node: torch.fx.Node) -> str:
+def call_text(node: torch.fx.Node) -> str:
     def word(value: object) -> str:
         return "*" if isinstance(value, torch.fx.Node) else str(value)
 
@@ -279,7 +279,7 @@ def test_pairs_that_reduce(between: str) -> None:
         function = reducing(group.group_name, BETWEEN[between])
         gm = traced(lambda x: function.apply(x) * 2, torch.randn(2, 4, requires_grad=True))
         Canonicalize()(gm)
-    found = [said(n) for n in gm.graph.nodes if n.op == "call_function"]
+    found = [call_text(n) for n in gm.graph.nodes if n.op == "call_function"]
     assert found[0] == f"sp.reduce_pair(*, ['sum {group.group_name}'], ['sum {group.group_name}'])"
     assert "autograd" not in str(found)
 

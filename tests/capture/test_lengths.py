@@ -38,7 +38,7 @@ def root(length: Any) -> None:
     assert length**0.5 < 4
 
 
-def asked(hint: int, ask: Callable[[Any], Any]) -> Any:
+def guarded_length(hint: int, ask: Callable[[Any], Any]) -> Any:
     _, (length, _) = make_symbolic_mode(hint, 3)
     ask(length)
     return length
@@ -46,7 +46,7 @@ def asked(hint: int, ask: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 10, 33, 1000, 65535])
 def test_a_tree_has_one_length(length: int) -> None:
-    assert single_value(asked(length, halves)) == length
+    assert single_value(guarded_length(length, halves)) == length
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_tree_has_one_length(length: int) -> None:
     ids=["nothing", "rounds", "rounds to one", "a root", "a bound", "multiples", "multiples in a wide range"],
 )
 def test_other_lengths_have_several(length: int, ask: Callable[[Any], Any]) -> None:
-    symbol = asked(length, ask)
+    symbol = guarded_length(length, ask)
     assert single_value(symbol) is None
     assert symbol.node.expr.is_Symbol, "a guard was added"
 

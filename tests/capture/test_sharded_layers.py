@@ -132,7 +132,7 @@ class Looking:
         return self.inner(gm, inputs)
 
 
-def whole(p: Tensor) -> Tensor:
+def gathered(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
@@ -168,7 +168,7 @@ def trained(way: Way, steps: int) -> Found:
             for one in optimizers:
                 one.step()
                 one.zero_grad()
-    ends = zip(begun, map(whole, model.parameters()), map(whole, alone.parameters()), strict=True)
+    ends = zip(begun, map(gathered, model.parameters()), map(gathered, alone.parameters()), strict=True)
     moved = [((found - right).norm() / (right - start).norm()).item() for start, found, right in ends]
     freed.held.clear()
     return Found(max(losses), max(moved), compiler.cut, freed, said)

@@ -22,7 +22,7 @@ each_frame = pytest.mark.parametrize("frame", FRAMES, ids=str)
 each_n = pytest.mark.parametrize("n", [1, 2, 3, 4])
 
 
-def whole(frame: Sequence[int], seed: int = 0) -> Tensor:
+def random_value(frame: Sequence[int], seed: int = 0) -> Tensor:
     """Return a random float64 value whose dim 1 the frame describes, with an inner factor of 2."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, frame[0] * frame[3] * INNER, 3, generator=generator, dtype=torch.float64)
@@ -75,8 +75,8 @@ def shards(x: Tensor, dim: int, frame: Sequence[int], n: int, edge: bool = True)
 @each_n
 @each_frame
 def test_shard(frame: list[int], n: int) -> None:
-    x = whole(frame)
-    cotangents = shards(whole(frame, 1), DIM, frame, n, edge=False)
+    x = random_value(frame)
+    cotangents = shards(random_value(frame, 1), DIM, frame, n, edge=False)
     ys = check_adjoint(lambda x: sp.shard(x, DIM, frame, n, SIMULATED_GROUP), ("once", "each"), [x] * n, cotangents)
     torch.testing.assert_close(ys, shards(x, DIM, frame, n), rtol=0, atol=0)
 
@@ -84,7 +84,7 @@ def test_shard(frame: list[int], n: int) -> None:
 @each_n
 @each_frame
 def test_unshard(frame: list[int], n: int) -> None:
-    x, g = whole(frame), whole(frame, 1)
+    x, g = random_value(frame), random_value(frame, 1)
     xs = shards(x, DIM, frame, n)
     ys = check_adjoint(lambda x: sp.unshard(x, DIM, frame, n, SIMULATED_GROUP), ("each", "once"), xs, [g] * n)
     torch.testing.assert_close(ys, [x] * n, rtol=0, atol=0)
@@ -93,8 +93,8 @@ def test_unshard(frame: list[int], n: int) -> None:
 @each_n
 @each_frame
 def test_all_gather(frame: list[int], n: int) -> None:
-    x = whole(frame)
-    xs, gs = shards(x, DIM, frame, n), [whole(frame, 1 + r) for r in range(n)]
+    x = random_value(frame)
+    xs, gs = shards(x, DIM, frame, n), [random_value(frame, 1 + r) for r in range(n)]
     ys = check_adjoint(lambda x: sp.all_gather(x, -2, frame, n, SIMULATED_GROUP), ("each", "each"), xs, gs)
     torch.testing.assert_close(ys, [x] * n, rtol=0, atol=0)
 
@@ -102,8 +102,8 @@ def test_all_gather(frame: list[int], n: int) -> None:
 @each_n
 @each_frame
 def test_mask(frame: list[int], n: int) -> None:
-    x = whole(frame)
-    xs, gs = shards(x, DIM, frame, n), shards(whole(frame, 1), DIM, frame, n)
+    x = random_value(frame)
+    xs, gs = shards(x, DIM, frame, n), shards(random_value(frame, 1), DIM, frame, n)
     ys = check_adjoint(lambda x: sp.mask(x, DIM, frame, 0, n, SIMULATED_GROUP), ("each", "each"), xs, gs)
     torch.testing.assert_close(ys, shards(x, DIM, frame, n, edge=False), rtol=0, atol=0)
     filled = run_ranks(n, lambda r: sp.mask(xs[r], DIM, frame, -math.inf, n, SIMULATED_GROUP))
@@ -113,8 +113,8 @@ def test_mask(frame: list[int], n: int) -> None:
 
 @each_n
 def test_sums(n: int) -> None:
-    xs = [whole([1, 4, 0, 4], r) for r in range(n)]
-    gs = [whole([1, 4, 0, 4], 10 + r) for r in range(n)]
+    xs = [random_value([1, 4, 0, 4], r) for r in range(n)]
+    gs = [random_value([1, 4, 0, 4], 10 + r) for r in range(n)]
     ys = check_adjoint(lambda x: sp.all_reduce(x, n, SIMULATED_GROUP), ("each", "once"), xs, gs[:1] * n)
     torch.testing.assert_close(ys, [sum(xs)] * n)
     reduce = lambda x: sp.reduce_grad([x], "reduce", n, SIMULATED_GROUP)[0]  # noqa: E731

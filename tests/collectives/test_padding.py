@@ -93,7 +93,7 @@ def test_cotangents_of_padding_are_dropped_by_selection(n: int) -> None:
         assert sum(g.item() for g in run_ranks(n, run)) == frame[3]
 
 
-def test_places_and_who_lacks_an_edge() -> None:
+def test_positions_and_remote_edges() -> None:
     """`row_of_position` and `has_remote_edges`, against a table of positions per rank."""
     for n, frame in itertools.product((1, 2, 3, 4), frames(6)):
         _, _, start, length, folds = frame

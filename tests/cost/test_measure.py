@@ -41,7 +41,7 @@ MARKED = replace(
 )
 
 
-def asked(folders: list[str]) -> tuple[Machine, int, list[str]]:
+def measured(folders: list[str]) -> tuple[Machine, int, list[str]]:
     """Return the constants of this rank, the number of its measurements, and its cache files (one folder per rank)."""
     folder = folders[dist.get_rank()]
     measure._measured.pop(worker.group(), None)  # what all of a group know, all of it must forget
@@ -88,7 +88,7 @@ def two(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
-    (first, fits, files), (other, other_fits, other_files) = ranks.run(2, asked, two(tmp_path))
+    (first, fits, files), (other, other_fits, other_files) = ranks.run(2, measured, two(tmp_path))
     assert first == other
     assert (fits, other_fits) == (1, 1)
     assert len(files) == 1
@@ -98,23 +98,23 @@ def test_measured_once_and_kept(ranks: Ranks, tmp_path: Path) -> None:
     assert 1e6 < first.all_to_all_bandwidth < 1e12
     assert 1e6 < first.all_gather_bandwidth < 1e12
     assert list(json.loads((tmp_path / "rank0" / files[0]).read_text())) == KEYS
-    assert [r[:2] for r in ranks.run(2, asked, two(tmp_path))] == [(first, 0)] * 2
+    assert [r[:2] for r in ranks.run(2, measured, two(tmp_path))] == [(first, 0)] * 2
 
 
 def test_constants_of_rank_0_are_used(ranks: Ranks, tmp_path: Path) -> None:
     folders = two(tmp_path)
-    _, _, (name,) = ranks.run(2, asked, folders)[0]
+    _, _, (name,) = ranks.run(2, measured, folders)[0]
     (tmp_path / "rank0" / name).write_text(json.dumps(dict(zip(KEYS, MARK))))
     (tmp_path / "rank1").mkdir()
     (tmp_path / "rank1" / name).write_text(json.dumps(dict(zip(KEYS, [[7.0, 7.0]] * 3))))
-    assert [r[:2] for r in ranks.run(2, asked, folders)] == [(MARKED, 0)] * 2
+    assert [r[:2] for r in ranks.run(2, measured, folders)] == [(MARKED, 0)] * 2
     (tmp_path / "rank0" / name).write_text(json.dumps({KEYS[0]: MARK[0]}))  # the others are measured
-    (first, fits, _), (other, *_) = ranks.run(2, asked, folders)
+    (first, fits, _), (other, *_) = ranks.run(2, measured, folders)
     assert first == other
     assert (first.all_to_all_bandwidth, fits) == (2e3, 1)
     assert 1e6 < first.all_gather_bandwidth < 1e12
     (tmp_path / "rank0" / name).unlink()  # now only rank 1 has a file: both measure
-    (first, *_), (other, *_) = results = ranks.run(2, asked, folders)
+    (first, *_), (other, *_) = results = ranks.run(2, measured, folders)
     assert [r[1] for r in results] == [1, 1]
     assert first == other
     assert first.flops > 1e8
@@ -128,7 +128,7 @@ def test_a_corrupt_file_is_measured_again(ranks: Ranks, tmp_path: Path, text: st
     with mock.patch.object(measure, "_measured", {}):
         name = ranks.run(2, path_of)[0]
     (folder / name).write_text(text)
-    (first, fits, files), (other, _, _) = ranks.run(2, asked, two(tmp_path))
+    (first, fits, files), (other, _, _) = ranks.run(2, measured, two(tmp_path))
     assert first == other
     assert fits == 1
     assert list(json.loads((folder / files[0]).read_text())) == KEYS
@@ -167,7 +167,7 @@ def test_nothing_is_left_where_the_file_cannot_be(tmp_path: Path) -> None:
 def test_a_disk_that_refuses(ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    (first, fits, _), (other, _, _) = ranks.run(2, asked, [str(file / "no"), str(file / "no")])
+    (first, fits, _), (other, _, _) = ranks.run(2, measured, [str(file / "no"), str(file / "no")])
     assert first == other
     assert fits == 1
 

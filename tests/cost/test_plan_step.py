@@ -377,7 +377,7 @@ def looked(checkpoints: bool, *notes: Note) -> Any:
     return mock.Mock(checkpoints=checkpoints, report=Report(2, [*notes]))
 
 
-def test_checkpoints_are_tried_where_only_an_estimate_said_that_none_are_needed() -> None:
+def test_checkpoints_are_tried_if_only_an_estimate_fits() -> None:
     """By the estimate, full offload fits, but its dry run does not."""
     seen: list[PlanConfig] = []
 
@@ -452,7 +452,7 @@ def test_local_and_global_attention_may_go_different_ways() -> None:
     assert {layout for _, layout in attends(128, FULL, local, layout="contiguous")} == {"contiguous"}
 
 
-def test_what_would_have_to_change() -> None:
+def test_required_change() -> None:
     """The report names the next number of ranks that fits, and the line of the largest value of the smallest row."""
     small = variant(1.0, 300e6, True, False)
     more = [replace(small, ranks=n, fits=fits) for n, fits in ((1, True), (8, False), (16, True), (64, True))]

@@ -51,10 +51,10 @@ class Int8(Tensor):
         if func in (aten.detach.default, aten.alias.default, aten.clone.default):
             return Int8(args[0].codes, args[0].scale)
 
-        def whole(x: Int8) -> Tensor:
+        def dequantize(x: Int8) -> Tensor:
             return x.codes.to(x.scale.dtype) * x.scale[:, None]
 
-        args, kwargs = torch.utils._pytree.tree_map_only(Int8, whole, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(Int8, dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

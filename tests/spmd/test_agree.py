@@ -360,14 +360,14 @@ def test_gradients_of_other_targets_differ(dtype: torch.dtype, differ: int) -> N
     labels = torch.randint(500, (64,), generator=generator)
     others = torch.where(torch.arange(64) < differ, labels + 7, labels) % 500
 
-    def said(labels: Tensor, sign: int = 1) -> str:
+    def summary(labels: Tensor, sign: int = 1) -> str:
         leaf = logits.clone().requires_grad_()
         (sign * F.cross_entropy(leaf.double(), labels)).backward()
         return checksums.start_cpu_copy(checksums.summarize(leaf.grad)[None]).read()[0]
 
-    assert is_close(said(labels), said(labels))
-    assert not is_close(said(labels), said(others))
-    assert not is_close(said(labels), said(labels, -1))
+    assert is_close(summary(labels), summary(labels))
+    assert not is_close(summary(labels), summary(others))
+    assert not is_close(summary(labels), summary(labels, -1))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -331,7 +331,7 @@ def test_ranks_that_read_and_wait(ranks: Ranks) -> None:
     assert "SP622" in message
 
 
-def asked() -> list[list[str]]:
+def result_types() -> list[list[str]]:
     found = []
     for outputs in [*ASKED, *(named for named, _ in NAMED)]:
         run, ids, labels, _ = compiled(outputs, 10)
@@ -386,7 +386,7 @@ NAMED = [({"logits": "lazy"}, ASKED["lazy"]), ({1: "lazy"}, ASKED["lazy"]), ({"l
 
 @pytest.mark.slow
 def test_each_result_as_requested(ranks: Ranks) -> None:
-    for *found, refusal in ranks.run(2, asked):
+    for *found, refusal in ranks.run(2, result_types):
         assert found == [each for _, each in [*ASKED.items(), *NAMED]]
         assert "outputs: no result is called 'logit'" in refusal[0]
         assert "'logits'" in refusal[0]

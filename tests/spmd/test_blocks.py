@@ -154,7 +154,7 @@ def optimizer(model: nn.Module, mixed: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def whole(p: Tensor) -> Tensor:
+def gathered(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
@@ -178,7 +178,7 @@ def trained(way: Way) -> tuple[float, float, Seen, Counter[str]]:
         for one in steps:
             one.step()
             one.zero_grad()
-    ends = zip(begun, map(whole, model.parameters()), map(whole, alone.parameters()), strict=True)
+    ends = zip(begun, map(gathered, model.parameters()), map(gathered, alone.parameters()), strict=True)
     moved = [((found - right).norm() / (right - start).norm()).item() for start, found, right in ends]
     return max(losses), max(moved), seen[: 3 * STEPS], compiler.found
 

@@ -115,7 +115,7 @@ def scattered_already(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {**ends, **each_block(plan)})
 
 
-def whole(x: Tensor | None) -> Tensor | None:
+def gathered(x: Tensor | None) -> Tensor | None:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -139,9 +139,9 @@ def trained(
             for kind, model, optimizer in (("eager", eager, optimizers[1]), ("alone", alone, optimizers[2])):
                 if kind == "eager" or not dropout:
                     right, theirs = step(model, model, args, optimizer)
-                    found.take(kind, f"loss {number}", whole(loss), whole(right), 0)
+                    found.take(kind, f"loss {number}", gathered(loss), gathered(right), 0)
                     for name, grad in grads.items():
-                        found.take(kind, f"{name} {number}", whole(grad), whole(theirs[name]), 1e-6)
+                        found.take(kind, f"{name} {number}", gathered(grad), gathered(theirs[name]), 1e-6)
     return found
 
 
@@ -179,7 +179,7 @@ def with_data(shape: tuple[int, int]) -> Trained:
             _, grads = step(run, mine, every[row], optimizers[0])
             _, right = step(lambda *each: sum(alone(*one) for one in each) / rows, alone, every, optimizers[1])
             for name, grad in grads.items():
-                mean = whole(grad)
+                mean = gathered(grad)
                 dist.all_reduce(mean, group=data)
                 found.take("alone", name, mean / rows, right[name], 1e-6)
     return found
