@@ -35,7 +35,7 @@ TOLERANCE = 1e-3  # float32 sums in another order
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """What each rank saved."""
+    """Run all ranks; return the measurements that each rank saved."""
     with tempfile.TemporaryDirectory(prefix="attention-") as folder:
         torch.multiprocessing.spawn(work, (args, folder), nprocs=max(args.ranks))
         return [torch.load(f"{folder}/rank{r}.pt", weights_only=False) for r in range(max(args.ranks))]
@@ -48,7 +48,7 @@ def share_one_core() -> None:
 
 
 def keep_memory() -> None:
-    """The processes to come keep what they free, as on a GPU: new pages would cost more than the copies into them."""
+    """Make later processes keep freed memory, as on a GPU: new pages would cost more than copies into them."""
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 

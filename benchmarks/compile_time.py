@@ -63,7 +63,7 @@ def compile_seconds(backend: str, layers: int) -> float:
 
 
 def by_blocks(model: DecoderLM) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model with each block compiled by itself, and what follows them; what goes between stays in shards."""
+    """Return the model with each block and the tail compiled separately; values between them stay sharded."""
     options = {"outputs": "lazy"}
     for block in model.blocks:
         block.compile(backend="sp", options=options)
@@ -155,7 +155,7 @@ def blocks_and_whole(console: Console, ranks: int) -> Table:
 
 
 def report(tables: Sequence[Table], args: argparse.Namespace) -> str:
-    """CPU seconds are a little longer beside what else runs on the machine, so that is said."""
+    """Return the report, with the load of the machine, which slightly increases CPU seconds."""
     flags = f"--layers {args.layers} --ranks {args.ranks} --repeats {args.repeats} --only {' '.join(args.only)}"
     load = f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     facts = [

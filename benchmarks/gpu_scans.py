@@ -52,7 +52,7 @@ SIZES = [TileSizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 
 
 @dataclass(frozen=True)
 class Case:
-    """ours runs by each way; bytes are what it must move. others: names and jobs beside it, the first one torch's."""
+    """A scan. ours: runs by each way; bytes: reads and writes; others: jobs to compare with, the first one torch's."""
 
     name: str
     lines: int
@@ -124,7 +124,7 @@ def recurrence(shape: Shape, device: torch.device) -> Case:
 
 
 def recurrence_backward(shape: Shape, device: torch.device) -> Case:
-    """By autograd, from the public function: reads a, h and a cotangent, writes two gradients."""
+    """Return the backward of the public function: it reads a, h and a cotangent, and writes two gradients."""
     a, b = draw(shape, F32, device).sigmoid().requires_grad_(), draw(shape, F32, device, 1).requires_grad_()
     with table.using_lowering("triton"):
         h = linear_scan(a, b, 1)
@@ -140,7 +140,7 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
 def timed(
     case: Case, clock: Clock, repeats: int, sizes: list[TileSizes | None], device: torch.device
 ) -> list[list[str]]:
-    """A row of cells for every way and everything beside it."""
+    """Return a row of cells for every way and every other job."""
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}

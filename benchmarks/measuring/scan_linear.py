@@ -77,7 +77,7 @@ def higher_order(a: Tensor, b: Tensor) -> Tensor:
 
 
 def slope(lengths: list[int], extra: list[float]) -> float:
-    """Of extra bytes over the length, both as logarithms."""
+    """Return the slope of the logarithm of extra bytes over the logarithm of the length."""
     return math.log(extra[-1] * lengths[-1] / (extra[0] * lengths[0])) / math.log(lengths[-1] / lengths[0])
 
 

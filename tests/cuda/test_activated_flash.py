@@ -82,8 +82,8 @@ def test_what_it_refuses_goes_elsewhere(
         ("", Kind.FULL, 264, "efficient"),
     ],
 )
-def test_what_is_counted_on(name: str, kind: Kind, width: int, rate: str) -> None:
-    """By its own throughput, without a GPU."""
+def test_predicted_rates(name: str, kind: Kind, width: int, rate: str) -> None:
+    """The predicted rate is that of the activated kernel, also without a GPU."""
     need = KernelKey(torch.device("cuda"), torch.bfloat16, kind, width, 1 << 20)
     if not name:
         assert expected_kernel(need).rate == rate

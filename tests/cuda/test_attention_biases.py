@@ -161,7 +161,7 @@ def under_autocast(op: str, case: Case) -> Found:
 
 @pytest.mark.parametrize("op", ["ulysses", "ring", "gathered"])
 def test_autocast_takes_the_bias_along(gpu: AbsentGpu, op: str) -> None:
-    """As it does before torch's own; the gradients are of the dtype that was given."""
+    """Autocast casts the bias as before torch's attention; gradients have the dtype of the operands."""
     found = gpu.run(under_autocast, op, biased(randn(1, 4, 32, 32, seed=6).to(FP32), is_causal=True))
     assert {x.dtype for x in found[0]} == {FP32}
     checked(found, BF16)

@@ -1,4 +1,4 @@
-"""The tools themselves: what a trace counts, and when memory is free."""
+"""Tests of the tracer: counted events, and the lifetime of memory."""
 
 from __future__ import annotations
 

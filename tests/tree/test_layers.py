@@ -97,7 +97,7 @@ FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile
 
 @pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
 def test_no_folder_is_a_heap(folder: str) -> None:
-    """What a reader has to choose among; `MARKERS` are the folder's own."""
+    """A folder has at most 16 entries, without `MARKERS`."""
     entries = [
         p.name
         for p in (ROOT / folder).iterdir()

@@ -231,7 +231,7 @@ def _window_of(kind: int, size: int | None) -> tuple[int | None, int | None]:
 
 
 def _window_of_backward(rows: int, keys: int, kind: int, size: int | None) -> Tensor:
-    """Of torch 2.13: causal masks are aligned at the end, the left side of a window at the beginning."""
+    """Return the mask of the backward in torch 2.13: the left side of a window is aligned at the beginning."""
     left, right = _window_of(kind, size)
     allowed = _allowed(rows, keys, None, right)
     return allowed if left is None else allowed & (torch.arange(keys) - torch.arange(rows)[:, None] >= -left)
@@ -311,4 +311,4 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._efficient_attention_forward.default: _efficient,
     aten._efficient_attention_backward.default: _efficient_backward,
 }
-"""Kernels of a GPU that attention is, and what gives their results here."""
+"""Attention kernels of a GPU, and their implementations here."""

@@ -41,7 +41,7 @@ ABOUT = """# Recipes as typed
 
 
 def row(name: str, folder: Path, beside: str) -> list[str]:
-    """What came of one recipe."""
+    """Run one recipe; return its row."""
     alone = run(name, folder, 1, *alone_is(name))
     (folder / "checkpoint").exists() and (folder / "checkpoint").rename(folder / "of one")
     begun, cpu = time.time(), cpu_seconds()
@@ -59,7 +59,7 @@ def row(name: str, folder: Path, beside: str) -> list[str]:
 
 
 def cpu_seconds() -> float:
-    """Of the children that have ended."""
+    """Return the CPU seconds of finished child processes."""
     return sum(os.times()[2:4])
 
 

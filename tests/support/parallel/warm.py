@@ -1,4 +1,4 @@
-"""What the server imports that forks ranks: models are compiled once, so that ranks find all that compilers need."""
+"""Compile models once in the process that forks ranks, so that ranks start with all compiler modules imported."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Frame = Sequence[int]
 def on_ranks(
     op: Op, x: Tensor, args: Sequence[Any], frames: Sequence[Frame], dim: int, cotangent: Tensor, n: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """What every rank finds for the whole result and for the whole gradient of x."""
+    """Return the full result and the full gradient of x on every rank."""
 
     def live(rank: int) -> tuple[Tensor, Tensor | None]:
         whole = x.clone().requires_grad_(x.is_floating_point())
