@@ -123,7 +123,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--return-memory", action="store_true", help="leave the C library's malloc as it is")
     parser.add_argument("--only", nargs="+", help="kinds of attention to run")
-    parser.add_argument("--profile", action="store_true", help="show what takes rank 0's time")
+    parser.add_argument("--profile", action="store_true", help="show the operators of rank 0's time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.cases = [c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])]

@@ -111,7 +111,7 @@ def _graph(job: Job, calls: int) -> Job:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles, and allocates what is kept
+        for _ in range(3):  # compiles, and allocates buffers that stay
             job()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -194,7 +194,7 @@ class Seen:
     failed: str = ""
 
 
-def looked_at(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> Seen:
+def measure_case(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> Seen:
     seen = Seen(case.name)
     inputs = inputs_of(case, min(sizes.tokens, case.most), device)
     model = built(case, sizes, device)
@@ -259,7 +259,7 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, su
         torch._dynamo.reset()
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         try:
-            seen = looked_at(case, sizes, device, given.compiler)
+            seen = measure_case(case, sizes, device, given.compiler)
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]

@@ -196,7 +196,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="values|times", help="all if none is given")
     parser.add_argument("--sizes", action="store_true", help="time every way with several sizes")
-    parser.add_argument("--only", default="", help="time only what has this in its name")
+    parser.add_argument("--only", default="", help="time only cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -11,7 +11,7 @@ COPIES = ("aten::copy_", "aten::cat", "aten::index_select", "aten::constant_pad_
 MOVING = (
     "cat|clone|contiguous|copy|index_select|index|constant_pad_nd|flip|stack|split_with_sizes|split|_unsafe_view"
     "|unsafe_view|view|reshape|permute|transpose|slice|select|expand|unsqueeze|squeeze|narrow|movedim|t|unbind"
-    # What the copy reads or who it is for: buffers of collectives, and a rank's place among them.
+    # Sources or users of copies: buffers of collectives, and a rank's place in them.
     "|all_to_all_single|all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|arange|floor_divide|remainder|sub"
 )
 FUSED = re.compile(rf"(?:graph_\d+_)?cpp_fused((?:_(?:{MOVING}))+)_\d+")

@@ -39,7 +39,7 @@ def fresh(what: str, length: int) -> dict[str, list[float]]:
 def compiled(what: str, length: int) -> dict[str, list[float]]:
     a, b = torch.rand(length, 64), torch.randn(length, 64)
     both = {"ours": lambda a, b: linear_scan(a, b, 0), "torch": associative}
-    torch.compile(lambda x: x + 1)(a)  # what every first compilation looks up
+    torch.compile(lambda x: x + 1)(a)  # lookups of every first compilation
     function = torch.compile(both[what], fullgraph=True)
     begin = spent()
     out = function(a, b)

@@ -43,7 +43,7 @@ def values(shapes: list[Shape], device: torch.device) -> list[str]:
         with using_schedule(way):
             for name, error in _errors(shape, device, i):
                 if not error <= 1:
-                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")
+                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times the limit")
     return wrong
 
 

@@ -265,7 +265,7 @@ def _seen(run: Run) -> dict[str, Seen]:
                 mine.gradient = max(_error(a, b) for a, b in zip(first, gradients, strict=True))
             for p in parameters:
                 p.grad = None
-            if not dist.is_initialized() or dist.get_rank() == 0:  # hours go by: what is known is said
+            if not dist.is_initialized() or dist.get_rank() == 0:  # printed early, since this takes hours
                 sys.stderr.write(f"{name}, turn {turn}: {mine.peak / 1e6:.1f} MB, {mine.seconds[-1]:.1f} CPU s\n")
     return seen
 
@@ -309,7 +309,7 @@ def _error(true: Tensor, found: Tensor) -> float:
     return float((true - found).abs().max() / true.abs().max())
 
 
-# How the peak grows with the sequence by the number of tiles, and what compiling takes.
+# Growth of the peak with the sequence by the number of tiles, and compile time.
 
 LENGTHS = 8192, 16384
 TILES: tuple[int | str, ...] = "never", 4, 16, 64
@@ -363,7 +363,7 @@ def compile_seconds(tiles: Sequence[int] = (4, 64), tokens: int = 1024, rounds: 
     """CPU seconds of a first step by Inductor without caches, less those of a second step: the least of some rounds."""
     table = Table("tiles", "CPU s of compiling", "of the first")
     least: dict[int, float] = {}
-    step_of(CheckpointedLM(), tiles[0], tokens)()  # what only a process's first compilation does
+    step_of(CheckpointedLM(), tiles[0], tokens)()  # work of a process's first compilation
     for one in list(tiles) * rounds:
         with torch._inductor.config.patch(force_disable_caches=True):
             step = step_of(CheckpointedLM(), one, tokens)

@@ -57,7 +57,7 @@ def test_every_mask(gpu: AbsentGpu, name: str, q_len: int, k_len: int) -> None:
         ("causal", 192, {"major": 10}, EFFICIENT),
     ],
 )
-def test_what_it_refuses_goes_elsewhere(
+def test_unsupported_blocks_use_other_kernels(
     gpu: AbsentGpu, name: str, width: int, options: dict[str, int], kernels: list[str]
 ) -> None:
     """Or torch's glue, and what stands for the kernel, would raise."""

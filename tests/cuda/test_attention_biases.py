@@ -119,7 +119,7 @@ SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40
 @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": 7}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_what_broadcasts(
+def test_broadcast_biases(
     gpu: AbsentGpu, op: str, shape: tuple[int, ...], options: dict[str, object], dtype: torch.dtype
 ) -> None:
     """Its gradient is a sum; a window is made part of the bias."""

@@ -85,7 +85,7 @@ def waiting(x: Tensor) -> Seen:
     return watch.seen
 
 
-def test_what_is_a_wait(gpu: AbsentGpu) -> None:
+def test_waits_are_recognized(gpu: AbsentGpu) -> None:
     seen = gpu.run(waiting, torch.arange(3))
     assert seen.waits == ["_to_copy", "_local_scalar_dense", "_local_scalar_dense", "nonzero", "_to_copy"]
 

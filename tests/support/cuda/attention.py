@@ -195,7 +195,7 @@ def _flash_backward(
 EFFICIENT = (torch.float32, *HALF)
 
 
-def _asked_of_bias(bias: Tensor, q: Tensor, keys: int) -> None:
+def _check_bias(bias: Tensor, q: Tensor, keys: int) -> None:
     """q (B, S, H, D). Rows are read 16 bytes at a time, the last of them beyond the last key, but not of the memory."""
     batch, rows, heads, _ = q.shape
     assert bias.shape == (batch, heads, rows, keys)
@@ -258,7 +258,7 @@ def _efficient(
         return out, lse, *unused
     assert (most_q, most_k) == (q.shape[1], k.shape[1])
     if bias is not None:
-        _asked_of_bias(bias, q, most_k)
+        _check_bias(bias, q, most_k)
     out, lse = _forward(query, key, value, _allowed(most_q, most_k, *window), scale, bias)
     lse = _padded(lse if bias is None else torch.where(lse == math.inf, 0.0, lse))  # of a row without keys
     return out.transpose(1, 2).contiguous(), lse, *unused
@@ -294,7 +294,7 @@ def _efficient_backward(
     assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
     allowed = _window_of_backward(most_q, most_k, kind, window_size)
     if bias is not None:
-        _asked_of_bias(bias, q, most_k)
+        _check_bias(bias, q, most_k)
     *found, dscores = _backward_with_bias(*given, lse[..., :most_q], allowed, scale, bias)
     dbias = None
     if bias is not None and bias_grad:

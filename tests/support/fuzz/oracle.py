@@ -90,7 +90,7 @@ class Run:
     def of(cls, values: dict[str, Any]) -> Run:
         """Gradients are those values that are called so."""
         smooth = {name: y for name, y in values.items() if isinstance(y, Tensor) and y.is_floating_point()}
-        # What is zero but for rounding, as where what a sum adds cancels, is rounded as numbers around one are.
+        # Values that are zero except for rounding, such as canceling sums, have the rounding of values around one.
         floors = {name: LAST_BITS / TOLERANCE for name, y in smooth.items() if largest_entry(y) <= SLACK * LAST_BITS}
         gradients = [name for name, y in values.items() if name.startswith("gradient") and isinstance(y, Tensor)]
         largest = {name: largest_entry(values[name]) for name in gradients}
@@ -267,7 +267,7 @@ class _SimulatedRanks:
             if any(isinstance(child, GraphModule) for child in given.children()):
                 return capture(gm, example_inputs)
             made = copy_graph(given)
-            made.meta.update(given.meta)  # what capture has found of the program
+            made.meta.update(given.meta)  # facts of capture about the program
             for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
                 keep_source(new, old)
             return made

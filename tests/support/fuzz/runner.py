@@ -44,7 +44,7 @@ SOURCES = {
 COMMAND = "PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{}'"
 PATIENCE = 900.0  # seconds for one case, and for making it small
 WIDTH = 120  # of a table that goes to a file
-LIFE = 1000  # cases of a worker: what torch remembers of them adds up
+LIFE = 1000  # cases of a worker; caches of torch grow with them
 
 
 def run(name: str) -> Result:

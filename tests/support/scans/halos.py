@@ -41,7 +41,7 @@ def check(op: Op, torch_op: Callable[[Tensor], Tensor], x: Tensor, args: Any, fr
     cotangent = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
     if expected.requires_grad:
         expected.backward(cotangent)
-    torch.testing.assert_close(op(x, *args), expected.detach())  # without a frame: the whole
+    torch.testing.assert_close(op(x, *args), expected.detach())  # without a frame: the full tensor
     for value, grad in on_ranks(op, x, args, frames, dim, cotangent, n):
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
         if whole.grad is not None:

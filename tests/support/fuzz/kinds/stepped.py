@@ -133,7 +133,7 @@ def _drawn(random: Random, table: str) -> list[Step]:
         choices = {"body": sorted(BODIES), "linear": range(200), **arguments}
         args = (random.choice(choices[name]),) if name in choices else ()
         steps.append(Step(name, (last, random.randrange(len(steps) + 1)) if name == "add" else (last,), args))
-    if random.random() < 0.7:  # the gradient of its weights adds up all rows of what is before it
+    if random.random() < 0.7:  # the gradient of its weights sums all rows of its input
         steps.append(Step("linear", (len(steps),), (random.randrange(200),)))
     return steps
 
