@@ -34,7 +34,7 @@ from sp_compile.runtime.settings_digest import settings_fields
 
 HEADER = 3  # words a rank sends on a call
 WIDTH, LAYERS = 64, 75
-SHARE = 0.005  # of a step: what comparing all weights may take, which `check_every` was chosen for
+SHARE = 0.005  # of a step: limit for the comparison of all weights, by which `check_every` was chosen
 RESULTS = Path(__file__).parent / "results" / "agreement.md"
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     table = Table(
-        "ranks", "call alone", "all-gather alone", "agreed call", "added beside the all-gather", title="ms a call"
+        "ranks", "call alone", "all-gather alone", "agreed call", "added to the all-gather", title="ms a call"
     )
     for world in given.ranks:
         with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ TOLERANCE = 1e-3  # float32 sums in another order
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """What each rank saved."""
+    """Run all ranks; return the measurements that each rank saved."""
     with tempfile.TemporaryDirectory(prefix="attention-") as folder:
         torch.multiprocessing.spawn(work, (args, folder), nprocs=max(args.ranks))
         return [torch.load(f"{folder}/rank{r}.pt", weights_only=False) for r in range(max(args.ranks))]
@@ -48,7 +48,7 @@ def share_one_core() -> None:
 
 
 def keep_memory() -> None:
-    """The processes to come keep what they free, as on a GPU: new pages would cost more than the copies into them."""
+    """Make later processes keep freed memory, as on a GPU: new pages would cost more than copies into them."""
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -123,7 +123,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--return-memory", action="store_true", help="leave the C library's malloc as it is")
     parser.add_argument("--only", nargs="+", help="kinds of attention to run")
-    parser.add_argument("--profile", action="store_true", help="show what takes rank 0's time")
+    parser.add_argument("--profile", action="store_true", help="show the operators of rank 0's time")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.cases = [c for c in cases(args.ranks, args.heads) if c.ranks == 1 or c.what in (args.only or [c.what])]

@@ -1,12 +1,12 @@
-"""What the backend adds to compilation, in fresh processes with every cache off.
+"""Measure the compile time that the backend adds, in new processes without caches.
 
     python benchmarks/compile_time.py
 
-First what compiling forward and backward adds to the first step, with backend="inductor" and with backend="sp" on one
-rank. Then tracing and the passes without Inductor, which should grow in proportion to the layers. Then one graph of the
-whole model and one of each block, on real ranks, with Inductor: equal blocks share one, so theirs should not grow. In
-CPU seconds, the C++ compiler's included, so that a busy machine does not matter. Written to
-results/compile_cpu.md, table by table; `--only blocks` makes one of them.
+The first table has the time that compilation adds to a first step, with backend="inductor" and with backend="sp" on one
+rank. The second one has tracing and the passes without Inductor, which should be linear in the layers. The third one
+compares one graph of the model with one of each block, on real ranks with Inductor: equal blocks share a graph, so
+their time should not grow. CPU seconds include the C++ compiler, so that a busy machine does not matter. Tables are
+written to results/compile_cpu.md; `--only blocks` selects one of them.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def compile_seconds(backend: str, layers: int) -> float:
 
 
 def by_blocks(model: DecoderLM) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model with each block compiled by itself, and what follows them; what goes between stays in shards."""
+    """Return the model with each block and the tail compiled separately; values between them stay sharded."""
     options = {"outputs": "lazy"}
     for block in model.blocks:
         block.compile(backend="sp", options=options)
@@ -145,7 +145,7 @@ def growth(console: Console, ranks: int) -> Table:
     return table
 
 
-def blocks_and_whole(console: Console, ranks: int) -> Table:
+def blocks_and_model(console: Console, ranks: int) -> Table:
     table = Table("layers", "one graph, CPU s", "block by block, CPU s", title=f"compile time of a rank of {ranks}")
     with console.status("compiling on ranks"):
         for layers in (4, 16):
@@ -155,7 +155,7 @@ def blocks_and_whole(console: Console, ranks: int) -> Table:
 
 
 def report(tables: Sequence[Table], args: argparse.Namespace) -> str:
-    """CPU seconds are a little longer beside what else runs on the machine, so that is said."""
+    """Return the report, with the load of the machine, which slightly increases CPU seconds."""
     flags = f"--layers {args.layers} --ranks {args.ranks} --repeats {args.repeats} --only {' '.join(args.only)}"
     load = f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     facts = [
@@ -172,7 +172,7 @@ def write_results(args: argparse.Namespace) -> None:
     makes = {
         "backends": partial(compare_backends, console, args.layers, args.repeats),
         "growth": partial(growth, console, args.ranks),
-        "blocks": partial(blocks_and_whole, console, args.ranks),
+        "blocks": partial(blocks_and_model, console, args.ranks),
     }
     for name in args.only:
         tables.append(makes[name]())
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--beside", default="", help="what else runs on the machine, for the report")
+    parser.add_argument("--beside", default="", help="other work on the machine, for the report")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     match args.measure:

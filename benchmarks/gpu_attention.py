@@ -60,9 +60,9 @@ WAYS = {"ulysses": "contiguous", "ring": "zigzag", "gathered": "zigzag"}
 TARGETS = {"ulysses": (0.97, 0.97), "ring": (0.85, 0.90), "gathered": (0.95, 0.95)}
 MERGE_TARGETS = {"share of copy": 0.85, "over eager": 4.0}
 SOFT_CAP = "50.0*tanh(s/50.0)"
-"""Of the kernel that is compiled from texts."""
+"""Score of the kernel that is compiled from a predicate."""
 BIASED_SCALE, BIASED_ERROR = 0.1, {torch.bfloat16: 2e-2, torch.float32: 2e-4}
-"""Of kernels with a bias: the scale, and the largest error over the largest value; it has them in the same dtype."""
+"""Scale of kernels with a bias, and their largest error over the largest value, by dtype."""
 ALLOWED, EXACT = 2.0, {torch.bfloat16: 0.0, torch.float32: 1e-5}
 """Largest error as a multiple of the single-device error in the same dtype; errors that are always allowed."""
 
@@ -81,13 +81,13 @@ class Sizes:
 
 
 THREADS = [ThreadPoolExecutor(1) for _ in range(Sizes.ranks)]
-"""Of the simulated ranks: cuDNN keeps its programs by thread, and a rank's process keeps its thread."""
+"""Threads of the simulated ranks: cuDNN caches its programs by thread."""
 SMALL = Sizes(ranks=4, tokens=64, heads=4, head_dim=16, checked=32, repeats=2, inner=1)
 Inputs = tuple[Tensor, ...]
 
 
 def draw(sizes: Sizes, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """q, k, v and a cotangent of the whole sequence, (1, S, H, D)."""
+    """Return q, k, v and a cotangent of the full sequence, (1, S, H, D)."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, tokens * sizes.ranks, sizes.heads, sizes.head_dim)
     return tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))

@@ -63,7 +63,7 @@ SMOKE = Sizes(ranks=2, rows=32, heads=4, head_dim=16, repeats=1, inner=1)
 
 
 def blocks(x: Tensor, n: int) -> Tensor:
-    """(s, n * h, ...) -> (n, s, h, ...), a view: what is packed before heads are scattered and rows gathered."""
+    """Return a view (n, s, h, ...) of x (s, n * h, ...), which is packed before heads are scattered."""
     return x.unflatten(1, (n, -1)).movedim(1, 0)
 
 
@@ -82,7 +82,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def values(device: torch.device, large: bool) -> str:
-    """Raises where a value is wrong; what was checked."""
+    """Raise if a value is wrong; return the number of checks as text."""
     checked = 0
     shapes = [(6, 4, 10), (130, 16, 8), (1, 8, 3), (64, 4, 128)] + ([(4096, 32, 128), (100003, 8, 8)] if large else [])
     for shape, dtype in itertools.product(shapes, (BF16, torch.float32, torch.bool, torch.int64, torch.complex64)):
@@ -111,7 +111,7 @@ def _graph(job: Job, calls: int) -> Job:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles, and allocates what is kept
+        for _ in range(3):  # compiles, and allocates buffers that stay
             job()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +122,7 @@ def _graph(job: Job, calls: int) -> Job:
 
 
 def packing(sizes: Sizes, device: torch.device, clock: Clock) -> Table:
-    """The pack of 2 * rows * heads * head_dim bytes for different runs, beside a copy_ and PyTorch's own."""
+    """Return the times of packs of 2 * rows * heads * head_dim bytes for several runs, of a copy_ and of PyTorch."""
     n, elements = sizes.ranks, sizes.rows * sizes.heads * sizes.head_dim
     table = Table("run", "shape", "way", "ms", "GB/s", "share of copy", "target", title="pack, bfloat16")
     for name in TARGETS:

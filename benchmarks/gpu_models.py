@@ -74,7 +74,7 @@ FULL = torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """make: the model; more: inputs beside ids and labels; options: of the backend."""
+    """A model. make: returns it; more: inputs in addition to ids and labels; options: of the backend."""
 
     name: str
     make: Callable[[Sizes], nn.Module]
@@ -175,7 +175,7 @@ def step(run: Callable[..., Any], model: nn.Module, inputs: Inputs) -> list[Tens
 
 
 def errors(true: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
-    """Of the loss, and of the worst gradient."""
+    """Return the relative error of the loss, and the largest one of a gradient."""
     assert len(true) == len(found), f"{len(true) - 1} gradients, found {len(found) - 1}"
     worst = [((t - f.double()).abs().max() / t.abs().max().clamp_min(1e-30)).item() for t, f in zip(true, found)]
     return worst[0], max(worst[1:])
@@ -183,7 +183,7 @@ def errors(true: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
 
 @dataclass
 class Seen:
-    """What one rank saw of a case."""
+    """Measurements of a case on one rank."""
 
     name: str
     alone: tuple[float, float] = (0.0, 0.0)
@@ -194,7 +194,7 @@ class Seen:
     failed: str = ""
 
 
-def looked_at(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> Seen:
+def measure_case(case: Case, sizes: Sizes, device: torch.device, compiler: str) -> Seen:
     seen = Seen(case.name)
     inputs = inputs_of(case, min(sizes.tokens, case.most), device)
     model = built(case, sizes, device)
@@ -259,7 +259,7 @@ def every_case(given: argparse.Namespace, sizes: Sizes, device: torch.device, su
         torch._dynamo.reset()
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         try:
-            seen = looked_at(case, sizes, device, given.compiler)
+            seen = measure_case(case, sizes, device, given.compiler)
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]

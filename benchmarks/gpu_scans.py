@@ -52,7 +52,7 @@ SIZES = [TileSizes(walk) for walk in [(8192, 4), (4096, 2), (16384, 4), (16384, 
 
 @dataclass(frozen=True)
 class Case:
-    """ours runs by each way; bytes are what it must move. others: names and jobs beside it, the first one torch's."""
+    """A scan. ours: runs by each way; bytes: reads and writes; others: jobs to compare with, the first one torch's."""
 
     name: str
     lines: int
@@ -124,7 +124,7 @@ def recurrence(shape: Shape, device: torch.device) -> Case:
 
 
 def recurrence_backward(shape: Shape, device: torch.device) -> Case:
-    """By autograd, from the public function: reads a, h and a cotangent, writes two gradients."""
+    """Return the backward of the public function: it reads a, h and a cotangent, and writes two gradients."""
     a, b = draw(shape, F32, device).sigmoid().requires_grad_(), draw(shape, F32, device, 1).requires_grad_()
     with table.using_lowering("triton"):
         h = linear_scan(a, b, 1)
@@ -140,7 +140,7 @@ def recurrence_backward(shape: Shape, device: torch.device) -> Case:
 def timed(
     case: Case, clock: Clock, repeats: int, sizes: list[TileSizes | None], device: torch.device
 ) -> list[list[str]]:
-    """A row of cells for every way and everything beside it."""
+    """Return a row of cells for every way and every other job."""
     source = torch.zeros(case.bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     jobs: dict[str, Job] = {"copy_": lambda: target.copy_(source), "default": case.ours}
@@ -196,7 +196,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="values|times", help="all if none is given")
     parser.add_argument("--sizes", action="store_true", help="time every way with several sizes")
-    parser.add_argument("--only", default="", help="time only what has this in its name")
+    parser.add_argument("--only", default="", help="time only cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "long_run.md"
 
 
 def held(store: dist.Store) -> list[int]:
-    """What this process holds, in the order of the table's columns."""
+    """Return the counts of this process, in the order of the table's columns."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return [

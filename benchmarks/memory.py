@@ -91,7 +91,7 @@ def _rows_of(text: str) -> dict[tuple[str, str], list[str]]:
     return {(row[0], row[2]): row for row in rows if row[2:3] and row[2] in COMPILERS}
 
 
-def beside_peers(console: Console, given: argparse.Namespace) -> None:
+def tiles_of_peers(console: Console, given: argparse.Namespace) -> None:
     path = RESULTS.with_name("tiles.md")
     for ranks in given.ranks:
         title = f"{given.tokens} tokens, {ranks} rank{'s' if ranks > 1 else ''}"
@@ -150,7 +150,7 @@ def main() -> None:
         parser.add_argument("--ranks", type=int, nargs="+", default=[1])
         parser.add_argument("--repeats", type=int, default=3)
         parser.add_argument("--only", default="", help="a regular expression of ways")
-        beside_peers(console, parser.parse_args())
+        tiles_of_peers(console, parser.parse_args())
         return
     args = parse_args()
     args.steps = 1  # the measured step comes after it

@@ -40,7 +40,7 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of both programs on a size: measured, and what was predicted; whether they were to be merged."""
+    """Measured and predicted seconds of both programs for a size, and the decision to merge."""
 
     nbytes: int
     apart: float
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def regret(self) -> float:
-        """Of the decision, over the better of the two."""
+        """Return the relative extra time of the decision over the better program."""
         return (self.merged if self.merges else self.apart) / min(self.merged, self.apart) - 1
 
 

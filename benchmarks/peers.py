@@ -291,7 +291,7 @@ def _error(true: Tensor, found: Tensor) -> float:
 
 
 def exchanges(job: Callable[[], object]) -> dict[str, int]:
-    """What Gloo does in a step, by name."""
+    """Count the operations of Gloo in a step, by name."""
     with torch.profiler.profile() as profile:
         job()
     names = [event.name.partition(":")[2] for event in profile.events() if event.name.startswith("gloo:")]
@@ -299,7 +299,7 @@ def exchanges(job: Callable[[], object]) -> dict[str, int]:
 
 
 def cpu_seconds(job: Callable[[], object]) -> float:
-    """Of this process, all its threads."""
+    """Return the CPU seconds of a job in all threads of this process."""
     begun = time.process_time()
     job()
     return time.process_time() - begun
@@ -358,7 +358,7 @@ def main() -> None:
 
 
 def measured(given: argparse.Namespace, tokens: int) -> dict[int, dict[str, Seen]]:
-    """What each rank saw, in processes of their own."""
+    """Return the measurements of each rank, in separate processes."""
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         world = mp.spawn(rank_of_many, (given, tokens, folder, results), nprocs=given.ranks, join=False)

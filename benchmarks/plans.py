@@ -203,7 +203,7 @@ def milliseconds(run: Callable[[], Any], rounds: int = 7) -> float:
 
 
 def steps(run: Callable[[], Any]) -> int:
-    """How many functions a run calls."""
+    """Return the number of Python calls of a run."""
     count = 0
 
     def seen(frame: Any, event: str, arg: Any) -> None:

@@ -73,14 +73,14 @@ def make(folder: Path, torch: str, python: str, uv: str) -> None:
 
 
 def interpreter(python: str) -> str:
-    """What uv calls a Python: the newest one of pyenv's, whose commands on the path uv cannot use, else its version."""
+    """Return the path of pyenv's newest Python of a version, or the version for uv."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = max(versions.glob(f"{python}.*"), key=lambda folder: int(folder.name.split(".")[2]), default=None)
     return python if found is None else str(found / "bin/python")
 
 
 def tried(folder: Path, tests: list[str], count: int, workers: int) -> Found:
-    """What import, demo and tests did in an environment."""
+    """Run the import, the demo and the tests in an environment; return their outcomes."""
     python, results = str(folder / "bin/python"), folder / "tests.xml"
     start = time.monotonic()
     imported = execute([python, "-c", IMPORT], capture_output=True)
@@ -107,7 +107,7 @@ def execute(command: list[str], **options: Any) -> subprocess.CompletedProcess[s
 
 
 def outcome(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command came to: `ok`, or the last line that it printed."""
+    """Return "ok", or the last line that a failed command printed."""
     return "ok" if done.returncode == 0 else ((done.stdout + done.stderr).strip().splitlines() or ["died"])[-1]
 
 

@@ -233,7 +233,7 @@ def draw(found: dict[str, dict[int, tuple[int, int]]], limit: int, path: Path) -
             written.append(last[1])
     axes.plot([], [], "k:", label="predicted by explain")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens of the longest sequence")
-    axes.set_title(f"What trains in {limit >> 20} MiB a process")
+    axes.set_title(f"Longest sequences that train in {limit >> 20} MiB per process")
     shown = sorted({ranks for of_ranks in found.values() for ranks in of_ranks})
     axes.set_xticks(shown, labels=shown)
     axes.minorticks_off()

@@ -48,7 +48,7 @@ def batches(steps: int, seq: int, device: torch.device) -> list[tuple[Tensor, Te
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
     if len(text) < steps * seq:
-        raise ValueError(f"the standard library has {len(text)} bytes of source, {steps * seq} are asked for")
+        raise ValueError(f"the standard library has {len(text)} bytes of source, {steps * seq} are required")
     text = text[: steps * seq]
     ids = torch.frombuffer(text, dtype=torch.uint8).to(device, torch.int64)
     labels = ids.clone()

@@ -1,4 +1,4 @@
-"""What a rank of attention.py does: every case of sequence-parallel attention in turn, by its own CPU time."""
+"""Measure every case of sequence-parallel attention in turn on one rank of attention.py, by its CPU time."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """what: "one device", or the way of attention; how: "compiled", "op" (functional), or "handwritten"."""
+    """A variant. what: "one device" or a strategy; how: "compiled", "op" (functional), or "handwritten"."""
 
     what: str
     how: str

@@ -22,7 +22,7 @@ from sp_compile.lowering.masks.pieces import Pieces
 from sp_compile.lowering.masks.spans import Rows, Segment, span_rows
 
 KEY_BYTES = 2 * 8 * 128 * 2
-"""Of a token's keys and values: 8 heads of 128 dims in bf16."""
+"""Bytes of a token's keys and values: 8 heads of 128 dims in bf16."""
 DEFAULT_CHUNKS, EXAMPLE_ROWS = 8, 512
 """MagiAttention's default number of chunks per rank, and the tokens of a chunk in its examples."""
 PREDICATE = "Eq(row0, col0) & (col1 <= row1)"

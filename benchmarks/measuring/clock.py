@@ -37,7 +37,7 @@ class Clock:
         return lambda: end()()
 
     def span(self) -> Callable[[], Callable[[], float]]:
-        """Mark a begin; call the function returned to mark the end, and what that returns to know the time between."""
+        """Mark a begin. Returns a function that marks the end and returns a function that returns the time in ms."""
         if not self.cuda:
             begin = time.perf_counter()
             return lambda: _constant(1000 * (time.perf_counter() - begin))
@@ -64,7 +64,7 @@ class Clock:
 
     @contextmanager
     def exchanges(self) -> Iterator[list[Callable[[], float]]]:
-        """The times of what simulates an exchange: real ranks have a network for it."""
+        """Record the times of simulated exchanges, for which real ranks have a network."""
         found: list[Callable[[], float]] = []
         real = simulate._SimulatedWorld.exchange
 

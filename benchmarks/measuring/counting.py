@@ -1,4 +1,4 @@
-"""What one step does besides computing: collectives, copies, and where its time goes. From a profile of one rank."""
+"""Count the collectives and copies of a step, and its heaviest operations, from a profile of one rank."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ COPIES = ("aten::copy_", "aten::cat", "aten::index_select", "aten::constant_pad_
 MOVING = (
     "cat|clone|contiguous|copy|index_select|index|constant_pad_nd|flip|stack|split_with_sizes|split|_unsafe_view"
     "|unsafe_view|view|reshape|permute|transpose|slice|select|expand|unsqueeze|squeeze|narrow|movedim|t|unbind"
-    # What the copy reads or who it is for: buffers of collectives, and a rank's place among them.
+    # Sources or users of copies: buffers of collectives, and a rank's place in them.
     "|all_to_all_single|all_gather_into_tensor|reduce_scatter_tensor|wait_tensor|arange|floor_divide|remainder|sub"
 )
 FUSED = re.compile(rf"(?:graph_\d+_)?cpp_fused((?:_(?:{MOVING}))+)_\d+")
@@ -21,7 +21,7 @@ SMALL = 1024
 
 @dataclass
 class Counts:
-    """Of one step on one rank. heaviest: name -> ms of its own by the clock, the largest first."""
+    """Counts of one step on one rank. heaviest: self time in ms by name, in descending order."""
 
     collectives: dict[str, int] = field(default_factory=dict)
     copies: int = 0
@@ -46,7 +46,7 @@ def count(step: Callable[[], object]) -> Counts:
 
 
 def _copies(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
-    """Does the event move data and nothing else?"""
+    """Return True if the event only moves data."""
     if FUSED.fullmatch(event.name):
         return True
     if event.name not in COPIES:

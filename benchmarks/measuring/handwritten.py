@@ -26,7 +26,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class UlyssesAttention(nn.Module):
-    """Whole sequences and a share of the heads, between two kinds of all-to-all. attend: what is done to these."""
+    """Attention of the full sequence and a share of the heads, between all-to-alls. attend: the local attention."""
 
     def __init__(self, group: dist.ProcessGroup, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal) -> None:
         super().__init__()
@@ -171,6 +171,6 @@ def _merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Pair:
 
 
 def zigzag(x: Tensor, rank: int, n: int) -> Tensor:
-    """Rank's rows (B, s, ...) of a whole x (B, S, ...)."""
+    """Return a rank's zigzag rows (B, s, ...) of a full x (B, S, ...)."""
     chunks = x.chunk(2 * n, 1)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]], 1)

@@ -9,7 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--of-each-folder", type=int, default=1, help="number of tests of each folder; first cases")
 
 
-@pytest.hookimpl(trylast=True)  # when -m has left out what it leaves out
+@pytest.hookimpl(trylast=True)  # after the deselection by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folders: dict[Path, dict[str, pytest.Item]] = {}
     for item in items:

@@ -1,4 +1,4 @@
-"""What benchmarks/scans.py times: a scan of ours beside what does the same in torch, and a copy of its input."""
+"""Cases of benchmarks/scans.py: a scan of ours, its equivalent in torch, and a copy of its input."""
 
 import itertools
 import statistics
@@ -22,7 +22,7 @@ SHORTEST = 0.02
 
 @dataclass(frozen=True)
 class Case:
-    """One row. others: what ours is compared with, the first of them by the target; `copy`: a clone of the input."""
+    """One row. others: jobs to compare with, the first one by the target; copy: a clone of the input."""
 
     part: str
     name: str
@@ -43,7 +43,7 @@ class Times:
     others: dict[str, list[float]] = field(default_factory=dict)
 
     def ratio(self, other: str) -> float:
-        """How many times as long the other takes: the median over the rounds."""
+        """Return the median ratio of another job's time to ours over the rounds."""
         return statistics.median(a / b for a, b in zip(self.others[other], self.ours))
 
 
@@ -109,7 +109,7 @@ def logsumexp(x: Tensor, dim: int) -> Case:
 
 
 def segmented(x: Tensor, dim: int) -> Case:
-    """Segments of 1 to 199 rows; torch has cumsum, less what it was where the segment began."""
+    """Return a scan of segments of 1 to 199 rows; with torch, cumsum minus its value before the segment."""
     ids = torch.repeat_interleave(torch.arange(x.shape[dim]), torch.randint(1, 200, (x.shape[dim],)))
     ids = ids[: x.shape[dim]]
     starts = torch.searchsorted(ids, ids)
@@ -143,7 +143,7 @@ def composed(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple
 
 
 def time_of(case: Case, rounds: int) -> Times:
-    """In every round all jobs in turn, after one round that does not count."""
+    """Time all jobs in every round in turn, after a warm-up round."""
     times = Times(case.part, case.name, case.target)
     jobs = {**case.others, **({"copy": case.copy} if case.copy else {})}
     for round in range(rounds + 1):

@@ -39,7 +39,7 @@ def fresh(what: str, length: int) -> dict[str, list[float]]:
 def compiled(what: str, length: int) -> dict[str, list[float]]:
     a, b = torch.rand(length, 64), torch.randn(length, 64)
     both = {"ours": lambda a, b: linear_scan(a, b, 0), "torch": associative}
-    torch.compile(lambda x: x + 1)(a)  # what every first compilation looks up
+    torch.compile(lambda x: x + 1)(a)  # lookups of every first compilation
     function = torch.compile(both[what], fullgraph=True)
     begin = spent()
     out = function(a, b)
@@ -77,7 +77,7 @@ def higher_order(a: Tensor, b: Tensor) -> Tensor:
 
 
 def slope(lengths: list[int], extra: list[float]) -> float:
-    """Of extra bytes over the length, both as logarithms."""
+    """Return the slope of the logarithm of extra bytes over the logarithm of the length."""
     return math.log(extra[-1] * lengths[-1] / (extra[0] * lengths[0])) / math.log(lengths[-1] / lengths[0])
 
 

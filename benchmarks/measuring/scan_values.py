@@ -18,7 +18,7 @@ CHECKED: list[Shape] = [(1, 2**20 + 13, 1), (1, 100003, 3), (7, 999, 33), (4096,
 FEW = 512
 """Lines below which one program for each would take longer than anyone wants to wait."""
 ALLOWED = 2e-5
-"""Of float32, relative to the greatest value."""
+"""Largest error of float32, relative to the largest value."""
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -35,7 +35,7 @@ def draw_starts(shape: Shape, device: torch.device, every: int = 500) -> Tensor:
 
 
 def values(shapes: list[Shape], device: torch.device) -> list[str]:
-    """What is wrong, a line each."""
+    """Return a line for each wrong value."""
     wrong = []
     for i, (shape, way) in enumerate(itertools.product(shapes, SERIES)):
         if way == "one" and shape[0] * shape[2] < FEW and shape[1] > 10**5:
@@ -43,12 +43,12 @@ def values(shapes: list[Shape], device: torch.device) -> list[str]:
         with using_schedule(way):
             for name, error in _errors(shape, device, i):
                 if not error <= 1:
-                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times what is allowed")
+                    wrong.append(f"{name} {list(shape)} {way}: {error:.1f} times the limit")
     return wrong
 
 
 def _errors(shape: Shape, device: torch.device, seed: int) -> Iterator[tuple[str, float]]:
-    """Name and error, as a multiple of what is allowed, of some problems of a shape: more with other seeds."""
+    """Yield the name and error of some problems of a shape, as a multiple of the limit; the seed selects them."""
     x, starts = draw(shape, F32, device, seed), draw_starts(shape, device, 50)
     ops = ["sum", "prod", "max", "logsumexp"]
     op, exclusive, reverse = ops[seed % 4], bool(seed % 2), bool(seed // 2 % 2)

@@ -38,7 +38,7 @@ class Tokens(nn.Embedding):
 
 
 class Tail(nn.Module):
-    """What follows the blocks, with the loss."""
+    """The final norm, the head and the loss."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Tail(nn.Module):
 
 
 class Parts(nn.Module):
-    """A decoder of parts that are compiled one by one. again: are its blocks computed again?"""
+    """A decoder of parts that are compiled separately. again: recompute its blocks in the backward."""
 
     def __init__(self, dim: int, layers: int, again: bool) -> None:
         super().__init__()

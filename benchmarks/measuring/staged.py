@@ -19,7 +19,7 @@ _groups: list[dist.ProcessGroup] = []  # the registry holds them weakly
 
 
 def stage(group: dist.ProcessGroup) -> None:
-    """From now on the collectives of this Gloo group move tensors of a GPU through the host."""
+    """Make the collectives of a Gloo group move tensors of a GPU through the host."""
     name = group.group_name
     staged = Staged(process_group(name))
     _groups.append(staged)

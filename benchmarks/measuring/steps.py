@@ -85,7 +85,7 @@ class Recurrent(nn.Module):
 
 
 def of_transformers(name: str, kind: str = "ForCausalLM", again: bool = False, **sizes: Any) -> Callable[[], nn.Module]:
-    """again: are its blocks computed again?"""
+    """Return a function that makes a model of transformers. again: recompute its blocks in the backward."""
 
     def make() -> nn.Module:
         import transformers

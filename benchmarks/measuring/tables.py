@@ -1,4 +1,4 @@
-"""What the reports of the benchmarks share."""
+"""Helpers for the reports of the benchmarks."""
 
 import platform
 import subprocess
@@ -25,7 +25,7 @@ def processor() -> str:
 
 @cache
 def commit() -> str:
-    """The commit of this tree, with a + where files differed from it when first asked; ? outside of a repository."""
+    """Return the commit of this tree, with a + if files differ from it; "?" outside of a repository."""
     root = Path(__file__).parents[2]
     words = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "?"

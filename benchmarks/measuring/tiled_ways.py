@@ -33,14 +33,14 @@ from torch.utils.checkpoint import checkpoint
 
 VOCAB, DIM, LAYERS, HEADS = 32768, 256, 4, 4
 SHORT = 2048
-"""Tokens of a first step of what is not compiled: it makes what only a first step makes."""
+"""Tokens of a first step of variants that are not compiled, for allocations of the first step only."""
 Step = Callable[[], Tensor]
 Made = tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]
-"""A model, and what is called."""
+"""A model and its callable."""
 
 
 class CheckpointedLM(nn.Module):
-    """The decoder of the examples, its blocks computed again: of whole ids and labels, (1, S) each, the mean loss."""
+    """The decoder of the examples with checkpointed blocks; returns the mean loss of full ids and labels, (1, S)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class DeepSpeed(HandwrittenTiles):
 
 @dataclass(frozen=True)
 class Way:
-    """make: of the number of tiles. compiled: for one length. sums: do its ranks sum loss and gradients themselves?"""
+    """A variant. make: takes the number of tiles. compiled: for one length. sums: ranks sum loss and gradients."""
 
     make: Callable[[int], Made]
     compiled: bool = False
@@ -192,7 +192,7 @@ WAYS = {
 
 @dataclass
 class Seen:
-    """Of one rank. seconds: CPU time of each repeat, all threads."""
+    """Measurements of one rank. seconds: CPU time of each repeat, all threads."""
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -265,7 +265,7 @@ def _seen(run: Run) -> dict[str, Seen]:
                 mine.gradient = max(_error(a, b) for a, b in zip(first, gradients, strict=True))
             for p in parameters:
                 p.grad = None
-            if not dist.is_initialized() or dist.get_rank() == 0:  # hours go by: what is known is said
+            if not dist.is_initialized() or dist.get_rank() == 0:  # printed early, since this takes hours
                 sys.stderr.write(f"{name}, turn {turn}: {mine.peak / 1e6:.1f} MB, {mine.seconds[-1]:.1f} CPU s\n")
     return seen
 
@@ -292,7 +292,7 @@ def _step(way: Way, model: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) 
 
 
 def _report(found: Sequence[dict[str, Seen]]) -> Table:
-    """Of all ranks: the largest peak, CPU seconds together."""
+    """Return a table of all ranks: the largest peak and the sum of CPU seconds."""
     table = Table("", "loss", "gradients off by", "peak MB", "over ours", "CPU s", "over ours")
     peak = {name: max(one[name].peak for one in found) for name in found[0]}
     seconds = {name: [sum(turn) for turn in zip(*(one[name].seconds for one in found))] for name in found[0]}
@@ -309,7 +309,7 @@ def _error(true: Tensor, found: Tensor) -> float:
     return float((true - found).abs().max() / true.abs().max())
 
 
-# How the peak grows with the sequence by the number of tiles, and what compiling takes.
+# Growth of the peak with the sequence by the number of tiles, and compile time.
 
 LENGTHS = 8192, 16384
 TILES: tuple[int | str, ...] = "never", 4, 16, 64
@@ -318,7 +318,7 @@ FINEST = 1024
 
 
 class TokenWise(CheckpointedLM):
-    """The same without what mixes tokens, nothing of which is in tiles."""
+    """The decoder without attention, which does not run in tiles."""
 
     def attention(self, attention: Attention, x: Tensor) -> Tensor:
         return x
@@ -363,7 +363,7 @@ def compile_seconds(tiles: Sequence[int] = (4, 64), tokens: int = 1024, rounds: 
     """CPU seconds of a first step by Inductor without caches, less those of a second step: the least of some rounds."""
     table = Table("tiles", "CPU s of compiling", "of the first")
     least: dict[int, float] = {}
-    step_of(CheckpointedLM(), tiles[0], tokens)()  # what only a process's first compilation does
+    step_of(CheckpointedLM(), tiles[0], tokens)()  # work of a process's first compilation
     for one in list(tiles) * rounds:
         with torch._inductor.config.patch(force_disable_caches=True):
             step = step_of(CheckpointedLM(), one, tokens)

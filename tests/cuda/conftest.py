@@ -19,7 +19,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[AbsentGpu]:
     if not AVAILABLE:
         pytest.skip("Inductor writes Triton for a GPU, and triton is not installed")
     if torch.version.cuda is not None:
-        pytest.skip("this torch knows CUDA: benchmarks/gpu_*.py look at a real GPU")
+        pytest.skip("this torch has CUDA: benchmarks/gpu_*.py measure a real GPU")
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     absent = AbsentGpu(str(built(request.config.cache.mkdir("absent_gpu"), get_cpp_compiler())))

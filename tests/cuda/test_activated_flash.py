@@ -57,7 +57,7 @@ def test_every_mask(gpu: AbsentGpu, name: str, q_len: int, k_len: int) -> None:
         ("causal", 192, {"major": 10}, EFFICIENT),
     ],
 )
-def test_what_it_refuses_goes_elsewhere(
+def test_unsupported_blocks_use_other_kernels(
     gpu: AbsentGpu, name: str, width: int, options: dict[str, int], kernels: list[str]
 ) -> None:
     """Or torch's glue, and what stands for the kernel, would raise."""
@@ -82,8 +82,8 @@ def test_what_it_refuses_goes_elsewhere(
         ("", Kind.FULL, 264, "efficient"),
     ],
 )
-def test_what_is_counted_on(name: str, kind: Kind, width: int, rate: str) -> None:
-    """By its own throughput, without a GPU."""
+def test_predicted_rates(name: str, kind: Kind, width: int, rate: str) -> None:
+    """The predicted rate is that of the activated kernel, also without a GPU."""
     need = KernelKey(torch.device("cuda"), torch.bfloat16, kind, width, 1 << 20)
     if not name:
         assert expected_kernel(need).rate == rate

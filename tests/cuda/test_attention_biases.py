@@ -119,7 +119,7 @@ SHAPES = [(2, 4, 40, 40), (1, 4, 40, 40), (2, 1, 40, 40), (40, 40), (2, 4, 1, 40
 @pytest.mark.parametrize("options", [{"is_causal": True}, {}, {"is_causal": True, "window": 7}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_what_broadcasts(
+def test_broadcast_biases(
     gpu: AbsentGpu, op: str, shape: tuple[int, ...], options: dict[str, object], dtype: torch.dtype
 ) -> None:
     """Its gradient is a sum; a window is made part of the bias."""
@@ -161,7 +161,7 @@ def under_autocast(op: str, case: Case) -> Found:
 
 @pytest.mark.parametrize("op", ["ulysses", "ring", "gathered"])
 def test_autocast_takes_the_bias_along(gpu: AbsentGpu, op: str) -> None:
-    """As it does before torch's own; the gradients are of the dtype that was given."""
+    """Autocast casts the bias as before torch's attention; gradients have the dtype of the operands."""
     found = gpu.run(under_autocast, op, biased(randn(1, 4, 32, 32, seed=6).to(FP32), is_causal=True))
     assert {x.dtype for x in found[0]} == {FP32}
     checked(found, BF16)

@@ -120,7 +120,7 @@ def test_bands_are_few_calls(gpu: AbsentGpu, predicate: str, n: int, length: int
 
 @pytest.mark.parametrize("predicate", ["k <= q", "k <= q - 90", "(k <= q) & (q - k < 200)"])
 def test_long_blocks_round_a_ring(gpu: AbsentGpu, predicate: str) -> None:
-    """By several kernels, which get each other's log-sum-exps; and queries without keys."""
+    """Blocks run on several kernels that share log-sum-exps, with queries without keys."""
     found, wanted, launches, products = gpu.run(ring, predicate, 270, 2, 1, torch.float16)
     check(found, wanted, torch.float16)
     assert products == 0

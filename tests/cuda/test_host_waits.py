@@ -1,4 +1,4 @@
-"""What the host does for attention on a GPU: kernels that it launches, and values of the device that it waits for."""
+"""Operations of the host for attention on a GPU: kernel launches, and waits for values of the device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def waiting(x: Tensor) -> Seen:
     return watch.seen
 
 
-def test_what_is_a_wait(gpu: AbsentGpu) -> None:
+def test_waits_are_recognized(gpu: AbsentGpu) -> None:
     seen = gpu.run(waiting, torch.arange(3))
     assert seen.waits == ["_to_copy", "_local_scalar_dense", "_local_scalar_dense", "nonzero", "_to_copy"]
 
@@ -96,7 +96,7 @@ def test_attention_waits_for_no_documents(gpu: AbsentGpu) -> None:
 
 
 def tables() -> tuple[Seen, int]:
-    """What is waited for besides the stream, and how often for that."""
+    """Return the recorded waits of `pieces`, and the number of stream synchronizations."""
     vectors = [borrow(documents(count)) for count in (2, 3)]
     with Watch() as watch, mock.patch.object(torch.accelerator, "current_stream") as stream:
         pieces(vectors)

@@ -26,7 +26,7 @@ def merge(width: int) -> None:
 
 
 def packs() -> dict[str, Tensor]:
-    """What exchanges of heads over 8 ranks pack: (B, s, H, D) and (B, H, s, D) into (ranks, ...)."""
+    """Return the packed views of head exchanges over 8 ranks, of (B, s, H, D) and (B, H, s, D)."""
     rows_first = empty(1, 16384, 32, 128, dtype=bf16).unflatten(2, (8, 4)).movedim(2, 0)
     heads_first = empty(1, 32, 16384, 128, dtype=bf16).unflatten(1, (8, 4)).movedim(1, 0).movedim(3, 1)
     return {"rows first": rows_first, "heads first": heads_first, "transpose": empty(4096, 4096).T}

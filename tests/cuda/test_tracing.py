@@ -1,4 +1,4 @@
-"""The tools themselves: what a trace counts, and when memory is free."""
+"""Tests of the tracer: counted events, and the lifetime of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def added(count: int, keep: bool) -> Trace:
     return tracer.trace
 
 
-def test_what_is_kept_is_seen(gpu: AbsentGpu) -> None:
+def test_saved_values_are_traced(gpu: AbsentGpu) -> None:
     assert [gpu.run(added, count, True).peak // MIB for count in (2, 5)] == [3, 6]
     assert [gpu.run(added, count, False).peak // MIB for count in (2, 5)] == [2, 2]
 
@@ -49,7 +49,7 @@ def handed_over() -> list[Trace]:
     return found
 
 
-def test_what_was_there_counts_until_it_is_freed(gpu: AbsentGpu) -> None:
+def test_given_values_count_until_they_are_freed(gpu: AbsentGpu) -> None:
     kept, freed = gpu.run(handed_over)
     assert kept.peak == 4 * MIB
     assert freed.peak == 3 * MIB

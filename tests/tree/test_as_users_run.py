@@ -65,7 +65,7 @@ def step(length: int, **options: str) -> None:
     [(9, {"compiler": "aot_eager"}, "compiled by {'aot_eager'}"), (8, {}, "the ranks divide every length")],
     ids=["compiler", "length"],
 )
-def test_what_does_not_run_as_users_do_is_noticed(
+def test_other_compilers_and_lengths_are_reported(
     ranks: Ranks, length: int, options: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "as_users_run", True)

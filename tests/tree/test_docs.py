@@ -132,7 +132,7 @@ def test_option(field: Field[Any]) -> None:
 
 
 def test_limits_are_a_table() -> None:
-    """At most 40 rows, each complete, with a test that exists or none."""
+    """The table has at most 40 complete rows, each with an existing test or none."""
     head, _, *rows = table(DOCS / "limits.md")
     assert head == ["area", "limit", "effect", "affects", "workaround", "test"]
     assert 0 < len(rows) <= 40

@@ -1,4 +1,4 @@
-"""Every error has a code of the registry; every code is raised somewhere; docs/errors.md is what the registry generates."""
+"""Every error has a code of the registry; every code is raised; docs/errors.md is generated from the registry."""
 
 from __future__ import annotations
 

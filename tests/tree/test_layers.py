@@ -96,8 +96,8 @@ FOLDERS = sorted({file.parent.relative_to(ROOT) for file in files_of("sp_compile
 
 
 @pytest.mark.parametrize("folder", [*map(str, FOLDERS), "benchmarks", "examples"])
-def test_no_folder_is_a_heap(folder: str) -> None:
-    """What a reader has to choose among; `MARKERS` are the folder's own."""
+def test_entries_of_a_folder_are_limited(folder: str) -> None:
+    """A folder has at most 16 entries, without `MARKERS`."""
     entries = [
         p.name
         for p in (ROOT / folder).iterdir()
@@ -165,7 +165,7 @@ def test_long_files_have_a_reason() -> None:
         ("from ..graph.call import Call", {"sp_compile.passes.graph.call"}),
     ],
 )
-def test_what_is_an_import(source: str, found: set[str]) -> None:
+def test_imports_are_recognized(source: str, found: set[str]) -> None:
     assert set(imported(source, "sp_compile.passes.sharding.placement", "sp_compile.passes.sharding")) == found
 
 

@@ -18,7 +18,7 @@ BUILD = "from setuptools import build_meta as b; import sys; getattr(b, 'build_'
 
 
 def sources() -> set[str]:
-    """What belongs to the package, by the name that it has in a wheel."""
+    """Return the files of the package, by their names in a wheel."""
     found = set()
     for folder, prefix in (("sp_compile", ""), ("passes", "sp_compile/"), ("lowering", "sp_compile/")):
         for file in (ROOT / folder).rglob("*"):
@@ -28,7 +28,7 @@ def sources() -> set[str]:
 
 
 def python(program: str, folder: Path, *arguments: str, path: Path | None = None) -> str:
-    """What a program prints in a Python of its own, started in a folder."""
+    """Return the output of a program in a new Python process, started in a folder."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"PYTHONPATH": str(path)} if path else {}
     command = [sys.executable, "-c", program, *arguments]
@@ -39,7 +39,7 @@ def python(program: str, folder: Path, *arguments: str, path: Path | None = None
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files that git knows: builds leave no folders in the tree."""
+    """Copy the files of the repository, without build outputs, to a folder."""
     folder = tmp_path_factory.mktemp("copy")
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True

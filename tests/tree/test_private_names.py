@@ -38,7 +38,7 @@ def private(tree: ast.AST) -> Iterator[str]:
         ("self._sizes, torch.ops.aten._to_copy, __file__", 0),
     ],
 )
-def test_what_is_private(source: str, found: int) -> None:
+def test_private_names_are_recognized(source: str, found: int) -> None:
     assert len(list(private(ast.parse(source)))) == found
 
 

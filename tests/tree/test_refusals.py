@@ -33,11 +33,11 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, bool]]:
         ("raise", []),
     ],
 )
-def test_what_says_why(source: str, found: list[tuple[str, bool]]) -> None:
+def test_messages_are_recognized(source: str, found: list[tuple[str, bool]]) -> None:
     assert list(raised(ast.parse(source))) == found
 
 
-def test_refusals_say_why() -> None:
+def test_refusals_have_a_message() -> None:
     found = [(f.name, *one) for f in FILES for one in raised(ast.parse(f.read_text())) if one[0] in REFUSALS]
     assert {name for _, name, _ in found} >= {"NotSymbolic", "NotALoop", "SpError"}
     assert not [one for one in found if not one[-1]]

@@ -93,7 +93,7 @@ def test_capture_is_among_the_first_five_files(ranks: Ranks, path: Callable[[], 
         assert any(file.startswith("passes/capture/") for file in files[:5]), files[:5]
 
 
-def test_no_file_is_entered_again_and_again(ranks: Ranks) -> None:
+def test_no_file_is_entered_repeatedly(ranks: Ranks) -> None:
     for steps in ranks.run(2, path_with_sequence):
         files = list(dict.fromkeys(file for (file, _), _ in steps))
         entered = [file for (file, _), (caller, _) in steps if file != caller and file not in VOCABULARY]

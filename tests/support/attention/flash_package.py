@@ -131,7 +131,7 @@ ops, ops_3 = torch.ops.flash_attn, torch.ops.flash_attn_3
 
 
 def _padded(*xs: Tensor) -> Iterator[Tensor]:
-    """As its kernels want heads: of a multiple of 8."""
+    """Pad heads to a multiple of 8, as the kernels require."""
     return (F.pad(x, [0, -x.shape[-1] % 8]) if x.shape[-1] % 8 else x for x in xs)
 
 

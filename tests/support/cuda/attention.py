@@ -195,7 +195,7 @@ def _flash_backward(
 EFFICIENT = (torch.float32, *HALF)
 
 
-def _asked_of_bias(bias: Tensor, q: Tensor, keys: int) -> None:
+def _check_bias(bias: Tensor, q: Tensor, keys: int) -> None:
     """q (B, S, H, D). Rows are read 16 bytes at a time, the last of them beyond the last key, but not of the memory."""
     batch, rows, heads, _ = q.shape
     assert bias.shape == (batch, heads, rows, keys)
@@ -231,7 +231,7 @@ def _window_of(kind: int, size: int | None) -> tuple[int | None, int | None]:
 
 
 def _window_of_backward(rows: int, keys: int, kind: int, size: int | None) -> Tensor:
-    """Of torch 2.13: causal masks are aligned at the end, the left side of a window at the beginning."""
+    """Return the mask of the backward in torch 2.13: the left side of a window is aligned at the beginning."""
     left, right = _window_of(kind, size)
     allowed = _allowed(rows, keys, None, right)
     return allowed if left is None else allowed & (torch.arange(keys) - torch.arange(rows)[:, None] >= -left)
@@ -258,7 +258,7 @@ def _efficient(
         return out, lse, *unused
     assert (most_q, most_k) == (q.shape[1], k.shape[1])
     if bias is not None:
-        _asked_of_bias(bias, q, most_k)
+        _check_bias(bias, q, most_k)
     out, lse = _forward(query, key, value, _allowed(most_q, most_k, *window), scale, bias)
     lse = _padded(lse if bias is None else torch.where(lse == math.inf, 0.0, lse))  # of a row without keys
     return out.transpose(1, 2).contiguous(), lse, *unused
@@ -294,7 +294,7 @@ def _efficient_backward(
     assert lse.shape == (q.shape[0], q.shape[2], most_q + -most_q % 32)
     allowed = _window_of_backward(most_q, most_k, kind, window_size)
     if bias is not None:
-        _asked_of_bias(bias, q, most_k)
+        _check_bias(bias, q, most_k)
     *found, dscores = _backward_with_bias(*given, lse[..., :most_q], allowed, scale, bias)
     dbias = None
     if bias is not None and bias_grad:
@@ -311,4 +311,4 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._efficient_attention_forward.default: _efficient,
     aten._efficient_attention_backward.default: _efficient_backward,
 }
-"""Kernels of a GPU that attention is, and what gives their results here."""
+"""Attention kernels of a GPU, and their implementations here."""

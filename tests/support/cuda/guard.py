@@ -32,6 +32,6 @@ def built(folder: Path, compiler: str) -> Path:
 
 
 def load(guard: str) -> None:
-    """Into this process, before torch, which asks once what devices there are."""
+    """Load the guard into this process, before torch, which queries devices once."""
     assert "torch" not in sys.modules
     ctypes.CDLL(guard, mode=ctypes.RTLD_GLOBAL)

@@ -46,7 +46,7 @@ class Launch:
 
 
 def launches(fn: Callable[[], Any]) -> list[Launch]:
-    """What `fn()` would launch on the absent GPU, in order."""
+    """Return the launches of `fn()` on the absent GPU in order."""
     found: list[Launch] = []
     run = JITFunction.run
 

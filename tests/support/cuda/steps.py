@@ -116,7 +116,7 @@ BODIES: dict[Any, Callable[..., Any]] = {
     sp.tiles_at_once.default: tiles.tiles_at_once,
     sp.tiles_backward.default: tiles.tiles_backward,
 }
-"""What is run in the place of an operator."""
+"""Bodies that run in place of operators."""
 WORKSPACES = {
     aten._scaled_dot_product_flash_attention_backward.default: (1, 2),
     aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2),
@@ -140,7 +140,7 @@ def _workspace(heads: int, rows: int, q: Tensor, k: Tensor, v: Tensor) -> list[T
 
 
 def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: Any = None) -> Any:
-    """What `launch` of lowering/triton/merge_kernel.py allocates."""
+    """Allocate the results of `launch` of lowering/triton/merge_kernel.py."""
     if into is not None:
         return into
     return tuple(torch.empty(x.shape, dtype=lse_a.dtype, device=x.device) for x in (out_a, lse_a))
@@ -148,7 +148,7 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, into: An
 
 @dataclass
 class _Compiled:
-    """What a backend made: wrappers of the forward and the backward, by the names of values between them."""
+    """Wrappers of the forward and the backward, with the names of the values between them."""
 
     graphs: list[tuple[Any, Sequence[str], Sequence[Any]]] = field(default_factory=list)
     """(wrapper, names of results, fake inputs)."""

@@ -29,7 +29,7 @@ from sp_compile.passes.joint.partitioned import PartitionedPasses
 
 @dataclass
 class Rank:
-    """What one rank runs."""
+    """Traces of one rank."""
 
     forward: Trace = field(default_factory=Trace)
     backward: Trace = field(default_factory=Trace)

@@ -41,7 +41,7 @@ ABOUT = """# Recipes as typed
 
 
 def row(name: str, folder: Path, beside: str) -> list[str]:
-    """What came of one recipe."""
+    """Run one recipe; return its row."""
     alone = run(name, folder, 1, *alone_is(name))
     (folder / "checkpoint").exists() and (folder / "checkpoint").rename(folder / "of one")
     begun, cpu = time.time(), cpu_seconds()
@@ -55,15 +55,15 @@ def row(name: str, folder: Path, beside: str) -> list[str]:
     falls = next(i for i, loss in enumerate(losses) if loss < losses[0])
     until = ends[min(len(ends) - 1, falls * len(ends) // len(losses))]
     numbers = f"{len(ends)}", f"{losses[0]:.3f} to {losses[-1]:.3f}", f"{worst:.0e}", f"{weights:.0e}"
-    return [name, *numbers, *(f"{seconds:.0f}" for seconds in (ends[0], until, whole, cpu)), said(beside)]
+    return [name, *numbers, *(f"{seconds:.0f}" for seconds in (ends[0], until, whole, cpu)), facts(beside)]
 
 
 def cpu_seconds() -> float:
-    """Of the children that have ended."""
+    """Return the CPU seconds of finished child processes."""
     return sum(os.times()[2:4])
 
 
-def said(beside: str) -> str:
+def facts(beside: str) -> str:
     load = f"load {os.getloadavg()[0]:.1f}"
     return f"{date.today()}, {load}, {beside}" if beside else f"{date.today()}, {load}"
 
@@ -89,7 +89,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="start, or a page of docs/recipes; all by default")
-    parser.add_argument("--beside", default="", help="what else runs on the machine, for the table")
+    parser.add_argument("--beside", default="", help="other work on the machine, for the table")
     given = parser.parse_args()
     for name in given.names or ["start", *NEEDS]:
         with tempfile.TemporaryDirectory(prefix="recipe-") as folder:

@@ -1,4 +1,4 @@
-"""What may go wrong on one rank on a step of its training loop: what it does in place of what every rank does."""
+"""Steps of a training loop with a fault, for one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backward_twice(loop: Loop, step: int) -> None:
 
 
 def writes_before_backward(loop: Loop, step: int) -> None:
-    """Which autograd refuses."""
+    """Write to a weight before the backward, so that autograd raises."""
     loss = loop.run(*loop.batch(step))
     with torch.no_grad():
         loop.net.head.weight.mul_(1)
@@ -86,13 +86,13 @@ def input_requires_grad(loop: Loop, step: int) -> None:
 
 
 def other_strides(loop: Loop, step: int) -> None:
-    """The same values, in another order in memory."""
+    """Pass equal values with other strides."""
     ids, labels, noise = loop.batch(step)
     loop.train(step, [ids, labels, noise.mT.contiguous().mT])
 
 
 def calls_once_more(context: Callable[[], Any]) -> Acts:
-    """As an evaluation on one rank alone is."""
+    """Call the model once more, as an evaluation on one rank does."""
 
     def act(loop: Loop, step: int) -> None:
         with context():
@@ -145,7 +145,7 @@ def freezes(loop: Loop, step: int) -> None:
 
 
 def seeds(loop: Loop, step: int) -> None:
-    """Ranks draw apart from each other anyway."""
+    """Set another seed; random numbers of ranks differ anyway."""
     torch.manual_seed(99)
     loop.train(step)
 
@@ -168,13 +168,13 @@ def under(context: Callable[[], Any]) -> Acts:
 
 
 def evaluates(loop: Loop, step: int) -> None:
-    """Without dropout nothing of the program changes."""
+    """Switch to eval mode, which changes nothing without dropout."""
     loop.net.eval()
     loop.train(step)
 
 
 def memory_budget(loop: Loop, step: int) -> None:
-    """Of a program that is compiled already."""
+    """Change the memory budget of a compiled program."""
     functorch_config.activation_memory_budget = 0.5
     loop.train(step)
 
@@ -241,7 +241,7 @@ def kill(sign: signal.Signals) -> Acts:
 
 
 def forks(loop: Loop, step: int) -> None:
-    """A child that does nothing, as a data loader's worker, and goes."""
+    """Fork a child that exits at once, like a data loader's worker."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -266,7 +266,7 @@ def loads(loop: Loop, step: int) -> None:
 
 
 def interrupts_another(loop: Loop, step: int) -> None:
-    """Which waits for this rank."""
+    """Interrupt another rank while it waits for this one."""
     time.sleep(TIMEOUT / 4)
     os.kill(loop.pid((loop.rank + 1) % loop.scene.world), signal.SIGINT)
     time.sleep(1)
@@ -350,7 +350,7 @@ def without_memory(loop: Loop, step: int) -> None:
 
 
 def other_default_device(loop: Loop, step: int) -> None:
-    """Of what is made without a device; the model makes nothing."""
+    """Set a default device, which the model does not use."""
     given = loop.batch(step)
     loop.net.zero_grad()
     with torch.device("meta"):
@@ -382,7 +382,7 @@ def leaves(loop: Loop, step: int) -> None:
 
 
 def renumbered(loop: Loop, step: int) -> None:
-    """As many processes, in another order."""
+    """Form the group again with the ranks in reverse order."""
     dist.destroy_process_group()
     loop.connect(1, list(range(loop.scene.world))[::-1])
     loop.train(step)
@@ -395,7 +395,7 @@ def connects_late(loop: Loop, step: int) -> None:
 
 
 def two_models(loop: Loop, step: int) -> None:
-    """Of one class; the odd rank calls the second one first."""
+    """Train two models of one class; the odd rank calls the second one first."""
     other = Loop(loop.scene, loop.rank, {})
     other.compile()
     for one in (other, loop) if loop.is_odd else (loop, other):

@@ -1,4 +1,4 @@
-"""What may go wrong on one rank of a tensor-parallel model, also under a split sequence, while ranks compile together."""
+"""Faults of one rank of a tensor-parallel model, also with a split sequence, while ranks compile."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Parallel(nn.Module):
         return nn.functional.cross_entropy(nn.functional.linear(x, self.head).flatten(0, 1), labels.flatten())
 
     def mixed(self, x: Tensor) -> Tensor:
-        """What tokens have of each other."""
+        """Mix values along the sequence; here, not at all."""
         return x
 
 
 class Scanned(Parallel):
-    """With a sequence that can be split."""
+    """A model with a scan along its sequence."""
 
     def mixed(self, x: Tensor) -> Tensor:
         return x.cumsum(1).tanh()
@@ -58,7 +58,7 @@ class GridLoop(Loop):
 
 
 def tensor_parallel(loop: Loop) -> None:
-    """In place of a model whose sequence is split. A compiler of one's own has no place for passes on collectives."""
+    """Use a tensor-parallel model, with aot_eager, because passes on collectives need a known compiler."""
     loop.net = loop.run = build(partial(Parallel, Split(loop.scene.world, loop.rank, dist.group.WORLD)))
     loop.alone = build(partial(Parallel, Split()))
     loop.options["compiler"] = "aot_eager"
@@ -105,7 +105,7 @@ def is_killed() -> None:
 
 
 def rests(loop: Loop, step: int, seconds: float) -> None:
-    """In front of a step, as a rank that has caught an interrupt does not come back at once."""
+    """Sleep before a step, like a rank that handles an interrupt."""
     draw, slept = loop.batch, []
 
     def batch(number: int, seed: int | None = None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What may go wrong on one of four ranks under DDP: two replicas, each of two ranks that share a sequence."""
+"""Faults of one of four ranks under DDP: two replicas of two ranks each, which split a sequence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_replicas(**ddp: Any) -> Callable[[Loop], None]:
 
 
 def impatient_mesh(names: tuple[str, str] = ("dp", "sp")) -> DeviceMesh:
-    """Of groups that wait as long as the default one; those of `init_device_mesh` wait for half an hour."""
+    """Return a mesh of groups with the timeout of the default group, in place of half an hour."""
     grid = torch.arange(RANKS).view(-1, OF_SEQUENCE)
     mine = []
     for rows in (grid.mT, grid):
@@ -69,7 +69,7 @@ def impatient_mesh(names: tuple[str, str] = ("dp", "sp")) -> DeviceMesh:
 
 
 def by_replica(act: Acts, goes: Acts) -> Acts:
-    """What the replica of the odd rank does, both of its ranks, and what the other one does."""
+    """Run `act` on both ranks of the odd rank's replica, and `goes` on the other replica."""
 
     def both(loop: Loop, step: int) -> None:
         odd = loop.rank // OF_SEQUENCE == loop.scene.odd // OF_SEQUENCE

@@ -1,4 +1,4 @@
-"""What may go wrong on one rank around the steps of a training loop: its optimizer, its weights, what else runs there."""
+"""Faults of one rank around the steps of a training loop: optimizer, weights, other code."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def adapts(loop: Loop, step: int) -> None:
 
 
 def merges(loop: Loop, step: int) -> None:
-    """Which leaves the results as they are, but for rounding."""
+    """Merge the adapter, which changes results by rounding only."""
     layer = loop.net.inner
     layer.merged = True
     with torch.no_grad():
@@ -178,7 +178,7 @@ def as_parameter(loop: Loop, step: int) -> None:
 
 
 def by_name(loop: Loop, step: int) -> None:
-    """The same arguments."""
+    """Pass the arguments by name."""
     given = loop.batch(step)
     loop.net.zero_grad()
     loss = loop.run(noise=given[2], ids=given[0], labels=given[1])
@@ -237,7 +237,7 @@ def sets(change: Callable[[], Any]) -> Acts:
 
 
 def of_environment() -> None:
-    """What torch reads when it is imported, or compiles."""
+    """Set variables that torch reads at import or at compilation."""
     os.environ.update(TORCH_COMPILE_DISABLE="1", TORCHDYNAMO_DISABLE="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
 
 
@@ -297,7 +297,7 @@ def hooks_weight(loop: Loop, step: int) -> None:
 
 
 def both_then_backwards(loop: Loop, step: int) -> None:
-    """Where others go backward after each call."""
+    """Run both forwards, then both backwards."""
     losses = [loop.run(*loop.batch(step)) for _ in range(2)]
     for loss in losses:
         loss.backward()
@@ -335,7 +335,7 @@ def sends(loop: Loop, step: int) -> None:
 
 
 def destroys(loop: Loop, step: int) -> None:
-    """It goes on by itself, and is right."""
+    """Destroy the group of this rank, and continue without it."""
     dist.destroy_process_group()
     loop.train(step)
 

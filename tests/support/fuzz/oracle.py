@@ -90,7 +90,7 @@ class Run:
     def of(cls, values: dict[str, Any]) -> Run:
         """Gradients are those values that are called so."""
         smooth = {name: y for name, y in values.items() if isinstance(y, Tensor) and y.is_floating_point()}
-        # What is zero but for rounding, as where what a sum adds cancels, is rounded as numbers around one are.
+        # Values that are zero except for rounding, such as canceling sums, have the rounding of values around one.
         floors = {name: LAST_BITS / TOLERANCE for name, y in smooth.items() if largest_entry(y) <= SLACK * LAST_BITS}
         gradients = [name for name, y in values.items() if name.startswith("gradient") and isinstance(y, Tensor)]
         largest = {name: largest_entry(values[name]) for name in gradients}
@@ -104,11 +104,11 @@ class Run:
 
 
 class _Covered(Exception):
-    """A case with the same graph has come out right."""
+    """A case with an equal graph was right."""
 
 
 class _Apart(Exception):
-    """What one number of ranks has asked of a symbol would be known to the next."""
+    """Guards on symbols for one number of ranks would affect the next number."""
 
 
 def outcome(case: Case) -> Result:
@@ -167,7 +167,7 @@ def _compared(case: Case, expected: Run) -> Result:
 
 
 def runs(case: Case) -> bool:
-    """Can one device do it, gradients and all?"""
+    """Return True if the model and its gradients run on a single device."""
     try:
         run_model(case.model, case.inputs)
     except Exception:
@@ -242,7 +242,7 @@ class _SimulatedRanks:
         return call
 
     def lowered(self, gm: GraphModule, example_inputs: Sequence[Any], n: int) -> RankProgram:
-        """For each of n ranks."""
+        """Lower a graph for n ranks."""
         options = {"compiler": "aot_eager", "cost": {}, **self.case.options}
         try:
             session = CompileSession(gm, example_inputs, options, measures=False)
@@ -258,7 +258,7 @@ class _SimulatedRanks:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Capture, which knows nothing of ranks, captures a graph once and hands out copies."""
+        """Capture each graph once, and return copies for every number of ranks."""
 
         def known(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
             if gm not in self.captured:
@@ -267,7 +267,7 @@ class _SimulatedRanks:
             if any(isinstance(child, GraphModule) for child in given.children()):
                 return capture(gm, example_inputs)
             made = copy_graph(given)
-            made.meta.update(given.meta)  # what capture has found of the program
+            made.meta.update(given.meta)  # facts of capture about the program
             for new, old in zip(*(g.graph.find_nodes(op="placeholder") for g in (made, given)), strict=True):
                 keep_source(new, old)
             return made
@@ -277,7 +277,7 @@ class _SimulatedRanks:
 
 
 def _known() -> tuple[int, int]:
-    """What the running compilation has found out about symbols, by number."""
+    """Return the numbers of guards and replacements of symbols in the running compilation."""
     mode = TracingContext.get().fake_mode
     symbols = mode.shape_env if mode is not None else None
     return (len(symbols.guards), len(symbols.replacements)) if symbols is not None else (0, 0)
@@ -395,14 +395,14 @@ def nudged(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_determined(case: Case, expected: Run) -> bool:
-    """Does one device find the same with other random numbers?"""
+    """Return True if a single device computes equal values with another seed."""
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         return not differences(expected, [run_model(case.model, case.inputs)])
 
 
 def _fails_without_us(case: Case, expected: Run | None = None) -> bool:
-    """Does torch.compile with one of its own eager backends fail, or find something else?"""
+    """Return True if torch.compile with an eager backend fails, or computes other values."""
     for backend in ("aot_eager", "eager"):
         torch._dynamo.reset()
         try:

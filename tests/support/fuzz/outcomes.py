@@ -1,4 +1,4 @@
-"""What may come of a case, which of it is a bug, and the table of all."""
+"""Outcomes of cases, the bad ones, and their table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 class Outcome(Enum):
-    """By weight; but for the last three they are what a case may come to. COVERED: a case with the same graph is right."""
+    """Outcome of a case, in ascending order of weight; the last three are bad. COVERED: an equal graph was right."""
 
     COVERED = "same graph"
     EXACT = "exact on shards"
@@ -29,7 +29,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case. words: why. program: a Python file that shows it, minimal where it is bad."""
+    """Result of a case. words: the reason. program: a Python file that reproduces it, minimal if it is bad."""
 
     outcome: Outcome
     words: str = ""

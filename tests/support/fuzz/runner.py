@@ -1,4 +1,4 @@
-"""Runs cases in processes that may hang or die, shares the time over the sources, and writes down what is bad."""
+"""Run cases in processes that may hang or die, divide the time over the sources, and record bad outcomes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.ranks import without_timing_guards
 
 @dataclass(frozen=True)
 class Source:
-    """cases: their names, always the same for a seed. run: what comes of one. share: of the time."""
+    """A source. cases: their names for a seed; run: returns a result; share: of the time."""
 
     cases: Callable[[int], Iterator[str]]
     run: Callable[[str], Result]
@@ -44,7 +44,7 @@ SOURCES = {
 COMMAND = "PYTHONPATH=tests:benchmarks python -m support.fuzz --case '{}'"
 PATIENCE = 900.0  # seconds for one case, and for making it small
 WIDTH = 120  # of a table that goes to a file
-LIFE = 1000  # cases of a worker: what torch remembers of them adds up
+LIFE = 1000  # cases of a worker; caches of torch grow with them
 
 
 def run(name: str) -> Result:
@@ -87,7 +87,7 @@ class Worker:
         self.pipe.send(name)
 
     def result(self) -> Result | None:
-        """What came of its case; None: nothing yet. A worker that has hung or died is of no use any more."""
+        """Return the result of its case, None while it runs. A worker that hung or died cannot be used again."""
         if self.pipe.poll():
             try:
                 return self.pipe.recv()
@@ -179,7 +179,7 @@ class Fuzzing:
 
 
 def shown(counts: Mapping[str, Counter[Outcome]], bad: Mapping[str, Result]) -> bool:
-    """Print the table, and the command of each bad case; is there none?"""
+    """Print the table, and the command of each bad case; return True if there is none."""
     console = Console(width=max(Console().width, WIDTH))
     console.print(table(counts))
     for name, result in bad.items():

@@ -1,4 +1,4 @@
-"""What the tests of merge_reductions share: chains of collectives as graphs, and the pass with its values checked."""
+"""Helpers of the tests of merge_reductions: graphs of collectives, and the pass with a check of its values."""
 
 import functools
 from collections.abc import Callable

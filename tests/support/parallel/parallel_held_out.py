@@ -13,7 +13,7 @@ DIM, HEADS, HIDDEN, EXPERTS = 12, 6, 24, 6
 
 
 class Model(nn.Module):
-    """Embedding, blocks, head; `other`: a second axis for those that use one. What a block is, each class says."""
+    """Embedding, blocks and head; `other`: a second axis. Each class defines its block."""
 
     layers = 1
 

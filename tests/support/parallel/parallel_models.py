@@ -166,7 +166,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the models differ by."""
+    """Settings of a model."""
 
     layers: int = 2
     dim: int = 12
@@ -236,7 +236,7 @@ Model = Callable[[Split], nn.Module]
 
 
 def build(tp: Split, **how: Any) -> Decoder:
-    """The same whole weights wherever it is called."""
+    """Return a decoder with this rank's part of fixed full weights."""
     torch.manual_seed(3)
     return Decoder(tp, Settings(**how))
 

@@ -1,4 +1,4 @@
-"""What a process has sent, as its kernel counts it."""
+"""Count the bytes that a process sent, by its kernel."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import sys
 from contextlib import suppress
 
 SENT, RESENT, WAITING = 200, 208, 144
-"""Where Linux's `struct tcp_info` has `tcpi_bytes_sent`, `tcpi_bytes_retrans` (64 bits) and `tcpi_notsent_bytes` (32)."""
+"""Offsets of `tcpi_bytes_sent`, `tcpi_bytes_retrans` (64 bits) and `tcpi_notsent_bytes` (32) in `struct tcp_info`."""
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has handed to the TCP connections that it has now: all that Gloo's ranks say to each other."""
+    """Return the bytes that this process sent through its open TCP connections, which are those of Gloo."""
     return sum(_sent(int(number)) for number in os.listdir("/proc/self/fd"))
 
 
 def counts() -> bool:
-    """Does this kernel count?"""
+    """Return True if this kernel counts sent bytes."""
     if sys.platform != "linux":
         return False
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
@@ -29,7 +29,7 @@ def counts() -> bool:
 
 
 def _sent(number: int) -> int:
-    """Of one of the process's files; 0 if it is none of these."""
+    """Return the bytes sent through a file descriptor, 0 if it is no TCP socket."""
     with suppress(OSError):  # it was closed just now, or is a socket of another kind
         if stat.S_ISSOCK(os.fstat(number).st_mode):
             with socket.socket(fileno=os.dup(number)) as one:

@@ -1,4 +1,4 @@
-"""What the server imports that forks ranks: models are compiled once, so that ranks find all that compilers need."""
+"""Compile models once in the process that forks ranks, so that ranks start with all compiler modules imported."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ else:
 torch.compile(torch.sin)(torch.ones(4))  # Inductor tries out vector instructions, each kind in a process of its own
 torch._dynamo.reset()
 
-gc.collect()  # no rank need look again at what is there by now: garbage is a fifth of what a compilation takes
+gc.collect()  # ranks need not scan these objects: garbage collection is a fifth of the time of a compilation
 gc.freeze()
 gc.set_threshold(50_000, 20, 20)

@@ -31,7 +31,7 @@ def main(page: str, result: str, *changes: str) -> None:
     script = Path(f"{Path(page).stem}.py")
     mine = script.with_suffix(f".{os.environ.get('RANK', '0')}")
     mine.write_text(code)
-    mine.replace(script)  # whole at any time: each rank writes it, and one may read it already
+    mine.replace(script)  # replaced atomically: each rank writes it, and another one may read it
     names = runpy.run_path(str(script), run_name="__main__")
     weights = {name: p.detach() for name, p in names["model"].named_parameters()}
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()}

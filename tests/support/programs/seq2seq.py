@@ -22,7 +22,7 @@ class SequenceTrainer(SequenceParallel, Seq2SeqTrainer):
 
 
 def metrics(found: EvalPrediction) -> dict[str, float]:
-    """Of all rows, each once: how many they are, and the sum of what was generated."""
+    """Return the number of rows, and the sum of the generated tokens."""
     return {"rows": len(found.label_ids), "sum": float(found.predictions.clip(0).sum())}
 
 

@@ -22,7 +22,7 @@ class SequenceTrainer(SequenceParallel, Trainer):
 
 
 def metrics(found: EvalPrediction) -> dict[str, float]:
-    """Of all rows, each once: how many they are, how many tokens are right, and a number that any wrong logit changes."""
+    """Return the numbers of rows and of right tokens, and the norm of the logits."""
     logits, labels = torch.from_numpy(found.predictions), torch.from_numpy(found.label_ids)
     right = logits[:, :-1].argmax(-1) == labels[:, 1:]
     return {"rows": len(labels), "right": right.sum().item(), "size": logits.double().norm().item()}

@@ -32,7 +32,7 @@ UNDEFINED = ("empty", "new_empty", "empty_like")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One factor sharded over n ranks. error: how the parts differ from the whole, or None."""
+    """One factor sharded over n ranks. error: difference of the parts from the full result, or None."""
 
     factor: str
     kind: str
@@ -100,7 +100,7 @@ def _factors(
 def _try(
     call: OpCall, rule: BoundRule, operands: list[Tensor], whole: list[Tensor], factor: str, n: int, loose: bool
 ) -> str | None:
-    """Run the ranks one by one; the first way in which what they make differs from the whole."""
+    """Run the ranks one by one; return the first difference of their results from the full ones, or None."""
     kind = rule.kind(factor)
     count = counted(call) if kind == "mean" and rule.pad else None
     changed = {"reduction": SUM} if count is not None else {}
@@ -123,7 +123,7 @@ def _try(
 
 
 def counted(call: OpCall) -> Tensor:
-    """What a class-index loss with reduction "mean" divides by: the targets not ignored, or their class weights."""
+    """Return the divisor of a class-index loss with reduction "mean": the number or weight of counted targets."""
     target = call["target"].meta["val"]
     target = target[target != call["ignore_index"]]
     weight = call["weight"]

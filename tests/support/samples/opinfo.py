@@ -1,4 +1,4 @@
-"""Calls of ruled ops made from PyTorch's own sample inputs (op_db), which know the corner cases of each op."""
+"""Calls of ops with rules, from PyTorch's sample inputs (op_db), which include corner cases."""
 
 from __future__ import annotations
 

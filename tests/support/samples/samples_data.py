@@ -1,4 +1,4 @@
-"""Sample calls of lookups, views, windows, and what makes or resamples tensors."""
+"""Sample calls of lookups, views, windows, factories and resampling."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Frame = Sequence[int]
 def on_ranks(
     op: Op, x: Tensor, args: Sequence[Any], frames: Sequence[Frame], dim: int, cotangent: Tensor, n: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """What every rank finds for the whole result and for the whole gradient of x."""
+    """Return the full result and the full gradient of x on every rank."""
 
     def live(rank: int) -> tuple[Tensor, Tensor | None]:
         whole = x.clone().requires_grad_(x.is_floating_point())
@@ -41,7 +41,7 @@ def check(op: Op, torch_op: Callable[[Tensor], Tensor], x: Tensor, args: Any, fr
     cotangent = torch.randn(expected.shape, dtype=torch.float64).to(expected.dtype)
     if expected.requires_grad:
         expected.backward(cotangent)
-    torch.testing.assert_close(op(x, *args), expected.detach())  # without a frame: the whole
+    torch.testing.assert_close(op(x, *args), expected.detach())  # without a frame: the full tensor
     for value, grad in on_ranks(op, x, args, frames, dim, cotangent, n):
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
         if whole.grad is not None:

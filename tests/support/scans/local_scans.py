@@ -34,7 +34,7 @@ def scan(
 def exact(
     x: Tensor, dim: int, op: str, exclusive: bool = False, reverse: bool = False, starts: Tensor | None = None
 ) -> Tensor:
-    """By hand, in float64 or the integers of the result."""
+    """Return the scan by a loop, in float64 or the integer dtype of the result."""
     wide = torch.float64 if x.is_floating_point() else result_dtype(op, x.dtype)
     return scan_by_loop(x.to(wide), dim, op, exclusive, reverse, starts)
 

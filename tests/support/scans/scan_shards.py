@@ -1,4 +1,4 @@
-"""Scans of sharded sequences on every rank, and the loop over segments of the whole that they must equal."""
+"""Scans of sharded sequences on every rank, and the expected loop over segments of the full sequence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Case:
         return [1, self.size, self.start, self.window, *([2] if self.layout == "zigzag" else [])]
 
     def operand(self) -> Tensor:
-        """The whole sequence, with zeros, equal elements or -inf where the op minds; (2, length, 3)."""
+        """Return the full sequence (2, length, 3), with zeros, equal elements or -inf as edge cases of the op."""
         x = randn(2, self.window, 3, seed=3)
         if self.op in ("max", "min"):
             x = (x * 2).round() + 0.0
@@ -77,7 +77,7 @@ class Case:
 
 
 def reference(case: Case, x: Tensor) -> Tensor:
-    """The scan of the whole, segment by segment with torch's own scan."""
+    """Return the scan of the full sequence, segment by segment by torch."""
     ids = case.ids()
     columns = []
     for i in range(x.shape[0]):
@@ -106,7 +106,7 @@ def finite(y: Tensor) -> Tensor:
 
 
 def positions(case: Case, rank: int, n: int) -> Tensor:
-    """Of a rank's rows, in the frame."""
+    """Return the positions of a rank's rows in the frame."""
     folds = 2 if case.layout == "zigzag" else 1
     chunk = -(-case.size // (folds * n))
     chunks = torch.arange(folds * n * chunk).chunk(folds * n)
@@ -114,7 +114,7 @@ def positions(case: Case, rank: int, n: int) -> Tensor:
 
 
 def inside(case: Case, rank: int, n: int) -> Tensor:
-    """Which of a rank's rows the window holds."""
+    """Return a mask of the rank's rows in the window."""
     at = positions(case, rank, n)
     return (at >= case.start) & (at < case.start + case.window)
 
@@ -154,7 +154,7 @@ def on_rank(case: Case, rank: int, n: int, group: str = SIMULATED_GROUP, fill: f
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Result and gradient of the whole."""
+    """Return the expected result and gradient of the full sequence."""
     x = case.operand().requires_grad_()
     y = reference(case, x)
     (grad,) = torch.autograd.grad(finite(y), x, case.cotangent())
@@ -162,7 +162,7 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def simulated(case: Case, n: int, fill: float | None = None) -> list[Tensor]:
-    """The whole of all simulated ranks' rows."""
+    """Return the full tensor of all simulated ranks' rows."""
     found = run_ranks(n, lambda rank: on_rank(case, rank, n, fill=fill))
     return [joined(case, list(shards)) for shards in zip(*found)]
 
@@ -194,7 +194,7 @@ class Recurrence(Case):
         return [h.detach(), *torch.autograd.grad(h, leaves, cut(self, self.cotangent(), rank, n, fill=0.0))]
 
     def expected(self) -> list[Tensor]:
-        """The same of the whole, by a loop."""
+        """Return the expected result and gradients of the full sequence by a loop."""
         leaves = [x.requires_grad_() for x in self.operands()]
         state = leaves[2] if self.initial else torch.zeros(2, 3, dtype=self.dtype)
         out = []

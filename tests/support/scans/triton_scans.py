@@ -26,7 +26,7 @@ FLAGS = tuple(itertools.product((False, True), repeat=3))
 
 
 def starts_of(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Of whole columns or rows of lines, of all lines, or of each."""
+    """Return random starts, shared along lines, rows or columns, or separate for each line."""
     sizes = [(1, shape[1], 1), shape, (shape[0], shape[1], 1), (1, *shape[1:])][seed % 4]
     return torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < 0.15
 

@@ -47,7 +47,7 @@ def traced(fn: Callable[..., Any], *inputs: Tensor, tracer: str = "capture") -> 
 
 
 def exported(fn: Callable[..., Any], x: Tensor, strict: bool = False) -> GraphModule:
-    """As torch.export has it, captured; unless it is strict, Dynamo has not seen it."""
+    """Return the captured graph of torch.export; Dynamo traces it only if `strict`."""
 
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Any:

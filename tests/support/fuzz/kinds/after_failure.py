@@ -1,4 +1,4 @@
-"""A process that goes on after a program that could not be compiled, or raised while it was: the next one is right."""
+"""Scenes in which a program fails to compile or raises, and the next program in the process is right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Bad = Callable[[Compile, list[Tensor]], Any]
 
 
 class _Unexpected(Exception):
-    """What a model or a compiler raises."""
+    """Error of a model or a compiler."""
 
 
 def _raises(*_: Any) -> Any:
@@ -158,7 +158,7 @@ def made(seed: int) -> AfterFailure:
 
 
 def cases(seed: int) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"after_failure:{number}" for number in itertools.count(seed * SESSION))
 
 

@@ -1,4 +1,4 @@
-"""Results that share memory, which of them are trained, and what is written in place: by the model or after its call."""
+"""Scenes with results that share memory, and with writes in place by the model or after its call."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ INSIDE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "row": lambda x, y: y[:, 0].mul_(2),
     "copied": lambda x, y: y.copy_(x.detach().sin()),
 }
-"""What the model writes into its second input before it reads both."""
+"""Writes of the model to its second input before it reads both."""
 SHARED: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x.detach().cos(),
     "the same": lambda x: x,
     "viewed": lambda x: x.view(x.shape),
     "flipped": lambda x: x.view(-1).view(x.shape),
 }
-"""How the second input is made of the first, on the last call."""
+"""Relations of the second input to the first, on the last call."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def made(source: str, seed: int) -> Memory:
 
 
 def cases(source: str, seed: int) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"{source}:{number}" for number in itertools.count(seed * SESSION))
 
 

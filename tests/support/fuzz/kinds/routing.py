@@ -98,7 +98,7 @@ def _by_experts(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _load(w: Tensor, ids: Tensor, x: Tensor, how: str) -> Tensor:
-    """How many tokens an expert has, as its tokens' weight."""
+    """Weight tokens by the number of tokens of their expert."""
     expert = _experts(x)
     flat = expert.flatten()
     if how == "bincount":
@@ -128,7 +128,7 @@ def _bucketized(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _searched(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
-    """Where running counts reach a number: the row there."""
+    """Add the row at which running counts reach a number."""
     counts = _started(w, ids, x).long().cumsum(1)
     wanted = 1 + torch.arange(x.shape[1]).expand(x.shape[0], -1) % 2
     at = torch.searchsorted(counts, wanted).clamp(max=x.shape[1] - 1)

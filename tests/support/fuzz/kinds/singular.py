@@ -36,13 +36,13 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _count(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
-    """How many ids so far are not zero, the first token counted."""
+    """Divide running sums by the number of nonzero ids so far; the first token counts."""
     counted = (ids > 0) | (torch.arange(ids.shape[1]) == 0)
     return x.cumsum(1) / counted.cumsum(1)[..., None]
 
 
 def _left(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
-    """A mean of what is still to come."""
+    """Return the mean of later rows."""
     total = x.sum(1, keepdim=True)
     return (total - x.cumsum(1) + x) / (x.shape[1] - _positions(x))
 
@@ -85,7 +85,7 @@ def _cut_off(w: Tensor, ids: Tensor, x: Tensor, how: tuple[int, str]) -> Tensor:
 
 
 def _surprise(w: Tensor, ids: Tensor, x: Tensor) -> Tensor:
-    """What tokens' classes are worth to a softmax without its own logarithm."""
+    """Multiply rows by the log-probability of their class, computed without log_softmax."""
     probability = x.exp() / x.exp().sum(-1, keepdim=True)
     return x * probability.gather(-1, ids[..., None]).log()
 

@@ -97,7 +97,7 @@ class Steps(Scene):
 
 
 def cases(table: str, seed: int) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"{table}:{number}" for number in itertools.count(seed * oracle.SESSION))
 
 
@@ -123,7 +123,7 @@ def made(table: str, seed: int) -> tuple[RanksSetting, list[Step]]:
 
 
 def _drawn(random: Random, table: str) -> list[Step]:
-    """Something that looks along the sequence, one op of the table at least, and others."""
+    """Return random steps: one along the sequence, at least one op of the table, and others."""
     own, arguments = TABLES[table]
     steps = [Step("linear", (0,), (random.randrange(200),))] if random.random() < 0.5 else []
     steps.append(Step("body", (len(steps),), (random.choice(sorted(BODIES)),)))
@@ -133,7 +133,7 @@ def _drawn(random: Random, table: str) -> list[Step]:
         choices = {"body": sorted(BODIES), "linear": range(200), **arguments}
         args = (random.choice(choices[name]),) if name in choices else ()
         steps.append(Step(name, (last, random.randrange(len(steps) + 1)) if name == "add" else (last,), args))
-    if random.random() < 0.7:  # the gradient of its weights adds up all rows of what is before it
+    if random.random() < 0.7:  # the gradient of its weights sums all rows of its input
         steps.append(Step("linear", (len(steps),), (random.randrange(200),)))
     return steps
 

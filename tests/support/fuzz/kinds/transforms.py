@@ -1,4 +1,4 @@
-"""Function transforms inside a model: torch.func's grad, vjp, jvp, vmap, functional_call, around what ranks share."""
+"""Scenes with torch.func's grad, vjp, jvp, vmap and functional_call around ops along the sequence."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _called(w: Tensor, x: Tensor, body: Body) -> Tensor:
 
 
 def _jacobian(w: Tensor, x: Tensor, body: Body) -> Tensor:
-    """Of the mean row, by a vector."""
+    """Multiply x by the Jacobian of the mean row with respect to a vector."""
     found = jacrev(lambda v: body(x * v).mean((0, 1)))(w[:WIDTH])
     return x @ found
 
@@ -155,7 +155,7 @@ def made(seed: int) -> Transformed:
 
 
 def cases(seed: int) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"transforms:{number}" for number in itertools.count(seed * SESSION))
 
 

@@ -55,7 +55,7 @@ def _splits(sample: SampleInput) -> bool:
 
 
 def has(variant: str, name: str) -> bool:
-    """Has an op this variant?"""
+    """Return True if an op has this variant."""
     info = infos()[name]
     return {"function": True, "inplace": info.inplace_variant is not None, "out": info.supports_out}[variant]
 

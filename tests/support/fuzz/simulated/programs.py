@@ -1,4 +1,4 @@
-"""Random programs, static and dynamic, along any dim, under every strategy; what is bad is made small."""
+"""Random programs, static and dynamic, along any dim, under every strategy; bad ones are minimized."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print({kind}({setting}).outcome([
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program runs in. sizes: (B, S, D) of x. dim: the sequence's of x. frozen: x or weight, if one is."""
+    """Setting of a program. sizes: (B, S, D) of x. dim: of the sequence in x. frozen: "x", "weight" or neither."""
 
     sizes: Sizes
     ranks: tuple[int, ...]
@@ -66,7 +66,7 @@ class Setting:
 
 
 def cases(seed: int = 0) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"programs:{number}" for number in itertools.count(seed * SESSION))
 
 
@@ -86,7 +86,7 @@ def run(name: str) -> Result:
 
 
 def shrunk(name: str, setting: Setting, steps: list[Step]) -> Result:
-    """What comes of a program; where that is bad, a script of a smaller one."""
+    """Return the result of a program, with a script of a minimized one if it is bad."""
     result = setting.outcome(steps)
     if not result.outcome.is_bad:
         return result

@@ -38,7 +38,7 @@ class Step:
 
 
 class Program(nn.Module):
-    """x is v0; every step appends a value; the last ones are returned. Neighbours share what is around them."""
+    """A model whose steps append values to v0 = x, and whose last values are returned. Adjacent steps share `around`."""
 
     def __init__(
         self, steps: list[Step], ops: Mapping[str, Callable[..., Tensor]] | None = None, last: int = 3
@@ -65,7 +65,7 @@ class Program(nn.Module):
 
 
 def _table(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """A parameter of the asked size."""
+    """Return a parameter of a size."""
     return weight[: rows * columns].view(rows, columns)
 
 
@@ -133,7 +133,7 @@ def _index(x: Tensor, d: int) -> Tensor:
 
 
 WRITES: dict[str, Callable[[Tensor, int], Tensor]] = {"add": _add, "copy": _copy, "fill": _fill, "index": _index}
-"""What changes a value in place along a dim."""
+"""Functions that change a value in place along a dim."""
 
 
 def _masked(weight: Tensor, ids: Tensor, x: Tensor, dim: int, end: int) -> Tensor:

@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 def _labels(ids: Tensor, x: Tensor) -> Tensor:
-    """Of logits' rows, the last of each sequence; some are ignored."""
+    """Return labels of logits, which are the last rows of each sequence; some are ignored."""
     kept = x.numel() // x.shape[-1] // ids.shape[0]
     found = ids[:, ids.shape[1] - kept :]
     return found.reshape(x.shape[:-1])
@@ -37,7 +37,7 @@ def _known(ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _counts(ids: Tensor, x: Tensor) -> Tensor:
-    """Which of these tokens count, as numbers."""
+    """Return 1 for tokens that count and 0 for others."""
     kept = x.numel() // ids.shape[0]
     return (ids[:, ids.shape[1] - kept :] >= 0).reshape(x.shape).to(x.dtype)
 
@@ -181,7 +181,7 @@ OF = {
     **{"rows": "rows", "head": "rows", "wide": "wide", "each": "wide"},
     **{"tokens": "tokens", "sum": "tokens", "number": "number"},
 }
-"""What kind of value each stage takes."""
+"""Kind of value that each stage takes."""
 
 
 def _kind(x: Tensor, sizes: Sizes) -> str:
@@ -214,7 +214,7 @@ def given(sizes: Sizes, frozen: str = "") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cases(seed: int = 0) -> Iterator[str]:
-    """Without end."""
+    """Return the names of cases, without end."""
     return (f"tiles:{number}" for number in itertools.count(seed * SESSION))
 
 
@@ -234,7 +234,7 @@ def run(name: str) -> Result:
 
 
 def _steps(random: Random, sizes: Sizes) -> list[Step]:
-    """From rows to a number; one or two heads, some of what there is of each stage."""
+    """Return random steps from rows to a scalar, with one or two heads."""
     with torch.device("meta"):
         x, w, ids = (torch.empty_like(x) for x in given(sizes))
     values, steps = [x], list[Step]()
