@@ -24,14 +24,14 @@ class Report:
     """The report of one graph; `str(report)` is its text."""
 
     n: int  # ranks that shard the sequence
-    notes: list[Note] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
-    attention: list[Decision] = field(default_factory=list)
-    memory: list[RankMemory] = field(default_factory=list)
-    tiled: list[TiledRegion] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)  # rewrites, fallbacks and other events
+    exchanges: list[Exchange] = field(default_factory=list)  # collectives of the forward, with their bytes
+    attention: list[Decision] = field(default_factory=list)  # strategies of attention, with their predicted times
+    memory: list[RankMemory] = field(default_factory=list)  # predicted memory of a rank, for each graph
+    tiled: list[TiledRegion] = field(default_factory=list)  # regions that run in tiles
     inputs: dict[str, list[int]] = field(default_factory=dict)  # sequence dims by input
     sharded_outputs: list[str] = field(default_factory=list)  # names of outputs that stay sharded
-    constraints: list[str] = field(default_factory=list)
+    constraints: list[str] = field(default_factory=list)  # numbers that the ranks must divide, and padding
     passes: list[PassRun] = field(default_factory=list)  # all runs, in order
     errors: list = field(default_factory=list)  # (name, largest relative error against a single device)
     layers: list = field(default_factory=list)  # tensor-parallel layers

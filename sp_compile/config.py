@@ -1,4 +1,4 @@
-"""Find the ranks that share the sequence from the options of `torch.compile(model, backend="sp", options={...})`."""
+"""Find the ranks that share the sequence from the options of `torch.compile`."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def run_pipeline(
 
 
 def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
-    """Yield a note for each option that has no effect on one rank, so that a script also runs without other ranks."""
+    """Yield a note for each option that has no effect on one rank; scripts run there without changes."""
     for option, asked in (("attention", job.attention), ("layout", job.layout)):
         if asked != "auto":
             yield Note(NoteKind.DECLINED, asked, f"{option}={asked!r} has no effect on one rank")

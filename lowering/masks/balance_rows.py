@@ -1,4 +1,4 @@
-"""Define ``sp::deal``: the load-balanced order in which ranks store a sequence, computed at run time.
+"""Compute the load-balanced order in which ranks store a sequence, at run time.
 
 The work is the number of attending pairs, from one plan of all queries and keys; `balance_chunks.py` assigns it to
 ranks. Equal vectors give equal orders, so ranks with replicated vectors need no communication.

@@ -153,7 +153,7 @@ def on_eager(
     tell: Callable[[Any, CodeType, str], None],
     tell_of_piece: Callable[[torch.nn.Module], None],
 ) -> None:
-    """Call `tell` when Dynamo falls back to eager for code of this backend, once for each code object.
+    """Report code of this backend for which Dynamo falls back to eager, once for each code object.
 
     Dynamo has no hook for this, so that the function that it calls for new code is wrapped.
 

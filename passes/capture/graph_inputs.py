@@ -237,7 +237,8 @@ def _sharded_inputs(
 ) -> tuple[dict[str, Placement], dict[int, Layout]]:
     """Return placements and layouts of inputs that an earlier graph sharded on these ranks.
 
-    An input sharded along a part of a dim is gathered. If `deals` is set, only load-balanced inputs remain sharded.
+    An input that is sharded along a part of a dim is gathered. If load-balanced rows are accepted, only load-balanced
+    inputs remain sharded; otherwise only the others do.
     """
     mode, _ = fake_inputs(())
     placements: dict[str, Placement] = {}

@@ -231,7 +231,7 @@ def _group_device(given: torch.device | None) -> torch.device:
 
 
 def _make_buffer(size: int, ranks: Ranks, device: torch.device) -> SymmetricBuffer | None:
-    """Return a symmetric buffer of `size` bytes; None if it is not supported, for which torch raises several types."""
+    """Return a symmetric buffer of `size` bytes; None if torch raises one of its errors for missing support."""
     try:
         memory, handle = torch_compat.symmetric_memory(size, device, ranks.group)
     except (RuntimeError, ImportError, AttributeError, NotImplementedError):

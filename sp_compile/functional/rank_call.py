@@ -126,7 +126,7 @@ def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]
 
 
 def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:
-    """Return the operator, or its body if an operand is wrapped by `torch.func`, which cannot transform operators.
+    """Return the operator, or its body if `torch.func` wraps an operand, as it cannot transform operators.
 
     Args:
         op: The operator.

@@ -271,7 +271,14 @@ class SequenceParallelAccelerator(Accelerator):
 
 
 def _sum_over_replicas(x: torch.Tensor, replicas: dist.ProcessGroup, sequence: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over replicas; raise SpError on every rank if integers differ on ranks that share a sequence."""
+    """Return the sum over replicas.
+
+    Returns:
+        A tensor with the shape and dtype of x.
+
+    Raises:
+        SpError: On every rank, if integers differ on the ranks that share a sequence (SP828).
+    """
     total = x.clone()
     dist.all_reduce(total, group=replicas)
     if total.is_floating_point() or total.is_complex():

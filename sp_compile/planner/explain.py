@@ -1,4 +1,4 @@
-"""Report what the backend does to a model, without processes and without GPUs."""
+"""Report the effect of the backend on a model, without processes and without GPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def explain(
     optimizer: Any = None,
     **config: Any,
 ) -> Report:
-    """Report what `backend="sp"` does to `model(*args)` on `sp` ranks: rewrites, collectives with bytes, fallbacks.
+    """Report the rewrites, collectives with bytes, and fallbacks of `backend="sp"` for `model(*args)`.
 
     No processes are needed; the model runs once, on a single device. A program that is already tensor-parallel needs
     its groups, of processes that all call `explain`, or of the "fake" backend; the report then has a line for each of

@@ -96,6 +96,7 @@ class ReplaceFlashFunctions(RewriteVarlenAttention):
         wanted = _ancestors(_result_at(body.graph.output_node().args[0], index))
 
         def place(node: Node, placed: Mapping[Node, Any]) -> Any:
+            """Copy a node of the body, with attention in place of the kernel; None if the result does not need it."""
             if node not in wanted or node is kernel:
                 return None
             if node.target is operator.getitem and node.args[0] is kernel:
