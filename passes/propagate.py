@@ -170,11 +170,11 @@ MIN_BROADCAST = 8  # minimum ratio of elements, results to operands: a few bytes
 
 def _is_large_broadcast(call: OpCall) -> bool:
     """Return True if operands broadcast to far more elements, such as tokens compared with all classes."""
-    made, given = (
+    results, operands = (
         sum(assume_large(size_product(s)) for s in shapes)
         for shapes in (call.result_shapes(), map(node_shape, call.operands))
     )
-    return bool(given) and made >= MIN_BROADCAST * given
+    return bool(operands) and results >= MIN_BROADCAST * operands
 
 
 def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n: int) -> NodeStep:
@@ -281,11 +281,15 @@ def _shard_factor(
 
 def mask_values(gm: GraphModule) -> set[Node]:
     """Return values that only masks use: they are needed replicated, so they are not sharded."""
-    whole: set[Node] = set()
+    replicated: set[Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and node.users and all(_is_mask_use(node, u) or u in whole for u in node.users):
-            whole.add(node)
-    return whole
+        if (
+            node.op == "call_function"
+            and node.users
+            and all(_is_mask_use(node, u) or u in replicated for u in node.users)
+        ):
+            replicated.add(node)
+    return replicated
 
 
 def _is_mask_use(node: Node, user: Node) -> bool:
@@ -374,7 +378,7 @@ def _visit(
     axes: Axes,
     node: Node,
     n: int,
-    keep_whole: bool,
+    keep_replicated: bool,
     declines: DeclineRule | None,
     window: Frame | None,
 ) -> NodeStep:
@@ -399,7 +403,7 @@ def _visit(
         return NodeStep(tuple(p if isinstance(p, Partial) else SUMMAND_DEMAND for p in have), (Partial(),))
     reduce = [Demand(node, i, "reduce", p) for i, p in enumerate(have) if isinstance(p, Partial)]
     have = [REPLICATE if isinstance(p, Partial) else p for p in have]
-    step = _node_step(axes, node, call, rule, have, n, keep_whole, window)
+    step = _node_step(axes, node, call, rule, have, n, keep_replicated, window)
     declined = declines(call, rule, have) if declines and call and step.wants else None
     if declined is not None:
         step = replicate_operands(node, have, "whole", declined, len(step.results))
@@ -441,10 +445,10 @@ def scaled_operands(node: Node) -> list[Node]:
 def _operands_like_result(node: Node) -> list[Node]:
     """Return the floating operands with the shape and the dtype of the result."""
     value, operands = node.meta["val"], OpCall(node).operands
-    alike = [
+    same_shape = [
         x for x in operands if is_same_shape(node_shape(x), node_shape(node)) and x.meta["val"].dtype == value.dtype
     ]
-    return alike if value.is_floating_point() else []
+    return same_shape if value.is_floating_point() else []
 
 
 def _is_partial_sum(call: OpCall, have: Sequence[Placement]) -> bool:
@@ -466,7 +470,7 @@ def _is_broadcast_draw(node: Node) -> bool:
 
 def _node_step(
     axes: Axes, node: Node, call: OpCall | None, rule: BoundRule | None, have: Sequence[Placement], n: int,
-    keep_whole: bool, window: Frame | None,
+    keep_replicated: bool, window: Frame | None,
 ) -> NodeStep:  # fmt: skip
     if call is None or rule is None or node_info(node).no_rule is not None:
         fits = " for such operands" if has_rule(node.target) else ""
@@ -477,5 +481,5 @@ def _node_step(
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
-    begun = None if keep_whole else start_sharding(axes, call, rule, n, window)
+    begun = None if keep_replicated else start_sharding(axes, call, rule, n, window)
     return begun or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))

@@ -137,8 +137,8 @@ class Report:
             rows = [
                 (
                     lap.name,
-                    _join_words(lap.requires),
-                    _join_words(lap.provides),
+                    _join_names(lap.requires),
+                    _join_names(lap.provides),
                     lap.changes,
                     lap.nodes,
                     f"{lap.seconds:.3f}",
@@ -164,8 +164,8 @@ def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:
     return [(times, *row) for row, times in Counter(rows).items()]
 
 
-def _join_words(words: Iterable[str]) -> str:
-    return ", ".join(sorted(words))
+def _join_names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _format_bytes(value: Size) -> str:

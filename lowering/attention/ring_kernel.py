@@ -93,12 +93,12 @@ class RingKeys(NamedTuple):
         return out, lse
 
     def backward(
-        self, given: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
+        self, upstream: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, args: LocalArgs, mask_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return dq, dk, dv and dmask.
 
         Args:
-            given: The cotangent, out and lse of the forward.
+            upstream: The cotangent, out and lse of the forward.
             q: (B, H, s, D).
             k: (B, Hkv, t, D), this rank's shard.
             v: (B, Hkv, t, E), this rank's shard.
@@ -109,9 +109,9 @@ class RingKeys(NamedTuple):
         dmask: Tensor | None = None
         carried = RING_GRADIENTS["travel" if self.steps < self.size else self.grads](self)
         packed = "" if self.steps == 1 else "stack" if _can_stack(k, v) else "last"
-        for keys, values, where, coming in self._ring_steps(k, v, wait_then_concat(given[0])):
+        for keys, values, where, coming in self._ring_steps(k, v, wait_then_concat(upstream[0])):
             before = _drop_none(coming, carried.coming, dq)
-            dq_, dk_, dv_, dmask_ = args.grads(given, q, keys, values, where, mask_grad, before, packed)
+            dq_, dk_, dv_, dmask_ = args.grads(upstream, q, keys, values, where, mask_grad, before, packed)
             dq, dmask = accumulate(dq, dq_), accumulate(dmask, dmask_) if mask_grad else dmask_
             if self.steps > 1:
                 carried.add(dk_)
@@ -146,9 +146,9 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def wait_then_concat(made: Tensor) -> Cat:
+def wait_then_concat(tensor: Tensor) -> Cat:
     """Return a concatenation that waits for a tensor; see ``sp::pack``."""
-    return lambda xs, dim: torch.ops.sp.pack(xs, dim, made)
+    return lambda xs, dim: torch.ops.sp.pack(xs, dim, tensor)
 
 
 def _can_stack(k: Tensor, v: Tensor) -> bool:

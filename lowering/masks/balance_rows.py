@@ -36,7 +36,7 @@ def balance_rows(
     n: int,
     stride: int = 1,
     front: int = 0,
-    behind: int = 0,
+    back: int = 0,
 ) -> ChunkOrder:
     """Balance positions over n ranks for attention with these predicates.
 
@@ -49,7 +49,7 @@ def balance_rows(
         n: The number of ranks.
         stride: The number of neighboring ranks that split the heads, so that each has all their rows.
         front: The number of positions at the beginning that are not moved.
-        behind: The number of positions at the end that are not moved.
+        back: The number of positions at the end that are not moved.
 
     Returns:
         The order of chunks.
@@ -62,7 +62,7 @@ def balance_rows(
         parts = [[weight * pairs for pairs in count_pairs_before(one, rows)] for one, weight in zip(plans, weights)]
         return [sum(column) for column in zip([0] * len(rows), *parts)]  # zero without attention
 
-    found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, behind)
+    found = assign_chunks(work, length, n // stride, stride * -(-length // n), front, back)
     log.debug(
         "balanced %d positions in %d chunks over %d ranks: maximum over mean of pairs is %.3f, contiguous %.3f",
         *(length, len(found.firsts), n, found.imbalance, found.is_identity),
@@ -135,8 +135,8 @@ def _fake_tables(vectors: Sequence[Tensor], length: Any) -> list[Tensor]:
     return [torch.empty([table_size(x)], dtype=torch.int64, device="cpu") for x in lengths]
 
 
-def _fake_balanced(vectors: Sequence[Tensor], *given: Any) -> list[Tensor]:
-    length, n, device = given[3], given[-3], given[-1]
+def _fake_balanced(vectors: Sequence[Tensor], *unused: Any) -> list[Tensor]:
+    length, n, device = unused[3], unused[-3], unused[-1]
     return [*fake_orders(length, n, device), *_fake_tables(vectors, length)]
 
 
@@ -146,7 +146,7 @@ def _ordered_tables(vectors: Sequence[Tensor], found: ChunkOrder, tables: Sequen
 
 @opaque(
     "deal(Tensor[] vectors, str[] predicates, SymInt[] weights, SymInt[] sizes, SymInt length, SymInt[] front, "
-    "SymInt[] behind, int n, int stride, Device device) -> Tensor[]",
+    "SymInt[] back, int n, int stride, Device device) -> Tensor[]",
     _fake_balanced,
     replays=False,
 )
@@ -157,7 +157,7 @@ def balanced_rows(
     sizes: Sequence[int],
     length: int,
     front: Sequence[int],
-    behind: Sequence[int],
+    back: Sequence[int],
     n: int,
     stride: int,
     device: torch.device,
@@ -173,7 +173,7 @@ def balanced_rows(
         sizes: The values n<i> of all predicates.
         length: The number of positions.
         front: Numbers of positions at the beginning that are not moved.
-        behind: Numbers of positions at the end that are not moved.
+        back: Numbers of positions at the end that are not moved.
         n: The number of ranks.
         stride: The number of consecutive ranks that count as one because they split the heads.
         device: The device of the results.
@@ -186,7 +186,7 @@ def balanced_rows(
     """
     tables = torch.ops.sp.pieces(vectors) if vectors else []
     pieces = tuple(map(Pieces.of, tables))
-    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, behind)]
+    numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, back)]
     found = balance_rows(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
     return [
         *order_tensors(found, device),

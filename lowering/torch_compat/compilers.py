@@ -178,25 +178,25 @@ _late_backwards: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 _entered_backwards = contextlib.ExitStack()
 
 
-def wrap_late_backward(around: Callable[[], AbstractContextManager[Any]]) -> None:
+def wrap_late_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Compile the backward of the current graph inside `around()`, if torch compiles it lazily."""
     from torch._dynamo.callback import callback_handler
     from torch._guards import CompileContext
 
-    _late_backwards[str(CompileContext.current_compile_id())] = around
+    _late_backwards[str(CompileContext.current_compile_id())] = context
     if _start_late_backward not in callback_handler.start_callbacks:  # a reset of Dynamo removes callbacks
         callback_handler.register_start_callback(_start_late_backward)
         callback_handler.register_end_callback(_finish_late_backward)
 
 
 @torch.compiler.disable  # torch has a lock here, and Dynamo would trace a call from a backward in eager code
-def _start_late_backward(told: Any) -> None:
-    if told.callback_trigger.name == "LAZY_BACKWARD" and told.compile_id in _late_backwards:
-        _entered_backwards.enter_context(_late_backwards.pop(told.compile_id)())
+def _start_late_backward(event: Any) -> None:
+    if event.callback_trigger.name == "LAZY_BACKWARD" and event.compile_id in _late_backwards:
+        _entered_backwards.enter_context(_late_backwards.pop(event.compile_id)())
 
 
 @torch.compiler.disable
-def _finish_late_backward(told: Any) -> None:
+def _finish_late_backward(event: Any) -> None:
     _entered_backwards.close()
 
 
@@ -207,15 +207,15 @@ def count_cache_hits() -> int:
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
-def on_recompile_limit(tell: Callable[[str], object]) -> None:
-    """Call `tell` with torch's message when Dynamo reaches its recompile limit and falls back to eager.
+def on_recompile_limit(warn: Callable[[str], object]) -> None:
+    """Call `warn` with torch's message when Dynamo reaches its recompile limit and falls back to eager.
 
     Dynamo has no hook for this, but logs a warning.
     """
 
     def notice_partition(record: logging.LogRecord) -> bool:
         if "hit config." in str(record.msg):
-            tell(record.getMessage().partition("To log all")[0].strip())
+            warn(record.getMessage().partition("To log all")[0].strip())
         return True
 
     logging.getLogger("torch._dynamo.convert_frame").addFilter(notice_partition)
@@ -436,7 +436,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def find_backward_nodes(
-    outputs: Sequence[Any], some: Collection[int], around: Callable[[], AbstractContextManager[Any]]
+    outputs: Sequence[Any], some: Collection[int], context: Callable[[], AbstractContextManager[Any]]
 ) -> list[tuple[Any, frozenset[int]]]:
     """Return AOTAutograd's autograd nodes of outputs, and run their backwards in `around()`.
 
@@ -446,7 +446,7 @@ def find_backward_nodes(
     Args:
         outputs: Outputs of a compiled function.
         some: Indices of selected outputs.
-        around: Returns the context of the backwards.
+        context: Returns the context of the backwards.
 
     Returns:
         Each node once, with the indices of its results that are, or compute, the selected outputs.
@@ -460,7 +460,7 @@ def find_backward_nodes(
         forward: Any = getattr(type(node), "_forward_cls", None)
         if forward is not None:
             run = forward.backward
-            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, around))
+            forward.backward = staticmethod(_InContext(run.run if isinstance(run, _InContext) else run, context))
     return [(node, frozenset(numbers)) for node, numbers in found.values()]
 
 

@@ -48,10 +48,10 @@ def argument_name(node: Node) -> str:
 
 def is_python_number(node: Node) -> bool:
     """Return True if the placeholder is a Python scalar, or a float as a 0-dim tensor, but not a size."""
-    given = node.meta.get("grapharg")
-    if given is None or isinstance(given.source, TensorPropertySource):
+    argument = node.meta.get("grapharg")
+    if argument is None or isinstance(argument.source, TensorPropertySource):
         return False
-    return bool(given.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
+    return bool(argument.pass_arg_as_tensor) or isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
 def _positional_name(index: int) -> str:

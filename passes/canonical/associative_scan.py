@@ -197,19 +197,19 @@ class RewriteAssociativeScans(CanonicalPass):
         return dtypes[0] != torch.bool and is_scannable(dtypes[0])
 
     def _rewrite(self, node: Node, found: list[CombineOp]) -> None:
-        given = operands_of(list(node.args[1]))
+        x = operands_of(list(node.args[1]))
         read = {user.args[1] for user in node.users}
         with self.graph.inserting_before(node):
-            fresh = {i: self.restore_dims(self.scan_field(found[i], given, node), given, node) for i in read}
+            fresh = {i: self.restore_dims(self.scan_field(found[i], x, node), x, node) for i in read}
         self.replace(node, fresh)
 
-    def scan_field(self, one: CombineOp, given: _ScanOperands, node: Node) -> Node:
-        rows = [given.leaves[i] for i in one.leaves]
+    def scan_field(self, one: CombineOp, x: _ScanOperands, node: Node) -> Node:
+        rows = [x.leaves[i] for i in one.leaves]
         value = rows[-1].meta["val"]
         if one.op == "linear":
-            args = (*rows, None, given.dim, *([True] if given.reverse else []))
+            args = (*rows, None, x.dim, *([True] if x.reverse else []))
             return self.emit(sp.linear_scan.default, args, value, node)
-        return emit_scan(self, rows[0], given.dim, one.op, value, node, reverse=given.reverse)
+        return emit_scan(self, rows[0], x.dim, one.op, value, node, reverse=x.reverse)
 
     def restore_dims(self, x: Node, given: _ScanOperands, node: Node) -> Node:
         for target, args in reversed(given.moved_ops):
@@ -260,11 +260,11 @@ class ExpandAssociativeScans(Pass):
         return len(found)
 
     def _inline(self, node: Node, combine: GraphModule) -> None:
-        given = [*node.args[1], *node.args[2]]
-        values = torch.fx.map_arg(given, lambda n: n.meta["val"])
+        x = [*node.args[1], *node.args[2]]
+        values = torch.fx.map_arg(x, lambda n: n.meta["val"])
         body = trace_function(_build_tree(combine, len(node.args[1])), values, pre_dispatch=True, gradients=True)
         with self.graph.inserting_before(node):
-            self.replace(node, self.inline(body, given, node))
+            self.replace(node, self.inline(body, x, node))
 
 
 def _build_tree(combine: GraphModule, leaves: int) -> Callable[..., Any]:

@@ -122,11 +122,11 @@ def pad_of_source(pad: PadMatch) -> PadMatch | None:
     if piece is None or piece.dim != pad.dim:
         return None
     source = value_origin(piece.source)
-    behind = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
-    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, behind):
+    cut_after = simplify_size(node_shape(source)[pad.dim] - piece.start - piece.length)
+    if not _hides_slice(pad.before, piece.start) or not _hides_slice(pad.after, cut_after):
         return None
     return replace(
-        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind)
+        pad, source=source, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after)
     )
 
 

@@ -54,8 +54,8 @@ def match_shift(node: Node) -> PadMatch | None:
     if piece is not None and pad is not None:
         if pad.dim != piece.dim or not is_only_read_by(value_origin(piece.source), node):
             return None
-        behind = node_shape(piece.source)[pad.dim] - piece.start - piece.length
-        pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - behind))
+        cut_after = node_shape(piece.source)[pad.dim] - piece.start - piece.length
+        pad = replace(pad, before=simplify_size(pad.before - piece.start), after=simplify_size(pad.after - cut_after))
     while pad is not None and (pad.before, pad.after) not in SHIFT_BY_ONE:
         pad = pad_of_source(pad) if is_only_read_by(pad.source, node) else None
     return pad

@@ -77,14 +77,14 @@ def _invert_expand(view: ViewCall, new: Node, emit: Emit) -> Node | None:
     return new if new.meta["val"].shape == view.base.meta["val"].shape else None
 
 
-def rejoin_split(split: ViewCall, taken: Node, new: Node, emit: Emit) -> Node | None:
-    """Return the base of a split after `taken`, one of its pieces, is replaced by `new`."""
-    found = match_piece(taken)
+def rejoin_split(split: ViewCall, piece: Node, new: Node, emit: Emit) -> Node | None:
+    """Return the base of a split after `piece`, one of its pieces, is replaced by `new`."""
+    found = match_piece(piece)
     if found is None:
         return None
     pieces = emit(split.node.target, split.base, *split.args)
     n = len(pieces.meta["val"])
-    parts = [new if i == taken.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
+    parts = [new if i == piece.args[1] % n else emit(operator.getitem, pieces, i) for i in range(n)]
     return emit(aten.cat.default if found.keeps_dim else aten.stack.default, parts, found.dim)
 
 

@@ -219,17 +219,17 @@ def measure_lines(
     known = _measured.setdefault(group, {})
     new = list({job.key: job for job in jobs if job.key not in known}.values())
     if new:
-        first, kept = dist.get_rank(group) == 0, {}
+        first, cached = dist.get_rank(group) == 0, {}
         with _raised_on_all(meet):
             path = _cache_path(group, device)
-            kept = _read_cache(path) if first else {}
-        found = _broadcast_found([kept.get(repr(job.key)) for job in new], group, where)
+            cached = _read_cache(path) if first else {}
+        found = _broadcast_found([cached.get(repr(job.key)) for job in new], group, where)
         missing = [job for job, line in zip(new, found) if line is None]
         known.update((job.key, line) for job, line in zip(new, found) if line is not None)
         if missing:
             known.update(zip([job.key for job in missing], _measure_and_fit(missing, group, where, repeats, meet)))
         if missing and first:
-            _write_cache(path, kept | {repr(job.key): known[job.key] for job in missing})
+            _write_cache(path, cached | {repr(job.key): known[job.key] for job in missing})
     return [known[job.key] for job in jobs]
 
 

@@ -232,9 +232,9 @@ class StepMemory:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
         return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
 
-    def peak_in_shards(self, held: int, n: int) -> int:
-        """Return the peak bytes for a maximum of `held`, or of the optimizer with sharded gradients."""
-        return self.in_shards(n) + max(held, -(-self.weights.trainable // n))
+    def peak_in_shards(self, peak: int, n: int) -> int:
+        """Return the peak bytes for a maximum of `peak`, or of the optimizer with sharded gradients."""
+        return self.in_shards(n) + max(peak, -(-self.weights.trainable // n))
 
     def in_shards(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
@@ -269,16 +269,14 @@ class StepMemory:
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
-            lines.append(
-                f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with sharded parameters, gradients and optimizer"
-            )
+            lines.append(f"peak of a rank {format_bytes(self.fsdp(self.shards))}, all state sharded")
         else:
             lines.append(
                 f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"
             )
         return "\n".join(lines)
 
-    def summary(self, point: StepMoment, most: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
+    def summary(self, point: StepMoment, limit: int = ALIVE_LINES) -> list[tuple[str, str, int, str]]:
         """Return (origin, user's line, bytes, number of values) of live values by line, largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
@@ -288,8 +286,8 @@ class StepMemory:
         found = [
             (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
         ]
-        rest = sum(nbytes for _, _, nbytes, _ in found[most:])
-        return found[:most] + ([("others", "", rest, f"{len(found) - most} lines")] if rest else [])
+        rest = sum(nbytes for _, _, nbytes, _ in found[limit:])
+        return found[:limit] + ([("others", "", rest, f"{len(found) - limit} lines")] if rest else [])
 
 
 def _last_product(moments: Sequence[WalkMoment]) -> int | None:

@@ -65,15 +65,15 @@ class ModelBytes:
             return (1 + arriving) * self.rest
         return self.rest + (in_layer + arriving) * self.unit
 
-    def gradients(self, made: int, n: int, whole: int | None = None) -> int:
+    def gradients(self, unsharded: int, n: int, total: int | None = None) -> int:
         """Return the bytes of unsharded gradients and of a rank's shards.
 
         Args:
-            made: Bytes of all computed gradients.
+            unsharded: Bytes of all computed gradients.
             n: Number of ranks.
-            whole: Unsharded bytes; by default the maximum.
+            total: Unsharded bytes; by default the maximum.
         """
-        return min(made if whole is None else whole, self.rest + 2 * self.unit) + -(-made // n)
+        return min(unsharded if total is None else total, self.rest + 2 * self.unit) + -(-unsharded // n)
 
 
 def _local_bytes(x: torch.Tensor) -> int:

@@ -69,8 +69,8 @@ class GraphEditor:
         """
         shape = node_shape(x)
         before, after = shape[:dim], shape[dim:][1:]
-        behind = dim + 1 if dim >= 0 else dim
-        each = self.compute(aten.unsqueeze.default, (x, behind), like)
+        next_dim = dim + 1 if dim >= 0 else dim
+        each = self.compute(aten.unsqueeze.default, (x, next_dim), like)
         each = self.compute(aten.expand.default, (each, self.sizes.list((*before, shape[dim], times, *after))), like)
         whole = self.sizes.list((*before, shape[dim] * times, *after))
         return self.compute(aten.reshape.default, (each, whole), like)

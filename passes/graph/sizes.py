@@ -128,9 +128,9 @@ def divides(n: int, a: Size) -> bool:
     return exact_quotient(a, n) is not None
 
 
-def is_most_of(part: Size, whole: Size) -> bool:
+def is_most_of(part: Size, total: Size) -> bool:
     """Return True if part is at least half of a size for long sequences; a heuristic for costs only."""
-    return 2 * assume_large(part) >= assume_large(whole)
+    return 2 * assume_large(part) >= assume_large(total)
 
 
 def normalize_position(position: Size, extent: Size) -> Size:

@@ -181,7 +181,7 @@ class JointPasses(Passes):
 
     name = "joint"
     steps = (AnnotateBackwardSources, SaveAttentionInCheckpoints, OptimizeUserExchanges, SeparateResultStorage)
-    given: JointContext
+    settings: JointContext
 
     def __init__(self, job: JointContext | None = None) -> None:
         check_pass_order(iterate_passes(JointPasses), JOINT_PROPERTIES)
@@ -196,7 +196,7 @@ class JointPasses(Passes):
     @property
     def report(self) -> Report:
         """Return the report of the passes."""
-        job = self.given
+        job = self.settings
         parallel = sorted({ranks.n for ranks in job.session.groups})
         report = Report(1, passes=job.runs, layers=job.layers, parallel=parallel)
         report.add(job.notes)
@@ -204,7 +204,7 @@ class JointPasses(Passes):
 
     def key(self) -> str | None:
         """Return the key for caches of compiled code, or None if the passes exchange messages between ranks."""
-        job, version = self.given, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
+        job, version = self.settings, sources_digest(*passes.__path__, str(Path(__file__).parents[2]))
         return None if job.session.groups else f"sp_compile joint {version}"
 
 

@@ -77,13 +77,13 @@ class BalanceLayout(Pass):
         return len(calls)
 
     def _emit_order(
-        self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, given: Sequence[Shard]
+        self, gm: GraphModule, calls: Sequence[tuple[OpCall, FrameMap]], n: int, shards: Sequence[Shard]
     ) -> None:
         """Emit ``sp::balanced_order`` at the start of the graph, or read the order of balanced inputs."""
         inputs = gm.graph.find_nodes(op="placeholder")
         first = calls[0][0].node if calls else inputs[-1].next
         found = [frame for _, frames in calls for frame in frames.values()]
-        length = given[0].frame.size if given else found[0][1]
+        length = shards[0].frame.size if shards else found[0][1]
         for call, frames in calls:
             if not all(is_same_size(frame[1], length) for frame in frames.values()):
                 raise SpError("SP411", f"layout='balanced': {describe_node(call.node)} reads rows of another sequence.")
@@ -92,9 +92,9 @@ class BalanceLayout(Pass):
         self.vectors = list(dict.fromkeys(self.known.values()))
         move_before(first, self.vectors)
         device = next(x.device for node in inputs for x in node_tensors(node))
-        orders = self._order_inputs(inputs, length, n, device) if given else []
+        orders = self._order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
-            if given:
+            if shards:
                 made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
             else:
                 made = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
@@ -167,10 +167,10 @@ class BalanceLayout(Pass):
     ) -> None:
         """Note the imbalance that is known without the values of masks."""
         known = tuple(map(position_conditions, predicates))
-        made = balance_rows(
+        balanced = balance_rows(
             known, tuple(map(_current_size, weights)), tuple(map(_current_size, numbers)), (), _current_size(length), n
         )
-        times = f"{made.imbalance:.2f} times the mean of query-key pairs, contiguous {made.is_identity:.2f}"
+        times = f"{balanced.imbalance:.2f} times the mean of query-key pairs, contiguous {balanced.is_identity:.2f}"
         why = f"the busiest rank has {times}"
         if known != tuple(predicates):
             why = f"chunks are assigned at run time from the data of masks; without masked pairs, {why}"

@@ -51,7 +51,7 @@ class SelectedRows:
     keeps_dim: bool = True  # False if the dim is removed
 
 
-RowsAsked = SlicePiece | SelectedRows
+RowRequest = SlicePiece | SelectedRows
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class RowChain:
         """Return the nodes of the steps."""
         return [step.node for step in self.steps]
 
-    def first_reader(self, given: Node) -> Node:
+    def first_reader(self, rows: Node) -> Node:
         """Return the first step that reads these rows."""
-        return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is given for i in s.operands))
+        return min(s.node for s in self.steps if any(OpCall(s.node).operands[i] is rows for i in s.operands))
 
     @property
     def width(self) -> int:
@@ -130,7 +130,7 @@ class HoistSlices(DemandPass):
             best = chain if chain.width < best.width else best
         return best if best.steps and _late_inputs(node, first.source, min(best.nodes)) is not None else None
 
-    def _saves_work(self, node: Node, pieces: dict[int, RowsAsked]) -> bool:
+    def _saves_work(self, node: Node, pieces: dict[int, RowRequest]) -> bool:
         """Return True if each rank then computes a share of the rows, or no more rows than before.
 
         The sequence of a slice is not in the load-balanced order.
@@ -170,7 +170,7 @@ class HoistSlices(DemandPass):
         alone = all(user in mine or (user in self.demanding and user.target in SLICE_OPS) for user in node.users)
         return alone or self.job.ranks.n > 1 or isinstance(self.job.tiles, int)
 
-    def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowsAsked, like: Node) -> Node:
+    def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
         """Emit a slice of the source from slices of the inputs of the chain."""
         made: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
@@ -183,7 +183,7 @@ class HoistSlices(DemandPass):
         with self.graph.inserting_before(like):
             return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
 
-    def _slice_rows(self, x: Node, rows: RowsAt, piece: RowsAsked, like: Node) -> Node:
+    def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
         """Emit the rows of a slice."""
         dim, first = rows
         if isinstance(piece, SlicePiece):
@@ -201,10 +201,10 @@ class HoistSlices(DemandPass):
         args = ([None] * dim + [at],) if like.target is aten.index.Tensor else (dim, at)
         return self.compute(like.target, (x, *args), like)
 
-    def _rebuild_step(self, step: RowWiseNode, made: dict[Node, Node], piece: RowsAsked) -> Node:
+    def _rebuild_step(self, step: RowWiseNode, emitted: dict[Node, Node], piece: RowRequest) -> Node:
         """Emit a step on the rows of a slice."""
         node, (call, rule) = step.node, _has_known_shape(step.node)
-        operands = [made[x] if i in step.operands else x for i, x in enumerate(call.operands)]
+        operands = [emitted[x] if i in step.operands else x for i, x in enumerate(call.operands)]
         if rule.window == step.dim:
             return operands[0]
         with self.graph.inserting_before(node), restore_autocast(node):
@@ -215,7 +215,7 @@ class HoistSlices(DemandPass):
             return self.compute(node.target, args, node, kwargs)
 
 
-def _slices_read(node: Node) -> dict[int, RowsAsked]:
+def _slices_read(node: Node) -> dict[int, RowRequest]:
     """Return the slices of a node that are read, by index; {} if the position of one is unknown."""
     numbers = [0] if is_tensor(node) else list(read_results(node))
     found = {

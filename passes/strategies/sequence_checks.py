@@ -100,9 +100,9 @@ class FindSequences(Pass):
         self.notes.append(Note(NoteKind.REPLICATED, self.name, why))
 
 
-def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
+def _refuse_local(shards: dict[Node, list[int]], job: PassContext) -> None:
     """Refuse shards that are passed as full inputs because no captured op marks their sequence."""
-    for node, dims in found.items():
+    for node, dims in shards.items():
         if dims and node.name not in job.inputs:
             raise SpError(
                 "SP306",
@@ -110,7 +110,7 @@ def _refuse_local(found: dict[Node, list[int]], job: PassContext) -> None:
                 "of steps of the program (a loop, a scan in rounds or as a tree, torch.scan).",
             )
     if not job.inputs:
-        names = [argument_name(node) for node in found if is_tensor(node)]
+        names = [argument_name(node) for node in shards if is_tensor(node)]
         raise SpError(
             "SP307",
             f"inputs='local': the sequence could not be traced to one of the inputs {names}, where it is a part of "
@@ -164,13 +164,13 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _gathered_reason(node: Node, plan: PlacementPlan, words: list[str]) -> str:
+def _gathered_reason(node: Node, plan: PlacementPlan, reasons: list[str]) -> str:
     """Return the reason why a sharded result is gathered, "" for other results."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
     have = plan.of(source)
-    return gather_reason(source.meta["val"], words) if isinstance(have, Shard) else ""
+    return gather_reason(source.meta["val"], reasons) if isinstance(have, Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:

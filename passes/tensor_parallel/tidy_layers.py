@@ -43,10 +43,10 @@ class DrawFullTensors(Pass):
         """Apply the pass to a graph and return the number of changes."""
         drawn = [n for n in gm.graph.nodes if is_random(n) and n.target in (*LIKE_OPS, *DROPOUT_OPS)]
         differ = find_varying_nodes(gm, name_axes(gm), job.varying) if drawn else set()
-        alike = [node for node in drawn if node not in differ]
-        for node in alike:
+        replicated = [node for node in drawn if node not in differ]
+        for node in replicated:
             (_draw_full if node.target in LIKE_OPS else _drop_full)(self, node)
-        return len(alike)
+        return len(replicated)
 
 
 def _draw_full(editor: GraphEditor, node: Node) -> None:

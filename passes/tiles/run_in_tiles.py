@@ -93,30 +93,30 @@ class RunInTiles(Pass):
         if not redraws_in_backward(program):
             self.note_refusal(node, "a backward that recomputes it would draw different random numbers")
             return False
-        late, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
-        made_by_tiles = self._emit_tiles(view, region, program, tiles, late)
-        length, whole = tile_length(total, tiles), inner_bytes(region)
+        late_nodes, ends = _late_nodes(view, region), node_line(view.source[region.nodes[-1]])
+        replacements = self._emit_tiles(view, region, program, tiles, late_nodes)
+        length, nbytes = tile_length(total, tiles), inner_bytes(region)
         recomputed = bool(program.gradients) and not program.at_once
         way = "the backward recomputes it" if recomputed else "its gradients are computed in the same loop"
         back = f"; {way}" if program.gradients else ""
         again = "; results with other readers are computed twice" if region.shared else ""
         self.note(
             node,
-            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(whole)} become "
-            f"{_format_size(whole * length // total)}{back}{again}",
+            f"{tiles} tiles of {length} of {total} rows: intermediate values of {_format_size(nbytes)} become "
+            f"{_format_size(nbytes * length // total)}{back}{again}",
         )
         if recomputed and any(has_policy(view.source[one]) for one in region.nodes):
             self.note_refusal(node, "its checkpoint policy does not apply to tiles", "checkpoint_policy")
         if region.shared:
             for one in region.nodes:
                 set_node_info(view.source[one], recomputed=True)
-        of_tile = whole * length // total
+        of_tile = nbytes * length // total
         made = TiledRegion(
             node.name,
             node_line(node),
             tiles,
             total,
-            whole,
+            nbytes,
             of_tile,
             node_layer(node),
             ends,
@@ -124,11 +124,11 @@ class RunInTiles(Pass):
             bool(region.shared),
         )
         job.tiled_regions.append(made)
-        view.source.update(made_by_tiles)  # the operands of the next regions
+        view.source.update(replacements)  # the operands of the next regions
         return True
 
     def _emit_tiles(
-        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late: list[Node]
+        self, view: TokenView, region: TileRegion, program: TileProgram, tiles: int, late_nodes: list[Node]
     ) -> dict[Node, Node]:
         """Emit the tiles, and return the nodes that replace the region's results."""
         last, place = view.source[region.nodes[-1]], _insertion_node(view, region)
@@ -140,7 +140,7 @@ class RunInTiles(Pass):
             args = (rows, whole, tiles, program.name, seed)
             one = self.compute(sp.tiled.default, args, last)
             made = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
-        for node in reversed(late):
+        for node in reversed(late_nodes):
             made[-1].append(node)
         for x, fresh in zip(region.results, made):
             inside = {view.source[n] for n in region.nodes}
@@ -202,13 +202,13 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     mine = {view.source[n] for n in region.nodes}
     if any(not mine.isdisjoint(one) and not one <= mine for one in sort_groups(view)):
         return "values that are sorted with its rows are outside of it"
-    place, late = _insertion_node(view, region), _late_nodes(view, region)
+    place, late_nodes = _insertion_node(view, region), _late_nodes(view, region)
     if place is None:
         return "it starts in grad mode and ends in no_grad mode"
-    cast = next((n for n in late if not has_same_autocast([n, place]) and _is_cast(n)), None)
+    cast = next((n for n in late_nodes if not has_same_autocast([n, place]) and _is_cast(n)), None)
     if cast is not None:
         return f"{cast.name} is between its nodes, in another autocast region than its end"
-    stuck = [n for n in late if not (is_pure(n) or n.target in COMPOSITES)]
+    stuck = [n for n in late_nodes if not (is_pure(n) or n.target in COMPOSITES)]
     return f"{stuck[0].name} is between its nodes and has a side effect" if stuck else None
 
 

@@ -136,12 +136,12 @@ def is_finite_on_ones(window: Node) -> bool:
     return True
 
 
-def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
+def _is_finite(node: Node, finite_nodes: Set[Node], ones: Set[Node]) -> bool:
     """Return True if the call is finite, with derivatives, on rows computed from ones.
 
     A condition on such a row may select another value than for any valid row, so that both must be finite.
 
-    made: operands that depend on a row of ones. ones: operands that are ones.
+    finite_nodes: operands that depend on a row of ones. ones: operands that are ones.
     """
     call = OpCall(node)
     if node.target in DIVISION_OPS:
@@ -150,11 +150,11 @@ def _is_finite(node: Node, made: Set[Node], ones: Set[Node]) -> bool:
         exponent = call["exponent"]
         return isinstance(exponent, (int, float)) and exponent >= 1 and exponent % 1 == 0
     if node.target in EXPONENTIAL_OPS:
-        return any(x in ones or (x in made and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
+        return any(x in ones or (x in finite_nodes and x.target in LOGARITHM_OPS) for x in node.all_input_nodes)
     if node.target in CHOICE_OPS:
         values = call["self"], call["other"]
-        finite = [x in made if isinstance(x, Node) else math.isfinite(x) for x in values]
-        return call["condition"] not in made or all(finite)
+        finite = [x in finite_nodes if isinstance(x, Node) else math.isfinite(x) for x in values]
+        return call["condition"] not in finite_nodes or all(finite)
     return node.target in FINITE_ON_ONES
 
 

@@ -44,7 +44,7 @@ from sp_compile.lowering.base.library import tag_programs
 from sp_compile.lowering.base.ranks import Mesh, Ranks, ranks_of
 from sp_compile.lowering.comm import routes
 
-from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, shard_frame, unknown_word
+from .rank_call import HOLDS_PATTERN, RankCall, check_choice, needs_gradient, shard_frame, unknown_name
 
 sp = torch.ops.sp
 
@@ -143,7 +143,7 @@ class AttentionCall(RankCall):
 
     def errors(self) -> Iterator[SpError]:
         for name in self.rejected_options:
-            yield unknown_word("option", name, OPTION_NAMES)
+            yield unknown_name("option", name, OPTION_NAMES)
         yield from self._wrong_operands()
         yield from self._wrong_layout()
         yield from self._wrong_heads()
@@ -191,11 +191,11 @@ class AttentionCall(RankCall):
             )
 
     def _wrong_masks(self) -> Iterator[SpError]:
-        given, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
-        if given.window is not None and (not isinstance(given.window, int) or given.window < 1):
+        options, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
+        if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
             what = "an int of at least 1, each query's own position"
-            yield SpError("SP507", f"window: expected {what}, got {given.window}.")
-        x = given.documents
+            yield SpError("SP507", f"window: expected {what}, got {options.window}.")
+        x = options.documents
         if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
             yield SpError(
                 "SP504",
@@ -204,7 +204,7 @@ class AttentionCall(RankCall):
             )
         if x is not None and (x.is_floating_point() or x.is_complex()):
             yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
-        full, x = (*self.q.shape[:2], *whole), given.attn_mask
+        full, x = (*self.q.shape[:2], *whole), options.attn_mask
         if x is None:
             return
         if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):
@@ -213,8 +213,8 @@ class AttentionCall(RankCall):
         if x.dtype != torch.bool and not x.is_floating_point():
             wanted = "bool (True: may attend) or floating-point (added)"
             yield SpError("SP505", f"attn_mask: expected {wanted}, got {x.dtype}.")
-        merged = self.function.merges or bool(given.predicate_arguments()[-1])
-        if given.check and merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
+        merged = self.function.merges or bool(options.predicate_arguments()[-1])
+        if options.check and merged and x.is_floating_point() and not x.is_meta and _has_fills(x):
             yield SpError(
                 "SP455",
                 "attn_mask: large finite numbers are not supported, as their log-sum-exps cannot be merged over "
@@ -315,7 +315,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh = None, **
 
 
 def _call_attention(
-    way: AttentionMethod,
+    method: AttentionMethod,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -331,7 +331,7 @@ def _call_attention(
     q, k, v = autocast(q, k, v)
     if given.attn_mask is not None:
         given = replace(given, attn_mask=autocast(given.attn_mask)[0])
-    call = AttentionCall("attention", given.check, way, q, k, v, ranks, given, width, kv_grads, others)
+    call = AttentionCall("attention", given.check, method, q, k, v, ranks, given, width, kv_grads, others)
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return call.run()

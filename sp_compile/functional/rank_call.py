@@ -97,25 +97,25 @@ def needs_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def check_tensors(**given: object) -> Iterator[SpError]:
+def check_tensors(**values: object) -> Iterator[SpError]:
     """Yield an error for each that is not a strided tensor."""
-    for name, x in given.items():
+    for name, x in values.items():
         if not isinstance(x, Tensor):
             yield SpError("SP502", f"{name}: expected a tensor, got {type(x).__name__}.")
         elif x.layout is not torch.strided:
             yield SpError("SP502", f"{name}: expected a strided tensor, got {x.layout}.")
 
 
-def check_dtypes(**given: object) -> Iterator[SpError]:
+def check_dtypes(**values: object) -> Iterator[SpError]:
     """Yield an error for each that is neither a dtype nor None."""
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None and not isinstance(value, torch.dtype):
             yield SpError("SP502", f"{name}: expected a torch.dtype, got {value!r}.")
 
 
-def check_flags(**given: object) -> Iterator[SpError]:
+def check_flags(**values: object) -> Iterator[SpError]:
     """Yield an error for each that is not a bool."""
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, bool):
             yield SpError("SP502", f"{name}: expected True or False, got {value!r}.")
 
@@ -135,7 +135,7 @@ def check_dim(shape: Sequence[int], dim: int, name: str = "dim") -> Iterator[SpE
         yield SpError("SP503", f"{name}: expected {-ndim} to {ndim - 1} for x of shape {list(shape)}, got {dim}.")
 
 
-def unknown_word(kind: str, word: str, known: Iterable[str]) -> SpError:
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpError:
     """Return the error of a word that is none of these."""
-    guess = did_you_mean(word, known)
-    return SpError("SP501", f"Unknown {kind} {word!r}{guess}, expected one of {', '.join(known)}.")
+    guess = did_you_mean(name, known)
+    return SpError("SP501", f"Unknown {kind} {name!r}{guess}, expected one of {', '.join(known)}.")

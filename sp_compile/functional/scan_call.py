@@ -24,7 +24,7 @@ from .rank_call import (
     check_tensors,
     needs_gradient,
     op_or_body,
-    unknown_word,
+    unknown_name,
 )
 from .scan_shards import ScanShardOptions
 
@@ -125,7 +125,7 @@ class ScanCall(ShardCall):
     def errors(self) -> Iterator[SpError]:
         yield from self._wrong_kinds()
         if self.op not in MONOIDS:
-            yield unknown_word("op", self.op, MONOIDS)
+            yield unknown_name("op", self.op, MONOIDS)
         yield from check_dim(self.x.shape, self.dim)
         if self.indices and not MONOIDS[self.op].has_index:
             yield SpError("SP521", f"indices=True is not supported with op={self.op!r}.")

@@ -230,7 +230,7 @@ class DryRun:
             total.step.graphs.append(step)
 
 
-def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_kwargs(model: Callable[..., Any], passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate options of the backend from keyword arguments of the model.
 
     A name that is neither a field of `SPConfig` nor in the model's signature belongs to a model that takes any keyword
@@ -238,13 +238,13 @@ def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[d
 
     Args:
         model: The model.
-        given: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
+        passed: Both, by name; `kwargs={...}` holds arguments of the model that are called as a field.
 
     Returns:
         The fields of `SPConfig`, and the keyword arguments of the model.
     """
-    given = dict(given)
-    kwargs, config = dict(given.pop("kwargs", {})), dict[str, Any]()
+    passed = dict(passed)
+    kwargs, config = dict(passed.pop("kwargs", {})), dict[str, Any]()
     known = [one.name for one in fields(SPConfig)]
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters.values()
@@ -252,7 +252,7 @@ def split_kwargs(model: Callable[..., Any], given: Mapping[str, Any]) -> tuple[d
         parameters = inspect.Signature().parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name, value in given.items():
+    for name, value in passed.items():
         of_model = name not in known and (name in names or (takes_any and not did_you_mean(name, known)))
         (kwargs if of_model else config)[name] = value
     return config, kwargs

@@ -154,7 +154,7 @@ def _option_json(value: Any) -> Any:
 
 def _line_blocks(report: Report) -> list[dict[str, Any]]:
     """Return the user's lines in the order in which they run, as far as it is known."""
-    kept: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
     lines: dict[str, Any] = {}
     begins = {one.ends: one.where for one in report.tiled}
     for graph in report.step.graphs if report.step is not None else []:
@@ -163,14 +163,14 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
                 lines.setdefault(begins[moment.where])
             lines.setdefault(moment.where)
         for held in graph.backward.alive(0) if graph.backward is not None else []:
-            kept[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
+            saved[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
     lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
     sent: Counter[str] = Counter()
     for e in report.exchanges:
         sent[e.where] += assume_large(e.forward) + assume_large(e.backward)
-    done: dict[str, list[str]] = {where: [] for where in lines}
+    result: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
-        done[note.where].append(note.label)
+        result[note.where].append(note.label)
     whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
 
     def kind(where: str) -> str:
@@ -182,12 +182,12 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
         {
             "where": where,
             "kind": kind(where),
-            "kept_bytes": kept[where],
+            "kept_bytes": saved[where],
             "sent_bytes": sent[where],
-            "done": list(dict.fromkeys(done[where])),
+            "done": list(dict.fromkeys(result[where])),
         }
         for where in lines
-        if where != UNKNOWN_LINE or kept[where]  # tokens that order exchanges belong to no line
+        if where != UNKNOWN_LINE or saved[where]  # tokens that order exchanges belong to no line
     ]
 
 

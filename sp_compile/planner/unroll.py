@@ -89,10 +89,10 @@ class Unroll:
             may = frozenset(held.name for held in kept) - left
             layers.append(_RepeatedLayer(path, kept, may, made.get(path, 0)))
         rest = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
-        alike = [path for path in order if path in paths]
-        begin = min(map(paths.index, alike), default=len(paths))
-        others = [path for path in paths if path not in alike]
-        numbers = map(paths.index, [*others[:begin], *alike, *others[begin:]])
+        shared = [path for path in order if path in paths]
+        begin = min(map(paths.index, shared), default=len(paths))
+        others = [path for path in paths if path not in shared]
+        numbers = map(paths.index, [*others[:begin], *shared, *others[begin:]])
         return Unroll(graph, tuple(layers), tuple(numbers), machine, rest)
 
     @cached_property
@@ -143,12 +143,12 @@ class Unroll:
         graph, sent = self.graph, OffloadedBytes() if sent is None else sent
         saved = self.rest + sum(map(_total_bytes, self._remaining_per_layer(sent)))
         nbytes = self.saved_bytes - saved
-        backward = None if graph.backward is None else self._walk(graph.backward, sent, behind=True)
+        backward = None if graph.backward is None else self._walk(graph.backward, sent, is_backward=True)
         offloaded = None
         if (all_of_it := graph.hosted.offloaded if graph.hosted is not None else None) is not None:
             waits = all_of_it.waits * nbytes / all_of_it.nbytes if all_of_it.nbytes else 0.0
             offloaded = HostValues(sent.total(), nbytes, saved, copy_seconds(nbytes, self.machine), waits)
-        forward = self._walk(graph.forward, sent, behind=False)
+        forward = self._walk(graph.forward, sent, is_backward=False)
         return replace(graph, forward=forward, backward=backward, saved=saved, offloaded=offloaded, hosted=None)
 
     def _remaining_per_layer(self, sent: OffloadedBytes) -> Iterator[list[LiveValue]]:
@@ -159,10 +159,10 @@ class Unroll:
             yield [held for held in layer.saved if before[i] >= sent[layer.path, held.name]]
             before[i] += 1
 
-    def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, behind: bool) -> _Unrolled:
+    def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, is_backward: bool) -> _Unrolled:
         """Return the unrolled walk.
 
-        If `behind`, it is the backward, which runs the layers in reverse order and creates gradients.
+        If `is_backward`, it is the backward, which runs the layers in reverse order and creates gradients.
         """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
         leave = list(self._remaining_per_layer(sent))
@@ -175,39 +175,43 @@ class Unroll:
 
         def add(path: str, place: int, i: int, ended: int) -> None:
             """Add a part of layer i of the program at a place of the order; ended is 1 for a layer."""
-            made = more_made[place + ended] - own_made[i + ended] if behind else 0
+            made = more_made[place + ended] - own_made[i + ended] if is_backward else 0
             extra = more_kept[place] - own_kept[i]
             self._add(
                 found,
                 parts[path],
                 extra,
                 made,
-                partial(_extra_values, kept, counts[place], self.layers[:i], made, behind),
+                partial(_extra_values, kept, counts[place], self.layers[:i], made, is_backward),
             )
 
         last = len(self.order), len(self.layers)
-        add(BEFORE_LAYERS, *(last if behind else (0, 0)), 0)
-        for place, i in reversed([*enumerate(self.order)]) if behind else enumerate(self.order):
+        add(BEFORE_LAYERS, *(last if is_backward else (0, 0)), 0)
+        for place, i in reversed([*enumerate(self.order)]) if is_backward else enumerate(self.order):
             if self.layers[i].path in parts:
                 add(self.layers[i].path, place, i, 1)
-        add(AFTER_LAYERS, *((0, 0) if behind else last), 0)
+        add(AFTER_LAYERS, *((0, 0) if is_backward else last), 0)
         of_all = more_kept[-1] - own_kept[-1]
-        found.start = walk.start + (of_all if behind else 0)
-        found.end = walk.end + (more_made[0] - own_made[0] if behind else of_all)
+        found.start = walk.start + (of_all if is_backward else 0)
+        found.end = walk.end + (more_made[0] - own_made[0] if is_backward else of_all)
         return found
 
     @staticmethod
-    def _add(found: _Unrolled, part: _WalkRange, kept: int, made: int, more: Callable[[], list[LiveValue]]) -> None:
+    def _add(
+        found: _Unrolled, part: _WalkRange, n_saved: int, grad_bytes: int, more: Callable[[], list[LiveValue]]
+    ) -> None:
         """Add the part again, with the saved values and the existing gradients."""
         for i in range(part.begin, part.end):
             one = found.walk.moments[i]
-            found.moments.append(replace(one, nbytes=one.nbytes + kept + made, results=one.results + made))
+            found.moments.append(
+                replace(one, nbytes=one.nbytes + n_saved + grad_bytes, results=one.results + grad_bytes)
+            )
             found.of.append(i)
             found.more.append(more)
 
 
-def _total_bytes(held: Sequence[LiveValue]) -> int:
-    return sum(one.nbytes for one in held)
+def _total_bytes(values: Sequence[LiveValue]) -> int:
+    return sum(one.nbytes for one in values)
 
 
 def _suffix_sums(numbers: Sequence[int]) -> list[int]:
@@ -216,13 +220,13 @@ def _suffix_sums(numbers: Sequence[int]) -> list[int]:
 
 
 def _extra_values(
-    kept: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], made: int, behind: bool
+    saved: Sequence[LiveValue], count: int, layers: Sequence[_RepeatedLayer], grad_bytes: int, is_backward: bool
 ) -> list[LiveValue]:
     """Return the first `count` saved values and gradients, without those of these layers."""
-    origin = "saved" if behind else "result"
+    origin = "saved" if is_backward else "result"
     own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.saved]
-    found = [replace(held, origin=origin) for held in [*kept[:count], *own]]
-    return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, made, "result")] if made else found
+    found = [replace(held, origin=origin) for held in [*saved[:count], *own]]
+    return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else found
 
 
 BEFORE_LAYERS, AFTER_LAYERS = "before the layers", "after the layers"
@@ -252,5 +256,5 @@ def _gradient_bytes(walk: LivenessWalk, part: _WalkRange) -> int:
     """Return the bytes of gradients that a part creates."""
     if part.begin >= part.end:
         return 0
-    behind = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]
-    return max(0, behind.results - walk.moments[part.begin].results)
+    following = walk.moments[part.end] if part.end < len(walk.moments) else walk.moments[-1]
+    return max(0, following.results - walk.moments[part.begin].results)

@@ -92,8 +92,12 @@ class ElementReader:
         except NotSymbolic as error:  # one lookup may still replace everything that has no expression
             why = error
         try:
-            held = constant_value(node)
-            return self._leaf(node, coords) if held is None else cast_element(as_number(held), node.meta["val"].dtype)
+            constant = constant_value(node)
+            return (
+                self._leaf(node, coords)
+                if constant is None
+                else cast_element(as_number(constant), node.meta["val"].dtype)
+            )
         except NotSymbolic as error:
             raise (why or error).of(node) from None
         finally:

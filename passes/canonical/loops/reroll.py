@@ -183,7 +183,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
         self.budget = 4 * len(gm.graph.nodes)
-        self.made: list[Node] = []
+        self.emitted: list[Node] = []
         self.rolled: set[Node] = set()  # nodes that replaced loops
         lists = [n for n in self.graph.nodes if n.target in (aten.stack.default, aten.cat.default)]
         lists.sort(key=lambda n: -len(n.args[0]))  # an outer loop before the lists of its body
@@ -191,13 +191,13 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def emit(self, *args: Any, **kwargs: Any) -> Node:
         """Append a node and record it."""
-        self.made.append(super().emit(*args, **kwargs))
-        return self.made[-1]
+        self.emitted.append(super().emit(*args, **kwargs))
+        return self.emitted[-1]
 
     def _roll(self, listed: Node) -> bool:
         values, reasons = _listed_values(listed), []
         for turned in (False, True):
-            loop, self.made = LoopMatcher(self.budget), []
+            loop, self.emitted = LoopMatcher(self.budget), []
             try:
                 loop.read(values[::-1] if turned else values)
                 self._rewrite(listed, loop, turned)
@@ -213,7 +213,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
 
     def _erase_unused(self) -> None:
         """Erase the emitted nodes that have no users."""
-        for node in reversed(self.made):
+        for node in reversed(self.emitted):
             if not node.users:
                 self.graph.erase_node(node)
 
@@ -260,7 +260,7 @@ class RerollLoops(CanonicalPass, ScanBuilder):
         self.drop(*inputs)
         for pieces in cut:
             self._split_pieces(pieces)
-        self.rolled.update(n for n in self.made if n.users)
+        self.rolled.update(n for n in self.emitted if n.users)
 
     def _split_pieces(self, pieces: Node) -> None:
         """Let remaining readers of an unbind or a split select their piece, so that no rank needs all pieces."""

@@ -155,17 +155,17 @@ def find_chains(graph: Graph) -> tuple[list[CollectiveChain], list[tuple[Node, s
     """
     found: list[CollectiveChain] = []
     broken: list[tuple[Node, str]] = []
-    taken: set[Node] = set()
+    used: set[Node] = set()
     for node in reversed(graph.nodes):
         link = match_link(node)
-        if link is None or node in taken:
+        if link is None or node in used:
             continue
         chain = CollectiveChain([link], [])
         while isinstance(above := _previous_link(chain.links[0]), tuple) and len(chain.links) < MAX_CHAIN:
             upper, steps = above
             chain.links.insert(0, upper)
             chain.steps.insert(0, steps)
-            taken.add(upper.node)
+            used.add(upper.node)
         if isinstance(above, str):
             broken.append((chain.links[0].node, above))
         if len(chain.links) > 1:

@@ -114,7 +114,7 @@ class ChooseAttention(Pass):
 
     def _accept_balanced(
         self,
-        dealt: RowOrder,
+        balanced: RowOrder,
         found: Iterable[AttentionDecision],
         seconds: Mapping[RowOrder, float],
         gm: GraphModule,
@@ -133,18 +133,18 @@ class ChooseAttention(Pass):
             if refusal is not None and not job.inputs:
                 raise refusal.error()
             job.refusal = refusal
-            return dealt
+            return balanced
         why = refusal.text if refusal is not None else ""
         best = min((order for order in seconds if not order.is_balanced), key=lambda order: seconds[order])
         lost, of_what = (0.0, "") if why else unpermute_seconds(gm, plan, job)
-        saved = seconds[best] - seconds[dealt]
+        saved = seconds[best] - seconds[balanced]
         if lost > saved:
             why = (
                 f"{of_what}, would take {lost * 1e3:.3f} ms to reorder where the next graph does not use its "
                 f"order, and balancing saves {saved * 1e3:.3f} ms"
             )
         if not why:
-            return dealt
+            return balanced
         self._reject_balanced(why)
         return best
 
