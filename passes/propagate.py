@@ -160,8 +160,8 @@ def start_sharding(axes: Axes, call: OpCall, rule: BoundRule, n: int, window: Fr
     if rule.kind(factor) == "scan":
         if node_info(node).replicated or not (is_same_size(shard.outer, 1) and is_same_size(shard.inner, 1)):
             return None
-        alone = n == 1 and shard.frame.is_exact(1)
-        demands = () if alone else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
+        single_rank = n == 1 and shard.frame.is_exact(1)
+        demands = () if single_rank else (Demand(node, 0, "scan", REPLICATE, why=SCANNED_DEMAND),)
     return _shard_factor(call, rule, [REPLICATE] * len(call.operands), factor, shard, n, demands)
 
 
@@ -198,10 +198,10 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
             if placed
             else replicate_operands(node, have, "whole", NO_PLACEMENT, len(rule.results))
         )
-    kept = _leading_operand(call, rule, {i: f for i, (f, _) in cut.items()})
-    factor, base = cut[kept] if kept is not None else ("", None)
+    leading = _leading_operand(call, rule, {i: f for i, (f, _) in cut.items()})
+    factor, base = cut[leading] if leading is not None else ("", None)
     for i, (f, own) in cut.items():
-        stays = kept is not None and factor not in flatten_dims(rule.operands[i])
+        stays = leading is not None and factor not in flatten_dims(rule.operands[i])
         if not f or rule.kind(f) == "whole":
             why = f"needs all of {f!r}" if f and not rule.reshapes else NO_PLACEMENT
             demands.append(Demand(node, i, "whole", shards[i], stays, why))
@@ -210,7 +210,7 @@ def through_factors(call: OpCall, rule: BoundRule, have: Sequence[Placement], n:
         elif rule.kind(f) == "attend":
             demands.append(Demand(node, i, "attend", shards[i], stays, "attention mixes the sequence"))
         elif base is None or f != factor or not _has_same_positions(call, rule, i, f, own, base, n):
-            why = f"operand {kept} is sharded differently"
+            why = f"operand {leading} is sharded differently"
             demands.append(Demand(node, i, "align", shards[i], stays, why))
     if base is not None:
         return _shard_factor(call, rule, have, factor, base, n, tuple(demands))
@@ -236,8 +236,8 @@ def _place_window(call: OpCall, rule: BoundRule, have: Sequence[Placement], base
         why = f"every position needs its neighbors, and {placed}"
         demand = Demand(node, 0, "halo", have[0], why=why)
         return NodeStep(None, (REPLICATE,) * len(rule.results), (demand, *others))
-    alone = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
-    demands = () if alone else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
+    single_rank = n == 1 and base.frame.is_exact(1) and placed.frame.is_exact(1)
+    demands = () if single_rank else (Demand(node, 0, "halo", have[0], why=NEIGHBORS_DEMAND),)
     return NodeStep((base, *[SUMMAND_DEMAND] * (len(have) - 1)), (placed,), (*demands, *others))
 
 
@@ -330,14 +330,14 @@ def propagate(
         The plan, with the demands that are not discharged yet.
     """
     plan = PlacementPlan()
-    whole = mask_values(gm) if begin else frozenset(gm.graph.nodes)
+    replicated = mask_values(gm) if begin else frozenset(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             plan.placements[node] = ((inputs or {}).get(node, REPLICATE),)
         elif node.op == "output":
             _visit_output(plan, node, outputs)
         elif node.op == "call_function":
-            step = _visit(plan, axes, node, n, node in whole, declines, (begins or {}).get(node))
+            step = _visit(plan, axes, node, n, node in replicated, declines, (begins or {}).get(node))
             if step.wants is not None:
                 plan.wants[node] = step.wants
             plan.placements[node] = step.results
@@ -362,14 +362,14 @@ def demanded_placements(node: Node, user: Node, plan: PlacementPlan) -> list[Pla
 
 
 def _visit_output(plan: PlacementPlan, node: Node, outputs: str | Sequence[str]) -> None:
-    asked = output_options(node, outputs)
+    options = output_options(node, outputs)
     for i, source in enumerate(node.all_input_nodes):
         have = plan.of(source)
         if isinstance(have, Partial):
             plan.demands.append(Demand(node, i, "reduce", have, why="a result of the model"))
         elif have == SUMMAND_DEMAND:
             plan.demands.append(Demand(node, i, "invariant", have, why=INVARIANT))
-        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], asked[source])):
+        elif isinstance(have, Shard) and (why := gather_reason(source.meta["val"], options[source])):
             plan.demands.append(Demand(node, i, "whole", have, why=why))
 
 

@@ -164,9 +164,9 @@ def _query_strips(q: Tensor, v: Tensor, masking: CallMask, mask_grad: bool) -> I
     yield from (QueryStrip([call]) for call in calls)
     for _, same in groupby(found, key=lambda pair: (pair[0].query_rows, pair[0].kind is Kind.BAND)):
         together = list(same)
-        whole: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
-        if whole:
-            yield whole  # a part of a causal block would be masked
+        unmaskable: QueryStrip = [pair for pair in together if not pair[1].supports_masks]
+        if unmaskable:
+            yield unmaskable  # a part of a causal block would be masked
         strip = [pair for pair in together if pair[1].supports_masks]
         if not strip:
             continue
@@ -184,8 +184,8 @@ def _merge_same_queries(
         blocks = [block for block, _ in same]
         first, low = blocks[0], min(block.k_off for block in blocks)
         keys = max(block.k_off + block.k_len for block in blocks) - low
-        whole = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
-        yield whole, kernels.of(Kind.MASKED, min(first.q_len, keys))
+        merged = Block(*first.query_rows, low, keys, Kind.MASKED, (predicate,) if predicate else ())
+        yield merged, kernels.of(Kind.MASKED, min(first.q_len, keys))
 
 
 def _max_strip_rows(q: Tensor, masking: CallMask, mask_grad: bool, block: Block, kernel: Kernel) -> int:

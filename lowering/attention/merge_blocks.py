@@ -224,14 +224,14 @@ class SoftmaxAccumulator:
             lse: (B, H, length).
             rows: The query rows of the part, (offset, length).
         """
-        parts, whole = self._written.add(rows), (0, self._shape[2])
-        if rows == whole and self._total is None:
+        parts, all_rows = self._written.add(rows), (0, self._shape[2])
+        if rows == all_rows and self._total is None:
             self._total = out, lse
             return
         total = self._buffers()
         if not all(new for _, _, new in parts):
             total = self._total = total[0].to(lse.dtype), total[1]
-        if parts == [(*whole, False)]:
+        if parts == [(*all_rows, False)]:
             self._total = merge(*total, out, lse)
             return
         for start, length, new in parts:

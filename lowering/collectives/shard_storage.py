@@ -83,10 +83,10 @@ class Layout:
             local: This rank's rows.
             length: Length of the dim in the full tensor.
         """
-        whole = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
+        full = sp.unshard.default(local, self.dim, self.frame(length), self.n, self.group)
         if self.balanced is not None:
-            whole = sp.reorder.default(whole, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
-        return self.as_dense(whole)
+            full = sp.reorder.default(full, self.dim, self.frame(length), self.balanced.inverse, self.balanced.order)
+        return self.as_dense(full)
 
     def empty(self, local: Tensor, length: int) -> Tensor:
         """Return an uninitialized full tensor for these rows."""
@@ -190,10 +190,10 @@ class ShardStorage:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(local, FakeTensor):
                 return self.layout.empty(local, self.length)
-            whole = self.layout.gather(local, self.length)
+            full = self.layout.gather(local, self.length)
         if not traced:
-            self.full, self.local = whole, None
-        return whole
+            self.full, self.local = full, None
+        return full
 
     def assign(self, new: Tensor, storage: StoredValue | None) -> None:
         """Assign a value to this one and all its aliases.
@@ -209,11 +209,11 @@ class ShardStorage:
             if self.full is None and storage is not None and storage.layout.has_same_rows(self.layout):
                 self.local = self.layout.as_dense(storage.rows())
                 return
-            whole = new if storage is None else storage.read()
+            full = new if storage is None else storage.read()
             if self.full is None:
-                self.full, self.local = self.layout.as_dense(whole.clone()), None
+                self.full, self.local = self.layout.as_dense(full.clone()), None
             else:
-                self.full.copy_(whole)
+                self.full.copy_(full)
 
     def _check_known(self) -> Tensor:
         assert self.full is not None

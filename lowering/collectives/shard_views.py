@@ -101,10 +101,10 @@ class ViewStorage:
     def _local_geometry(self, rows: Tensor) -> tuple[list[int], list[int], int]:
         """Return shape, strides and offset of the view's rows within this rank's rows of the base."""
         dim, own = self.base.layout.dim, self.layout
-        step, held = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
-        block, there = step * self.shape[dim], step * held
+        step, local_rows = self.base.layout.strides(self.shape)[dim], rows.shape[dim]
+        block, there = step * self.shape[dim], step * local_rows
         shape, start = list(self.like.shape), int(self.like.storage_offset())
-        shape[own.dim] = own.outer * held * own.inner
+        shape[own.dim] = own.outer * local_rows * own.inner
         strides = [x // block * there + x % block for x in self.like.stride()]
         start = start // block * there + start % step
         return shape, strides, int(rows.storage_offset()) + start

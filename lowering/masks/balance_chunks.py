@@ -189,17 +189,17 @@ def _exchange_chunk(cut: _EvenChunks, owners: Ints, loads: np.ndarray) -> None:
         if loads[busiest] <= enough:
             return
         lightest = np.argsort(loads, kind="stable")[:EXCHANGE_PARTNERS]
-        mine = np.flatnonzero((owners == busiest) & ~cut.fixed)
-        theirs = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
-        if not len(mine) or not len(theirs):
+        from_chunks = np.flatnonzero((owners == busiest) & ~cut.fixed)
+        to_chunks = np.flatnonzero(np.isin(owners, lightest) & (owners != busiest) & ~cut.fixed)
+        if not len(from_chunks) or not len(to_chunks):
             return
-        moved = cut.works[mine][:, None] - cut.works[theirs]
-        after = np.maximum(loads[busiest] - moved, loads[owners[theirs]] + moved)
-        after[cut.large[mine][:, None] != cut.large[theirs]] = np.inf
+        moved = cut.works[from_chunks][:, None] - cut.works[to_chunks]
+        after = np.maximum(loads[busiest] - moved, loads[owners[to_chunks]] + moved)
+        after[cut.large[from_chunks][:, None] != cut.large[to_chunks]] = np.inf
         i, j = np.unravel_index(after.argmin(), after.shape)
         if after[i, j] >= loads[busiest]:
             return
-        partner = owners[theirs[j]]
+        partner = owners[to_chunks[j]]
         loads[busiest] -= moved[i, j]
         loads[partner] += moved[i, j]
-        owners[mine[i]], owners[theirs[j]] = partner, busiest
+        owners[from_chunks[i]], owners[to_chunks[j]] = partner, busiest

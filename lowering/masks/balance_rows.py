@@ -54,8 +54,8 @@ def balance_rows(
     Returns:
         The order of chunks.
     """
-    whole = (Segment(0, 0, length),)
-    plans = [plan_blocks(predicate, whole, whole, sizes, vectors, vectors) for predicate in predicates]
+    all_rows = (Segment(0, 0, length),)
+    plans = [plan_blocks(predicate, all_rows, all_rows, sizes, vectors, vectors) for predicate in predicates]
 
     def work(rows: Sequence[int]) -> list[int]:
         """Return the weighted number of pairs before each position."""
@@ -96,8 +96,8 @@ def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
 
 def ordered_positions_table(found: ChunkOrder) -> Tensor:
     """Return the table (see `pieces.py`) of the positions in the new order."""
-    alone = np.ones_like(found.firsts)
-    table = np.stack([found.offsets, found.firsts, found.firsts, alone])
+    single_runs = np.ones_like(found.firsts)
+    table = np.stack([found.offsets, found.firsts, found.firsts, single_runs])
     return pad_table(_merge_continued(table), 1, int(found.lengths.sum()))
 
 

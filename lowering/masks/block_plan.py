@@ -107,9 +107,9 @@ def settle_blocks(blocks: Sequence[Block], limit: int, *args: Any) -> tuple[floa
     planner, known, left, weight = _Planner(*args), 0.0, list[tuple[float, Block]](), 1.0
     parts = list(blocks)
     while parts:
-        kept = parts[:: -(-len(parts) // limit)]
-        weight, parts = weight * len(parts) / len(kept), []
-        for block in kept:
+        samples = parts[:: -(-len(parts) // limit)]
+        weight, parts = weight * len(parts) / len(samples), []
+        for block in samples:
             q, k = (block.q_off, block.q_off + block.q_len), (block.k_off, block.k_off + block.k_len)
             verdict = planner.verdict(q, k)
             if verdict:

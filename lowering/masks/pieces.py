@@ -181,15 +181,15 @@ def pad_table(found: Ints, batch: int, length: int) -> Tensor:
         batch: The number of batch entries.
         length: The number of positions.
     """
-    words = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
+    table = np.zeros(table_size(length), np.int64)  # the system allocates zero pages on first access
     if found.size:
         found = _coarsen(found, length)
         end = _HEADER + found.size
-        words[_HEADER:end] = found.ravel()
-        words[:3] = found.shape[1], batch, length
-        digest = hashlib.blake2b(words[:end].tobytes(), digest_size=16).digest()
-        words[3:_HEADER] = np.frombuffer(digest, np.int64)
-    return torch.from_numpy(words)
+        table[_HEADER:end] = found.ravel()
+        table[:3] = found.shape[1], batch, length
+        digest = hashlib.blake2b(table[:end].tobytes(), digest_size=16).digest()
+        table[3:_HEADER] = np.frombuffer(digest, np.int64)
+    return torch.from_numpy(table)
 
 
 def _fit_pieces(values: Ints) -> Ints:

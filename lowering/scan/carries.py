@@ -220,10 +220,10 @@ def _exclusive_combine(state: Any, empty: Any, combine: Combine, exchange: Carry
     place = exchange.scan_positions(pytree.tree_leaves(state)[0].device)
     carry, step = empty, 1
     while step < exchange.n:
-        came = _shift_state(state, step, exchange)
+        received = _shift_state(state, step, exchange)
         known = place >= step
-        carry = _select(known, came if step == 1 else combine(came, carry), carry)
-        state = _select(known, combine(came, state), state)
+        carry = _select(known, received if step == 1 else combine(received, carry), carry)
+        state = _select(known, combine(received, state), state)
         step *= 2
     return carry
 
@@ -240,8 +240,8 @@ def _shift_state(state: Any, step: int, exchange: CarryExchange) -> Any:
     leaves, tree = pytree.tree_flatten(state)
     sent = leaves[0] if len(leaves) == 1 else sp.to_bytes(leaves)
     route = routes.shift_route(exchange.group, -step if exchange.reverse else step)
-    came = from_wire(current_communicator().wait(current_communicator().start_shift(to_wire(sent), route)), sent)
-    return pytree.tree_unflatten([came] if len(leaves) == 1 else sp.from_bytes(came, leaves), tree)
+    received = from_wire(current_communicator().wait(current_communicator().start_shift(to_wire(sent), route)), sent)
+    return pytree.tree_unflatten([received] if len(leaves) == 1 else sp.from_bytes(received, leaves), tree)
 
 
 def _part_bytes(part: Tensor) -> int:

@@ -35,8 +35,8 @@ def _iterate_tiles(program: TileProgram, rows: TileOperands, tiles: int) -> Iter
     """Yield the callable, the first row and the number of rows of each tile."""
     total, first = rows[0].shape[program.rows[0]], 0
     if ANY_LENGTH in program.bodies:  # tiles of one row would need other programs: sizes of 1 broadcast
-        few = min(tiles, max(1, total // 2))
-        lengths = [total // few + (i < total % few) for i in range(few)]
+        n_tiles = min(tiles, max(1, total // 2))
+        lengths = [total // n_tiles + (i < total % n_tiles) for i in range(n_tiles)]
     else:
         length = tile_length(total, tiles)
         lengths = [min(length, total - at) for at in range(0, total, length)]
@@ -181,8 +181,8 @@ class _RecomputeFunction(torch.autograd.Function):
         (seed, *operands), found = ctx.saved_tensors, PROGRAMS[ctx.program]
         rows, replicated = list(operands[: ctx.many]), list(operands[ctx.many :])
         cotangents = [grads[i] for i in found.differentiable]
-        made = sp.tiles_backward.default(cotangents, rows, replicated, ctx.tiles, ctx.program, seed)
-        return None, None, None, None, *_grads_for_operands(operands, found, made)
+        operand_grads = sp.tiles_backward.default(cotangents, rows, replicated, ctx.tiles, ctx.program, seed)
+        return None, None, None, None, *_grads_for_operands(operands, found, operand_grads)
 
 
 class _AtOnceFunction(torch.autograd.Function):
@@ -208,8 +208,8 @@ class _AtOnceFunction(torch.autograd.Function):
         (operands,) = (grads[i].reshape(()) for i in found.differentiable)
         # A zero gradient remains zero for a mean over no tokens, although its cotangent is infinite.
         scaled = ((x * operands).masked_fill_(x == 0, 0) for x in ctx.saved_tensors)
-        made = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, made)
+        operand_grads = [x.to(dtype) for x, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        return None, None, None, None, *_grads_for_operands([None] * ctx.count, found, operand_grads)
 
 
 def _mark_non_differentiable(program: TileProgram, results: TileOperands) -> TileOperands:

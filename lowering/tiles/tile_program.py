@@ -112,8 +112,8 @@ class TileValue:
         if self.dim is not None:
             total.narrow(self.dim, first, length).copy_(next(parts))
         else:
-            way = TILE_SUMS[self.adds]
-            way.add(total, *(next(parts) for _ in range(way.parts)))
+            sum_kind = TILE_SUMS[self.adds]
+            sum_kind.add(total, *(next(parts) for _ in range(sum_kind.parts)))
 
 
 @dataclass(frozen=True)

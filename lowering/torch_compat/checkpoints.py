@@ -177,10 +177,10 @@ class PolicyMode(TorchDispatchMode):
         For an attention op of the package, the answer for an op that it replaces has priority if it differs from that
         for the op itself.
         """
-        given = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
+        output_kwargs = {"op_output": out} if _POLICY_TAKES_OUTPUT else {}
         answers = list[CheckpointPolicy]()
         for op in (func, *self.named) if func in self.attention else (func,):
-            answer = policy(SelectiveCheckpointContext(is_recompute=False, **given), op, *args, **kwargs)
+            answer = policy(SelectiveCheckpointContext(is_recompute=False, **output_kwargs), op, *args, **kwargs)
             if isinstance(answer, bool):
                 answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
             answers.append(answer)

@@ -322,8 +322,8 @@ def _joint_inductor(
             return None if None in keys else keys
 
     def run(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        theirs = config.joint_custom_pre_pass
-        earlier = theirs if isinstance(theirs, list | tuple) else [] if theirs is None else [theirs]
+        user_pass = config.joint_custom_pre_pass
+        earlier = user_pass if isinstance(user_pass, list | tuple) else [] if user_pass is None else [user_pass]
         cut = {} if halves is None else {"custom_partitioner_fn": _make_partitioner(halves)}
         with config.patch(joint_custom_pre_pass=CustomPass(earlier), **cut):
             return compile_with_inductor(gm, inputs, {**in_order, **(patches or {})}, **options)
@@ -338,7 +338,7 @@ def _make_partitioner(halves: PartitionTransform) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
-        theirs = config.custom_partitioner_fn
+        user_pass = config.custom_partitioner_fn
 
         def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[object], **options: Any) -> Any:
             found = (self.theirs or min_cut_rematerialization_partition)(gm, inputs, **options)

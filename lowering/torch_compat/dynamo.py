@@ -172,12 +172,12 @@ def on_eager(
         ours = _backend_of(self) is backend
         what = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
         if ours and what is None and result.guarded_code is not None:
-            whole = _compiled_module(sys._getframe(1))
-            if whole is not None:
-                warn_of_piece(whole)
+            module = _compiled_module(sys._getframe(1))
+            if module is not None:
+                warn_of_piece(module)
         elif what is not None and result.guarded_code is None:
-            said = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
-            reason = _shorten_reason(said[-1]) if said else getattr(result, "skip_reason", None) or ""
+            reasons = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
+            reason = _shorten_reason(reasons[-1]) if reasons else getattr(result, "skip_reason", None) or ""
             warn(what, frame.f_code, reason)
         return result
 

@@ -34,8 +34,8 @@ def argument_name(node: Node) -> str:
     if base is None:
         return node.name
     local = str(base.local_name)
-    whole = source.name() if callable(source.name) else source.name
-    rest = _ATTRIBUTE_PATTERN.sub(r".\1", whole.removeprefix(f"L['{local}']").replace('"', "'"))
+    full_name = source.name() if callable(source.name) else source.name
+    rest = _ATTRIBUTE_PATTERN.sub(r".\1", full_name.removeprefix(f"L['{local}']").replace('"', "'"))
     if not parts:
         return local
     if getattr(base, "is_varkw", local == "kwargs"):

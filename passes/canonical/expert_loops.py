@@ -147,7 +147,7 @@ class _SortUses:
         if (node.target is operator.getitem and node.args[0] in self.rows) or value_origin(node) in self.rows:
             self.rows.add(node)
             return True
-        ways = (
+        patterns = (
             self._read,
             self._match_put,
             self._add,
@@ -156,7 +156,7 @@ class _SortUses:
             self._match_counts,
             self._product,
         )
-        return any(way(node) for way in (*ways, self._row_wise, self._match_view))
+        return any(way(node) for way in (*patterns, self._row_wise, self._match_view))
 
     def _read(self, node: Node) -> bool:
         if node.target is aten.index.Tensor and len(node.args[1]) == 1:
@@ -294,8 +294,8 @@ class _SortUses:
 def _sort_region(node: Node, call: OpCall) -> _SortUses:
     """Return the uses of a sort."""
     results = read_results(node)
-    alone = is_tensor(node)
-    order, keys = (node, None) if alone else (results.get(1, node), results.get(0))
+    is_argsort = is_tensor(node)
+    order, keys = (node, None) if is_argsort else (results.get(1, node), results.get(0))
     region = _SortUses(call.operands[0], order, keys, call["descending"])
     region.tokens[order] = 1
     if region.keys is not None:

@@ -99,8 +99,8 @@ def _normalize_squeeze(node: Node) -> CallForm:
 
 def _normalize_cat(node: Node) -> CallForm | None:
     parts = [p for p in OpCall(node).operands if node_shape(p) != (0,)]
-    alone = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
-    return (aten.clone.default, (parts[0],), {}) if alone else None
+    is_identity = len(parts) == 1 and parts[0].meta["val"].dtype == node.meta["val"].dtype
+    return (aten.clone.default, (parts[0],), {}) if is_identity else None
 
 
 def _normalize_join(dim: int) -> Any:

@@ -47,9 +47,9 @@ class ReplaceReducePairs(CanonicalPass):
         results = output if isinstance(output, tuple | list) else (output,)
         there, back = _match_reductions(bodies[0], [results[index]]), _match_reductions(bodies[1], gradients)
         if there is None or back is None:
-            way = "forward" if there is None else "backward"
+            direction = "forward" if there is None else "backward"
             if any(map(_is_reduce_pair, bodies)):
-                self.note_refusal(node, f"its operand is gathered: its {way} does more than reduce one tensor")
+                self.note_refusal(node, f"its operand is gathered: its {direction} does more than reduce one tensor")
             return False
         with self.graph.inserting_before(node):
             new = self.emit(sp.reduce_pair.default, (operands[0], there, back), node.meta["val"][index], node)

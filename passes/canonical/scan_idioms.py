@@ -309,9 +309,9 @@ def _is_cast_of(term: Node, scan: ScanMatch) -> bool:
 
 def _is_total_of(term: Node, scan: ScanMatch) -> bool:
     """Return True if the term is the sum of the operand, with the dim kept at size 1."""
-    shape, held = node_shape(scan.node), node_shape(term)
+    shape, term_shape = node_shape(scan.node), node_shape(term)
     wanted = (*shape[: scan.dim], 1, *shape[scan.dim + 1 :])
-    if not is_same_shape(held, wanted):
+    if not is_same_shape(term_shape, wanted):
         return False
     term = skip_reshapes(term)
     if term.target is aten.sum.dim_IntList:

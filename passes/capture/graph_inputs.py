@@ -77,8 +77,8 @@ def capture_shards(
     retrace_with_symbols((x, d) for x, node, d in along if isinstance(as_size(node.meta["val"].shape[d]), int))
     symbols = _dim_symbols(nodes, dims)
     _require_for_global(conditions, symbols, n, mode)
-    whole = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
-    graph = capture(gm, example_inputs, fakes=whole)
+    global_fakes = [_enlarge(fake, dims.get(node.name), symbols, n, mode) for node, fake in zip(nodes, fakes)]
+    graph = capture(gm, example_inputs, fakes=global_fakes)
     placements: dict[str, Placement] = {}
     for node, fake in zip(graph.graph.find_nodes(op="placeholder"), fakes):
         set_node_info(node, local=fake)
@@ -222,8 +222,8 @@ def global_view(
     _mark_inputs(graph, example_inputs)
     arguments = [argument_name(n) for n in gm.graph.find_nodes(op="placeholder")]
     results = [leaf if isinstance(leaf, Node) else None for leaf in pytree.tree_leaves(gm.graph.output_node().args[0])]
-    names, made = _result_names(gm, results), ["" if node is None else node.name for node in results]
-    outputs, written = _result_options(names, made, user_io.outputs, fragment), tuple(_written_inputs(graph))
+    names, result_names = _result_names(gm, results), ["" if node is None else node.name for node in results]
+    outputs, written = _result_options(names, result_names, user_io.outputs, fragment), tuple(_written_inputs(graph))
     views, hidden = _omitted_views(graph, example_inputs, user_io.inputs, outputs)
     names += [f"a tensor of which {names[one.number]} is a view" for one in hidden]
     writes = _return_writes(graph, example_inputs)
@@ -249,11 +249,11 @@ def _sharded_inputs(
             continue
         if (x.sharding.n, x.sharding.group) != (ranks.n, ranks.group):
             continue
-        layout, whole = replace(x.sharding, balanced=None), node.meta["val"]
+        layout, value = replace(x.sharding, balanced=None), node.meta["val"]
         with mode, torch.no_grad():
-            local = layout.local_rows(whole).detach()
+            local = layout.local_rows(value).detach()
         set_node_info(node, local=local.requires_grad_(x.requires_grad))
-        placements[node.name] = Shard(layout.dim, Frame.full(as_size(whole.shape[layout.dim]), layout.folds))
+        placements[node.name] = Shard(layout.dim, Frame.full(as_size(value.shape[layout.dim]), layout.folds))
         layouts[i] = layout
     return placements, layouts
 
@@ -343,8 +343,10 @@ def _result_names(gm: GraphModule, results: Sequence[Node | None]) -> list[str]:
     """
     returned = result_names(gm)
     on_lines = [_base_name_of(node) for node in results]
-    alone = [name if on_lines.count(name) == 1 else "" for name in on_lines]
-    return ["" if node is None else returned.get(node.name, alone[i] or node.name) for i, node in enumerate(results)]
+    unique_names = [name if on_lines.count(name) == 1 else "" for name in on_lines]
+    return [
+        "" if node is None else returned.get(node.name, unique_names[i] or node.name) for i, node in enumerate(results)
+    ]
 
 
 def _base_name_of(node: Node | None) -> str:

@@ -262,8 +262,8 @@ def _view_step(aliases: Aliases, node: Node) -> ViewStep | None:
     args, kwargs = to_positional(op, *aliases.calls[node]), aliases.calls[node][1]
     others = [x for x in pytree.tree_leaves((args[1:], kwargs)) if is_tensor(x)]
     kwargs = {name: x for name, x in kwargs.items() if not _is_positional(op, name, len(args))}
-    alone = bool(args) and args[0] is source and not others
-    if alone and op not in _MAY_COPY and getattr(op, "is_view", False):
+    is_view = bool(args) and args[0] is source and not others
+    if is_view and op not in _MAY_COPY and getattr(op, "is_view", False):
         rest, kwargs = map_arg((args[1:], kwargs), as_size)
         return ViewStep(op, rest, kwargs)
     if not isinstance(value, Tensor) or not isinstance(base, Tensor) or value.dtype != base.dtype:

@@ -81,15 +81,15 @@ class GraphStep:
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        kept, given_to, theirs = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
-        results_of = max(0, first.end - kept)
-        made = {n.name: node_layer(n) for n in forward.nodes}
-        begins = next((layer for layer in made.values() if layer), "")
+        saved_bytes, given_to, copied_bytes = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        results_of = max(0, first.end - saved_bytes)
+        layers = {n.name: node_layer(n) for n in forward.nodes}
+        begins = next((layer for layer in layers.values() if layer), "")
         by_layer = [
-            (layer if made.get(held.name) or layer == begins else "", held)
-            for layer, held in second.by_last_layer(saved)
+            (layer if layers.get(live.name) or layer == begins else "", live)
+            for layer, live in second.by_last_layer(saved)
         ]
-        return GraphStep(first, second, inputs, results_of, kept, given_to, theirs, saved_bytes=by_layer)
+        return GraphStep(first, second, inputs, results_of, saved_bytes, given_to, copied_bytes, saved_bytes=by_layer)
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
@@ -169,31 +169,31 @@ class StepMemory:
 
     def points(self) -> Iterator[StepMoment]:
         """Iterate over the moments of the step."""
-        held = 0
+        live = 0
         last = len(self.graphs) - 1
         for g, graph in enumerate(self.graphs):
             begins = _last_product(graph.forward.moments) if g == last and graph.backward is not None else None
             for i, moment in enumerate(graph.forward.moments):
                 phase = "forward" if begins is None or i < begins else "loss"
-                yield StepMoment(phase, moment, held + moment.nbytes, g, i)
-            held += graph.saved + graph.results
+                yield StepMoment(phase, moment, live + moment.nbytes, g, i)
+            live += graph.saved + graph.results
         ended = 0
         for g, graph in reversed(list(enumerate(self.graphs))):
             if graph.backward is None:
                 continue
-            held -= graph.saved
+            live -= graph.saved
             if g < last:  # computed by the backward of a later graph
-                held -= min(ended, graph.tangents)
+                live -= min(ended, graph.tangents)
             ends = next((i for i, m in enumerate(graph.backward.moments) if m.product), 0) if g == last else 0
             arrived = 0 if not self.weights.unit else _last_layer_start(graph.backward.moments) if g == 0 else None
-            whole = _unsharded_bytes(graph.backward.moments, self.weights.unit)
+            gradients = _unsharded_bytes(graph.backward.moments, self.weights.unit)
             for i, moment in enumerate(graph.backward.moments):
                 phase = "loss" if i < ends else "backward"
-                nbytes = held + (graph.copied if i == 0 else 0) + moment.nbytes
+                nbytes = live + (graph.copied if i == 0 else 0) + moment.nbytes
                 arriving = arrived is None or i < arrived
-                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, whole[i])
+                yield StepMoment(phase, moment, nbytes, g, i, True, moment.results, arriving, gradients[i])
             ended = graph.backward.end
-            held += ended
+            live += ended
 
     def peaks(self) -> dict[str, StepMoment]:
         """Return the largest moment of each phase."""
@@ -210,7 +210,7 @@ class StepMemory:
         others = point.nbytes - point.moment.nbytes
         found = run.alive(point.index)
         if point.is_after:
-            found = [replace(held, origin="gradient") if held.origin == "result" else held for held in found]
+            found = [replace(live, origin="gradient") if live.origin == "result" else live for live in found]
         return [*found, LiveValue("results", OTHER_VALUES_ORIGIN, others, "result")] if others > 0 else found
 
     @property
@@ -252,14 +252,14 @@ class StepMemory:
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
             kept = format_bytes(sent.nbytes + sent.kept)
-            whole = f"of {kept} saved, {format_bytes(sent.nbytes)} are copied to the host"
+            amount = f"of {kept} saved, {format_bytes(sent.nbytes)} are copied to the host"
             takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
-            lines.append(f"offload: {whole} ({sent.values} values); {takes}")
+            lines.append(f"offload: {amount} ({sent.values} values); {takes}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
-            held = self.peak_with(point)
-            total = format_bytes(self.constant + held)
-            rows.append((phase, total, format_bytes(held), point.moment.name, shorten_line(point.moment.where)))
+            live = self.peak_with(point)
+            total = format_bytes(self.constant + live)
+            rows.append((phase, total, format_bytes(live), point.moment.name, shorten_line(point.moment.where)))
         lines.append(tabulate(rows, headers=("peak of", "total", "values", "at node", "line"), disable_numparse=True))
         if self.graphs:
             top = max(self.peaks().values(), key=self.peak_with)
@@ -280,9 +280,9 @@ class StepMemory:
         """Return (origin, user's line, bytes, number of values) of live values by line, largest first."""
         total: Counter[tuple[str, str]] = Counter()
         count: Counter[tuple[str, str]] = Counter()
-        for held in self.alive(point):
-            total[held.origin, held.where] += held.nbytes
-            count[held.origin, held.where] += held.nbytes > 0
+        for live in self.alive(point):
+            total[live.origin, live.where] += live.nbytes
+            count[live.origin, live.where] += live.nbytes > 0
         found = [
             (*key, nbytes, f"{count[key]} values" if count[key] > 1 else "") for key, nbytes in total.most_common()
         ]
@@ -304,13 +304,13 @@ def _last_layer_start(moments: Sequence[WalkMoment]) -> int:
 
 def _unsharded_bytes(moments: Sequence[WalkMoment], unit: int) -> list[int]:
     """Return the unsharded gradients of a backward at each moment: outside of layers, current and previous layer."""
-    found, made, begin, apart, before = list[int](), 0, ("", ""), 0, 0
+    found, grad_bytes, begin, apart, before = list[int](), 0, ("", ""), 0, 0
     for moment in moments:
         if moment.layer and (moment.layer != begin[0] or begin == (moment.layer, moment.name)):
-            apart, before = (apart if begin[0] else made), made
+            apart, before = (apart if begin[0] else grad_bytes), grad_bytes
             begin = moment.layer, moment.name
         found.append(apart + min(unit, before - apart) + moment.results - before)
-        made = moment.results
+        grad_bytes = moment.results
     return found
 
 

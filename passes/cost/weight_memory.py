@@ -103,8 +103,8 @@ def state_per_weight(optimizer: Any = None) -> float:
         one.step()
         state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
-        given = f"{' '.join(repr(optimizer).split()):.80}"
-        raise SpError("SP704", f"optimizer: {given} failed in a trial step on a small matrix ({error}).") from error
+        text = f"{' '.join(repr(optimizer).split()):.80}"
+        raise SpError("SP704", f"optimizer: {text} failed in a trial step on a small matrix ({error}).") from error
     return sum(_local_bytes(x) for x in state if x.numel() > 1) / _local_bytes(small)
 
 

@@ -42,16 +42,16 @@ def run_with_grads(
     """
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     with torch.enable_grad():
-        given = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
-        results = run_once(gm, given)
-        results = results if finish is None else finish(results, given)
+        arguments = [a.clone() if isinstance(x, Tensor) and not x.is_leaf else a for x, a in zip(inputs, leaves)]
+        results = run_once(gm, arguments)
+        results = results if finish is None else finish(results, arguments)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     outs = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
     gradients = [torch.zeros_like(x) for x in wanted]
     if outs and wanted:
         gradients = list(torch.autograd.grad(outs, wanted, list(map(_cotangent, outs)), materialize_grads=True))
-    results, given = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, given))
-    return RunResult(results, gradients, given)
+    results, arguments = ([x.detach() if isinstance(x, Tensor) else x for x in each] for each in (results, arguments))
+    return RunResult(results, gradients, arguments)
 
 
 def _cotangent(y: Tensor) -> Tensor:

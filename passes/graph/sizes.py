@@ -212,10 +212,10 @@ class SizeBuilder:
 
 def read_sizes_from_inputs(graph: Graph) -> None:
     """Read sizes from inputs, so that no intermediate value stays alive for its size alone."""
-    of, given = SizeBuilder(graph), graph.find_nodes(op="placeholder")
+    of, placeholders = SizeBuilder(graph), graph.find_nodes(op="placeholder")
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         extent = as_size(node.meta["val"])
         known = isinstance(extent, sympy.Expr) and extent.free_symbols <= of.sources.keys()
-        if known and node.args[0] not in given:
+        if known and node.args[0] not in placeholders:
             node.replace_all_uses_with(of(extent))
             graph.erase_node(node)

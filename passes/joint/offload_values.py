@@ -101,17 +101,17 @@ class OffloadValues(Pass):
         if self.shards is not None:
             always = step.in_shards(self.n)
         else:
-            given = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
-            always = sum({storage_of(x): nbytes_of(x) for x in given}.values())
+            arguments = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
+            always = sum({storage_of(x): nbytes_of(x) for x in arguments}.values())
         backward_walk = step.graphs[0].backward
         halves = [{n.name: n for n in graph.nodes} for graph in (forward, backward)]
         found = dict[Node, float]()
         for point in step.points():
             of_backward = backward_walk is not None and point.moment in backward_walk.moments
-            held = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
-            more = always + held - self.machine.memory
-            if more > 0:
-                found[halves[of_backward][point.moment.name]] = more
+            live = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
+            excess = always + live - self.machine.memory
+            if excess > 0:
+                found[halves[of_backward][point.moment.name]] = excess
         return found
 
     def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:
@@ -132,30 +132,34 @@ class OffloadValues(Pass):
         bytes_of = {x: piece.nbytes for x, piece in schedule.kept.free.items()}
         most = sorted((schedule.order[n], more) for n, more in excess.items())
         alone = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}
-        chosen, left, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
+        chosen, remaining, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
         while (
-            worst := max((i for i in left if left[i] > 0 and i not in hopeless), key=left.__getitem__, default=None)
+            worst := max(
+                (i for i in remaining if remaining[i] > 0 and i not in hopeless),
+                key=remaining.__getitem__,
+                default=None,
+            )
         ) is not None:
-            away = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in rejected]
-            enough = [x for x in away if bytes_of[x] >= left[worst]]
-            if not away:
+            candidates = [x for x in bytes_of if x not in chosen and worst in alone[x] and (worst, x) not in rejected]
+            enough = [x for x in candidates if bytes_of[x] >= remaining[worst]]
+            if not candidates:
                 hopeless.add(worst)
                 continue
             x = (
                 min(enough, key=lambda x: (bytes_of[x], -schedule.freed_byte_seconds(x)))
                 if enough
-                else max(away, key=schedule.freed_byte_seconds)
+                else max(candidates, key=schedule.freed_byte_seconds)
             )
             after = schedule.remaining_bytes(most, {**chosen, x: bytes_of[x]})
-            if after[worst] < left[worst]:
-                chosen[x], left = bytes_of[x], after
+            if after[worst] < remaining[worst]:
+                chosen[x], remaining = bytes_of[x], after
             else:  # queued with other copies, it is back by then
                 rejected.add((worst, x))
         for x in sorted(chosen, key=chosen.__getitem__, reverse=True):
             others = {one: nbytes for one, nbytes in chosen.items() if one is not x}
             without = schedule.remaining_bytes(most, others)
-            if all(without[i] <= max(0.0, more) for i, more in left.items()):
-                chosen, left = others, without
+            if all(without[i] <= max(0.0, more) for i, more in remaining.items()):
+                chosen, remaining = others, without
         return chosen
 
     def _copy_to_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Mapping[Node, int]) -> float:
@@ -173,8 +177,8 @@ class OffloadValues(Pass):
                 with graph.inserting_after(node):
                     hosts[node] = self.compute(sp.offload.default, (node,), node)
                 under_way.append((ends[node], hosts[node], node))
-        gone = {x: host for piece, host in hosts.items() for x in schedule.kept.free[piece].values}
-        output.args = (tuple(gone.get(x, x) for x in output.args[0]),)
+        freed = {x: host for piece, host in hosts.items() for x in schedule.kept.free[piece].values}
+        output.args = (tuple(freed.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
@@ -184,10 +188,10 @@ class OffloadValues(Pass):
         nodes = [n for n in graph.nodes if n.op != "placeholder"]
         begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first of each before a node
         for x, begin in begins.items():
-            given, user = saved.inputs[saved.free[x].values[0]], schedule.first[x]
+            source, user = saved.inputs[saved.free[x].values[0]], schedule.first[x]
             place = min(next(n for n in nodes if at[n] >= begin), user, key=order.__getitem__)
             with graph.inserting_before(begun.get(place) or waits.get(place) or place):
-                args = (given, x.meta["val"].device)
+                args = (source, x.meta["val"].device)
                 fresh = begun[place] = self.emit(sp.reload.default, args, x.meta["val"], x)
             with graph.inserting_before(waits.get(user) or user):
                 waits[user] = self.emit(sp.reloaded.default, (fresh,), None, x)
@@ -195,20 +199,20 @@ class OffloadValues(Pass):
                 self._rebuild_views(saved, x, fresh)
         for x in chosen:
             host = next(user for user in x.users if user.target is sp.offload.default)
-            for given in (saved.inputs[value] for value in saved.free[x].values):
-                given.meta = {**given.meta, "val": host.meta["val"]}
-                given.meta.pop("tensor_meta", None)
+            for source in (saved.inputs[value] for value in saved.free[x].values):
+                source.meta = {**source.meta, "val": host.meta["val"]}
+                source.meta.pop("tensor_meta", None)
         return max(0.0, -min(begins.values(), default=0.0))
 
     def _rebuild_views(self, saved: _SavedValues, x: Node, fresh: Node) -> None:
         """Replace reads of all values in a storage by views of the reloaded storage."""
         for value in saved.free[x].values:
-            made, view = fresh, value.meta["val"]
+            view_node, view = fresh, value.meta["val"]
             if not _is_same_view(view, x.meta["val"]):
                 offset, *numbers = self.sizes.list(_storage_layout(view))
                 args = (fresh, numbers[: view.dim()], numbers[view.dim() :], offset)
-                made = self.compute(aten.as_strided.default, args, value)
-            saved.inputs[value].replace_all_uses_with(made, lambda one: one is not fresh)
+                view_node = self.compute(aten.as_strided.default, args, value)
+            saved.inputs[value].replace_all_uses_with(view_node, lambda one: one is not fresh)
 
 
 @dataclass(frozen=True)
@@ -233,10 +237,10 @@ class _SavedValues:
         outputs: Sequence[Node] = forward.output_node().args[0]  # type: ignore[assignment]
         names = {n.name: n for n in backward.find_nodes(op="placeholder")}
         inputs = {n: names[n.name] for n in outputs[results:] if n.name in names}
-        theirs = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
-        values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in theirs]
+        input_storages = {storage_of(x) for n in forward.find_nodes(op="placeholder") for x in node_tensors(n)}
+        values = [n for n in inputs if is_tensor(n) and storage_of(n.meta["val"]) not in input_storages]
         total = sum({storage_of(n.meta["val"]): nbytes_of(n.meta["val"]) for n in values}.values())
-        theirs |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
+        input_storages |= {storage_of(x) for n in outputs[:results] if isinstance(n, Node) for x in node_tensors(n)}
         known = {as_size(n.meta["val"]) for n in names.values() if isinstance(n.meta.get("val"), torch.SymInt)}
         pieces = defaultdict[int, list[Node]](list)
         for n in values:
@@ -244,8 +248,8 @@ class _SavedValues:
         free = dict[Node, _StorageGroup]()
         for node in filter(is_tensor, (*values, *forward.nodes)):
             found = pieces.get(storage_of(node.meta["val"]), [])
-            whole = found and storage_of(node.meta["val"]) not in theirs and _can_offload(node)
-            if whole and all(
+            fills_storage = found and storage_of(node.meta["val"]) not in input_storages and _can_offload(node)
+            if fills_storage and all(
                 _is_same_view(n.meta["val"], node.meta["val"]) or _is_view_of(n, node, known) for n in found
             ):
                 free[node] = _StorageGroup(nbytes_of(node.meta["val"]), pieces.pop(storage_of(node.meta["val"])))
@@ -292,18 +296,19 @@ class _OffloadSchedule:
         Copies to the host follow each other. Copies back are scheduled from the last first use to the first: each ends
         when the next one starts or when its value is read.
         """
-        ends, begins, away, free, begin = dict[Node, float](), dict[Node, float](), dict[Node, range](), 0.0, math.inf
+        ends, begins, absent = dict[Node, float](), dict[Node, float](), dict[Node, range]()
+        free, begin = 0.0, math.inf
         for x in sorted(chosen, key=self.order.__getitem__):
             free = ends[x] = max(self.forward[x], free) + self._seconds(x)
         for x in sorted((x for x in ends if x in self.first), key=lambda x: -self.order[self.first[x]]):
             begin = begins[x] = min(begin, self.backward[self.first[x]]) - self._seconds(x)
         there, back = self.times
         for x, end in ends.items():
-            gone, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
+            start, stop = max(self.last[x] + 1, bisect_left(there, end)), len(self.order)
             if x in self.first:
                 stop = min(self.order[self.first[x]], len(there) + bisect_left(back, begins[x]))
-            away[x] = range(gone, stop)
-        return _CopySchedule(ends, begins, away)
+            absent[x] = range(start, stop)
+        return _CopySchedule(ends, begins, absent)
 
     def remaining_bytes(self, excess: Sequence[tuple[int, float]], chosen: Mapping[Node, int]) -> dict[int, float]:
         """Return the excess bytes at nodes, by number, without those offloaded at that node."""
@@ -311,11 +316,11 @@ class _OffloadSchedule:
         for x, nodes in self.copies(chosen).offloaded.items():
             change[nodes.start] += chosen[x] if nodes else 0
             change[nodes.stop] -= chosen[x] if nodes else 0
-        found, steps, gone = dict[int, float](), deque(sorted(change.items())), 0
+        found, steps, freed = dict[int, float](), deque(sorted(change.items())), 0
         for i, more in excess:
             while steps and steps[0][0] <= i:
-                gone += steps.popleft()[1]
-            found[i] = more - gone
+                freed += steps.popleft()[1]
+            found[i] = more - freed
         return found
 
     def _seconds(self, x: Node) -> float:
@@ -350,10 +355,10 @@ def _is_view_of(node: Node, full: Node, known: Set[Size]) -> bool:
 def _can_offload(node: Node) -> bool:
     """Return True if the value fills its storage and no pending collective writes it."""
     x = node.meta["val"]
-    whole = is_same_size(
+    fills_storage = is_same_size(
         size_product(as_sizes(x.shape)) * x.element_size(), nonempty_size(as_size(x.untyped_storage().nbytes()))
     )
-    return whole and node.op == "call_function" and not is_collective(node)
+    return fills_storage and node.op == "call_function" and not is_collective(node)
 
 
 def _node_times(graph: Graph, machine: Machine) -> dict[Node, float]:

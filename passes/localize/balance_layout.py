@@ -66,14 +66,14 @@ class BalanceLayout(Pass):
         calls = [
             (OpCall(n), frames) for n in gm.graph.nodes if n.op == "call_function" and (frames := _is_balance_op(n))
         ]
-        given = balanced_inputs(job)
-        if calls or given:
+        balanced = balanced_inputs(job)
+        if calls or balanced:
             self.ends = KEPT_END_POSITIONS if _has_sharded_output(gm, job) else 0
-            self._emit_order(gm, calls, job.ranks.n, given)
+            self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._write(call, frames)
-        if calls or given:
-            self.drop(*self.made)
+        if calls or balanced:
+            self.drop(*self.emitted)
         return len(calls)
 
     def _emit_order(
@@ -95,10 +95,16 @@ class BalanceLayout(Pass):
         orders = self._order_inputs(inputs, length, n, device) if shards else []
         with self.graph.inserting_before(first):
             if shards:
-                made = self.compute(sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first)
+                order_node = self.compute(
+                    sp.dealt_tables.default, (self.vectors, orders[-1], self.sizes(length)), first
+                )
             else:
-                made = self.compute(sp.deal.default, self._balance_arguments(attends, found, length, n, device), first)
-            parts = [self.emit(operator.getitem, (made, i), x, first) for i, x in enumerate(made.meta["val"])]
+                order_node = self.compute(
+                    sp.deal.default, self._balance_arguments(attends, found, length, n, device), first
+                )
+            parts = [
+                self.emit(operator.getitem, (order_node, i), x, first) for i, x in enumerate(order_node.meta["val"])
+            ]
             self.order, self.inverse, _, positions, *tables = *orders, *parts
             where = self.compute(torch.ops.aten.unsqueeze.default, (self.order, 0), first)
             count = len(self.vectors)
@@ -108,7 +114,7 @@ class BalanceLayout(Pass):
                 for v, table in zip(self.vectors, tables[count:], strict=True)
             }
             self.positions = where, positions
-            self.made = [*parts, where, *(v for v, _ in self.moved.values())]
+            self.emitted = [*parts, where, *(v for v, _ in self.moved.values())]
 
     def _balance_arguments(
         self, attends: Sequence[OpCall], found: Iterable[tuple[Size, ...]], length: Size, n: int, device: torch.device
@@ -227,11 +233,13 @@ class BalanceLayout(Pass):
             for dim, frame in ((2, "q_frame"), (3, "k_frame")):
                 if mask is not None and frame in moved_frames and not is_same_size(node_shape(mask)[dim], 1):
                     mask = self._emit_reorder(mask, dim, moved_frames[frame], node)
-        given = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
+        table_args = {"pieces": tables} if None not in tables else {}  # `HoistMaskTables` adds missing tables
         if names:
             changed["score"] = score.rename_score(call["score"], names)
         predicate = _rename_symbols(call["predicate"], names)
-        node.args, node.kwargs = call.with_operands(call.operands, predicate=predicate, mask=mask, **changed, **given)
+        node.args, node.kwargs = call.with_operands(
+            call.operands, predicate=predicate, mask=mask, **changed, **table_args
+        )
 
     def _positions(self, frame: tuple[Size, ...], like: Node) -> tuple[Node, Node | None]:
         """Return the positions of a frame's rows, relative to its first row, and their table or None."""

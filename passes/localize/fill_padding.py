@@ -78,8 +78,8 @@ def _is_loose(node: Node, plan: PlacementPlan, n: int) -> bool:
     placements = [p for p in plan.placements.get(node, ()) if isinstance(p, Shard)]
     if node.op != "call_function" or not placements or node not in plan.wants:
         return False
-    made = PADDED.get(node.target) == "finite" or is_random(node)
-    return made and not all(p.frame.is_exact(n) for p in placements)
+    is_finite = PADDED.get(node.target) == "finite" or is_random(node)
+    return is_finite and not all(p.frame.is_exact(n) for p in placements)
 
 
 def is_shorter_window(node: Node, plan: PlacementPlan) -> bool:

@@ -171,13 +171,13 @@ def _kernel_refusal(kernel: Node) -> str | None:
     arguments = _kernel_arguments(kernel)
     if _document_ends(arguments).count(None) == 1:
         return "only one of queries and keys has documents"
-    strange = [
+    unsupported = [
         name
         for name, x in arguments.items()
         if name not in READ_ARGUMENTS | IGNORED_ARGUMENTS and x not in NEUTRAL_VALUES
     ]
-    if strange:
-        return f"its kernel has the arguments {', '.join(strange)}"
+    if unsupported:
+        return f"its kernel has the arguments {', '.join(unsupported)}"
     slopes, ends = arguments.get("alibi_slopes"), _document_ends(arguments)
     if slopes is not None:
         q, k = (node_shape(arguments[name])[1] for name in "qk")
@@ -198,8 +198,12 @@ def _function_refusal(kernels: Sequence[Node], bodies: Sequence[GraphModule], re
     back = [n for n in backward.graph.nodes if _kernel_name(n) in FLASH_KERNELS.values()]
     if len(kernels) != 1 or [_kernel_name(n) for n in back] != [FLASH_KERNELS[_kernel_name(n)] for n in kernels]:
         return "it is not one forward kernel and one backward kernel"
-    arguments, again = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
-    other = [name for name in FLASH_OPTIONS & arguments.keys() & again.keys() if arguments[name] != again[name]]
+    arguments, backward_arguments = _kernel_arguments(kernels[0]), _kernel_arguments(back[0])
+    other = [
+        name
+        for name in FLASH_OPTIONS & arguments.keys() & backward_arguments.keys()
+        if arguments[name] != backward_arguments[name]
+    ]
     if other:
         return f"its backward has a different {', '.join(sorted(other))}"
     for body, kernel in ((forward, kernels[0]), (backward, back[0])):

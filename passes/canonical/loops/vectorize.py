@@ -82,10 +82,10 @@ class BatchedOps(GraphEditor):
 
     def narrow(self, x: BatchedValue, start: int, length: int) -> BatchedValue:
         """Return `length` steps from `start` on."""
-        whole = x.node.meta["val"].shape[x.time]
-        if start < 0 or start + length > whole:
+        extent = x.node.meta["val"].shape[x.time]
+        if start < 0 or start + length > extent:
             raise NotALoop("steps out of range")
-        if length == whole:
+        if length == extent:
             return x
         return BatchedValue(self.compute(aten.slice.Tensor, (x.node, x.time, start, start + length), x.node), x.time)
 

@@ -207,8 +207,8 @@ def _link_chunks(call: OpCall, kind: str) -> ChunkMove | None:
         found = match_chunks_after(wait if wait.target is c10d.wait_tensor.default else call.node)
     if found is None or found.split.target is not aten.split.Tensor:  # its chunk size allows more chunks
         return None
-    beside = found.onto if kind == "reduce_scatter" else found.away
-    return found if beside == 0 and len(found.pieces) == call["group_size"] else None
+    other = found.onto if kind == "reduce_scatter" else found.away
+    return found if other == 0 and len(found.pieces) == call["group_size"] else None
 
 
 def _previous_link(link: ChainLink) -> tuple[ChainLink, list[Node]] | str | None:

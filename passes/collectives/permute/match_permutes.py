@@ -209,10 +209,10 @@ def is_inverse(first: Node, second: Node) -> bool | None:
     # Data from rank r returns to rank r, so that this rank receives its own blocks again.
     if back is None or not index.same_factors(back[0], received_factors):
         return None
-    home = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
-    if index.equal(home, before):
+    returned = Arrangement(dims_after(index, there, scatter, gather, back[0], cut[0]))
+    if index.equal(returned, before):
         return True
-    return False if index.order(home) == index.order(before) else None
+    return False if index.order(returned) == index.order(before) else None
 
 
 def source_exchanges(node: Node) -> Sequence[Node]:

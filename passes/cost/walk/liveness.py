@@ -147,11 +147,11 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         for one in saved
         for x in node_tensors(one)
     }
-    found = LivenessWalk(start=sum(held.nbytes for held in inputs.values()), _places=places, _inputs=inputs)
+    found = LivenessWalk(start=sum(value.nbytes for value in inputs.values()), _places=places, _inputs=inputs)
     for node, live in places.run(inputs):
         ran = places.sums.get(node, node)
-        total, product = sum(held.nbytes for held in live), is_product(ran)
-        results, idle = (sum(held.nbytes for held in live if held.origin == of) for of in ("result", "reuse"))
+        total, product = sum(value.nbytes for value in live), is_product(ran)
+        results, idle = (sum(value.nbytes for value in live if value.origin == of) for of in ("result", "reuse"))
         traffic = 0 if product else places.traffic(node)
         if node.target in TILE_LOOPS:
             one = _TileLoop.of(node)
@@ -161,7 +161,7 @@ def walk(graph: Graph, fused: bool, saved: Iterable[Node] = ()) -> LivenessWalk:
         found.moments.append(
             WalkMoment(node.name, _node_line(node), *memory, node_layer(node), traffic, flops, attends)
         )
-    found.end = sum(held.nbytes for held in places.left.values())
+    found.end = sum(value.nbytes for value in places.left.values())
     return found
 
 
@@ -321,21 +321,21 @@ class _StoragePlaces(FusedEvents):
 
     def _live(self, inputs: dict[PlaceKey, LiveValue]) -> Iterator[tuple[Node, dict[PlaceKey, LiveValue]]]:
         """Yield each event with the live values, without retained buffers."""
-        live = {key: held for key, held in inputs.items() if key in self.last or key in self.results}
+        live = {key: value for key, value in inputs.items() if key in self.last or key in self.results}
         self.unaligned = {self.key(x) for node in self.inputs if not is_on_gpu(node) for x in node_tensors(node)}
         for i, (node, written_keys) in enumerate(self.written_keys.items()):
             read = self.read_keys[node] - self.results
             ending = [key for key in reversed(live) if key in read and self.last[key] == i]  # latest definition first
             for key in written_keys:
-                held = self._live_bytes(key)
+                value = self._live_bytes(key)
                 free = [k for k in ending if k not in self._retained_by(node)] if self.is_fused(node) else []
-                over = next((k for k in free if live[k].nbytes == held.nbytes), None)
+                over = next((k for k in free if live[k].nbytes == value.nbytes), None)
                 if over is not None:  # writes over an operand that it reads last
                     ending.remove(over)
                     del live[over]
                 if over in self.unaligned or (self._is_extern_kernel(node) and self.read_keys[node] & self.unaligned):
                     self.unaligned.add(key)
-                live[key] = held
+                live[key] = value
             yield node, live
             for key in [*ending, *(key for key in written_keys if key not in self.last and key not in self.results)]:
                 del live[key]
@@ -366,12 +366,12 @@ class _StoragePlaces(FusedEvents):
                 kind = live[key].nbytes, self.dtypes[key]
                 if not free[kind] or not (self.is_fused(node) or self._is_matrix_product(node)):
                     continue
-                since, held = free[kind][-1]
-                if since == i or max(totals[since:i]) + held.nbytes <= most:
+                since, value = free[kind][-1]
+                if since == i or max(totals[since:i]) + value.nbytes <= most:
                     free[kind].pop()
                     for k in range(since, i):
-                        totals[k] += held.nbytes
-                        waiting[k].append(held)
+                        totals[k] += value.nbytes
+                        waiting[k].append(value)
             after = lives[i + 1] if i + 1 < len(lives) else live
             for key in [key for key in live if key not in after]:
                 if live[key].origin != "saved" and key not in self.unaligned:
