@@ -50,7 +50,7 @@ class ChunkOrder(NamedTuple):
         """Return the offset of each chunk's first row in the new order."""
         return np.cumsum(self.lengths) - self.lengths
 
-    def to_words(self, n: int) -> Ints:
+    def encode(self, n: int) -> Ints:
         """Encode firsts and lengths as (2, max_chunk_count(n)), padded with zeros."""
         out = np.zeros((2, max_chunk_count(n)), np.int64)
         out[:, : len(self.firsts)] = self.firsts, self.lengths
@@ -58,7 +58,7 @@ class ChunkOrder(NamedTuple):
 
     @staticmethod
     def of(values: Ints) -> ChunkOrder:
-        """Decode an order from `to_words`; its imbalances are unknown and set to 1."""
+        """Decode an order from `encode`; its imbalances are unknown and set to 1."""
         firsts, lengths = values[:, values[1] > 0]
         return ChunkOrder(firsts, lengths, 1.0, 1.0)
 

@@ -91,7 +91,7 @@ def order_tensors(found: ChunkOrder, device: torch.device) -> tuple[Tensor, Tens
 def identity_order(length: int, n: int, device: torch.device) -> list[Tensor]:
     """Return (order, inverse, chunks) as ``sp::deal`` does, for rows that are not moved."""
     found = ChunkOrder.of(np.array([[0], [length]]))
-    return [*order_tensors(found, device), torch.from_numpy(found.to_words(n))]
+    return [*order_tensors(found, device), torch.from_numpy(found.encode(n))]
 
 
 def ordered_positions_table(found: ChunkOrder) -> Tensor:
@@ -188,11 +188,7 @@ def balanced_rows(
     pieces = tuple(map(Pieces.of, tables))
     numbers, ends = [tuple(map(int, x)) for x in (weights, sizes)], [max(map(int, x)) for x in (front, back)]
     found = balance_rows(tuple(predicates), *numbers, pieces, int(length), n, stride, *ends)
-    return [
-        *order_tensors(found, device),
-        torch.from_numpy(found.to_words(n)),
-        *_ordered_tables(vectors, found, tables),
-    ]
+    return [*order_tensors(found, device), torch.from_numpy(found.encode(n)), *_ordered_tables(vectors, found, tables)]
 
 
 @opaque(

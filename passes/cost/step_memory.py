@@ -160,9 +160,9 @@ class StepMemory:
 
     def peak_with(self, point: StepMoment) -> int:
         """Return the other bytes at a moment."""
-        return point.nbytes if self.shards == 1 else self.held_in_shards(point, self.shards)
+        return point.nbytes if self.shards == 1 else self.sharded_bytes(point, self.shards)
 
-    def held_in_shards(self, point: StepMoment, n: int) -> int:
+    def sharded_bytes(self, point: StepMoment, n: int) -> int:
         """Return the bytes of values and unsharded gradients and weights if n ranks shard these by layer."""
         weights = self.weights.unsharded_bytes(bool(point.moment.layer), point.arriving)
         return point.nbytes - point.gradients + weights + self.weights.gradients(point.gradients, n, point.whole)
@@ -230,9 +230,9 @@ class StepMemory:
 
     def fsdp(self, n: int) -> int:
         """Return the peak bytes if n ranks shard parameters, gradients and state by layer."""
-        return self.peak_in_shards(max((self.held_in_shards(point, n) for point in self.points()), default=0), n)
+        return self.sharded_peak(max((self.sharded_bytes(point, n) for point in self.points()), default=0), n)
 
-    def peak_in_shards(self, peak: int, n: int) -> int:
+    def sharded_peak(self, peak: int, n: int) -> int:
         """Return the peak bytes for a maximum of `peak`, or of the optimizer with sharded gradients."""
         return self.in_shards(n) + max(peak, -(-self.weights.trainable // n))
 

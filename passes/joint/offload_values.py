@@ -71,16 +71,16 @@ class OffloadValues(Pass):
         forward, backward = gm, job.backward
         assert backward is not None
         self.machine = job.machine_of_nodes(gm.graph.nodes)
-        self.asked, self.fused = job.offload, job.fused
+        self.requested, self.fused = job.offload, job.fused
         self.shards, self.n = job.memory[-1].state if job.memory and job.state == "sharded" else None, job.ranks.n
         self.input_bytes = job.input_bytes
         saved = _SavedValues.of(forward.graph, backward.graph, job.results)
         at = _node_times(forward.graph, self.machine), _node_times(backward.graph, self.machine)
         schedule = _OffloadSchedule(saved, *at, self.machine)
-        if self.asked == "auto":
+        if self.requested == "auto":
             chosen = self._take_fitting(schedule, self._over_limit(forward.graph, backward.graph))
         else:
-            chosen = self._take_share(schedule, float(self.asked) * saved.nbytes)
+            chosen = self._take_share(schedule, float(self.requested) * saved.nbytes)
         total = sum(chosen.values())
         waits = 0.0
         if chosen:
@@ -108,7 +108,7 @@ class OffloadValues(Pass):
         found = dict[Node, float]()
         for point in step.points():
             of_backward = backward_walk is not None and point.moment in backward_walk.moments
-            live = point.nbytes if self.shards is None else step.held_in_shards(point, self.n)
+            live = point.nbytes if self.shards is None else step.sharded_bytes(point, self.n)
             excess = always + live - self.machine.memory
             if excess > 0:
                 found[halves[of_backward][point.moment.name]] = excess
@@ -117,9 +117,9 @@ class OffloadValues(Pass):
     def _take_share(self, schedule: _OffloadSchedule, wanted: float) -> dict[Node, int]:
         """Choose values of at most `wanted` bytes, those that free most first. Returns their bytes."""
         chosen = dict[Node, int]()
-        for x in sorted(schedule.kept.free, key=schedule.freed_byte_seconds, reverse=True):
-            if sum(chosen.values()) + schedule.kept.free[x].nbytes <= wanted:
-                chosen[x] = schedule.kept.free[x].nbytes
+        for x in sorted(schedule.saved.free, key=schedule.freed_byte_seconds, reverse=True):
+            if sum(chosen.values()) + schedule.saved.free[x].nbytes <= wanted:
+                chosen[x] = schedule.saved.free[x].nbytes
         return chosen
 
     def _take_fitting(self, schedule: _OffloadSchedule, excess: Mapping[Node, float]) -> dict[Node, int]:
@@ -129,7 +129,7 @@ class OffloadValues(Pass):
         until none remains. Values that later choices make unnecessary are dropped. Where all values together do not
         suffice, all of them are chosen.
         """
-        bytes_of = {x: piece.nbytes for x, piece in schedule.kept.free.items()}
+        bytes_of = {x: piece.nbytes for x, piece in schedule.saved.free.items()}
         most = sorted((schedule.order[n], more) for n, more in excess.items())
         alone = {x: schedule.copies([x]).offloaded[x] for x in bytes_of}
         chosen, remaining, rejected, hopeless = dict[Node, int](), dict(most), set[tuple[int, Node]](), set[int]()
@@ -177,14 +177,14 @@ class OffloadValues(Pass):
                 with graph.inserting_after(node):
                     hosts[node] = self.compute(sp.offload.default, (node,), node)
                 under_way.append((ends[node], hosts[node], node))
-        freed = {x: host for piece, host in hosts.items() for x in schedule.kept.free[piece].values}
+        freed = {x: host for piece, host in hosts.items() for x in schedule.saved.free[piece].values}
         output.args = (tuple(freed.get(x, x) for x in output.args[0]),)
         return max(0.0, max(ends.values()) - max(at.values(), default=0.0))
 
     def _copy_from_host(self, graph: Graph, schedule: _OffloadSchedule, chosen: Iterable[Node]) -> float:
         """Insert the copies back, and return the seconds of waiting for the first ones."""
         self.edit(graph)
-        saved, at, order, begins = schedule.kept, schedule.backward, schedule.order, schedule.copies(chosen).begins
+        saved, at, order, begins = schedule.saved, schedule.backward, schedule.order, schedule.copies(chosen).begins
         nodes = [n for n in graph.nodes if n.op != "placeholder"]
         begun, waits = dict[Node, Node](), dict[Node, Node]()  # the first of each before a node
         for x, begin in begins.items():
@@ -277,7 +277,7 @@ class _OffloadSchedule:
     def __init__(
         self, saved: _SavedValues, forward: Mapping[Node, float], backward: Mapping[Node, float], machine: Machine
     ) -> None:
-        self.kept, self.forward, self.backward, self.machine = saved, forward, backward, machine
+        self.saved, self.forward, self.backward, self.machine = saved, forward, backward, machine
         self.times = list(forward.values()), list(backward.values())
         self.order = {n: i for i, n in enumerate([*forward, *backward])}
         self.first = {x: min(users, key=self.order.__getitem__) for x in saved.free if (users := saved.readers(x))}
@@ -288,7 +288,7 @@ class _OffloadSchedule:
         """Return the bytes times the seconds for which they are not read."""
         end = max(self.times[0], default=0.0)
         begin = self.backward[self.first[x]] if x in self.first else 0.0
-        return self.kept.free[x].nbytes * (end - self.forward[x] + begin)
+        return self.saved.free[x].nbytes * (end - self.forward[x] + begin)
 
     def copies(self, chosen: Iterable[Node]) -> _CopySchedule:
         """Schedule the copies.
@@ -324,7 +324,7 @@ class _OffloadSchedule:
         return found
 
     def _seconds(self, x: Node) -> float:
-        return copy_seconds(self.kept.free[x].nbytes, self.machine)
+        return copy_seconds(self.saved.free[x].nbytes, self.machine)
 
 
 def _memory_of_node(node: Node) -> list[Tensor]:

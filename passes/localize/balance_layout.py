@@ -43,7 +43,7 @@ from .mask_tables import mask_vectors, move_before, unique_vectors
 
 sp = torch.ops.sp
 ORDER_INPUTS = ("dealt_order", "dealt_inverse", "dealt_chunks")
-KEPT_END_POSITIONS = 1
+FIXED_END_POSITIONS = 1
 """Rows at either end that keep their place, for graphs that read the neighbor of each row, such as shifted labels."""
 FRAME_ARGUMENTS = ("frame", "scatter_frame", "gather_frame", "q_frame", "k_frame")
 FrameMap = dict[str, tuple[Size, ...]]
@@ -68,7 +68,7 @@ class BalanceLayout(Pass):
         ]
         balanced = balanced_inputs(job)
         if calls or balanced:
-            self.ends = KEPT_END_POSITIONS if _has_sharded_output(gm, job) else 0
+            self.ends = FIXED_END_POSITIONS if _has_sharded_output(gm, job) else 0
             self._emit_order(gm, calls, job.ranks.n, balanced)
         for call, frames in calls:
             self._write(call, frames)

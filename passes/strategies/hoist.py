@@ -95,8 +95,8 @@ class HoistSlices(DemandPass):
         self.demanding, self.axes = {demand.node for demand in job.plan(gm).demands}, job.axes(gm)
         self.learns_nothing = no_grad_nodes(gm.graph)
         placed = (p for placements in job.plan(gm).placements.values() for p in placements)
-        self.dealt = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
-        self.asked: dict[Node, int] = {}  # rows of a source that all of its slices read together
+        self.is_balanced = any(isinstance(p, Shard) and p.frame.order.is_balanced for p in placed)
+        self.requested_rows: dict[Node, int] = {}  # rows of a source that all of its slices read together
         return super().apply(gm, job)
 
     def refusal(self, node: Node, demands: list[Demand]) -> str | None:
@@ -138,11 +138,15 @@ class HoistSlices(DemandPass):
         n, source = self.job.ranks.n, OpCall(node).operands[0]
         results = [node] if is_tensor(node) else list(read_results(node).values())
         if all(self.axes.sequence_dims(x) for x in results):
-            return not self.dealt
-        if source not in self.asked:
+            return not self.is_balanced
+        if source not in self.requested_rows:
             cuts = [user for user in source.users if user in self.demanding and user.target in SLICE_OPS]
-            self.asked[source] = sum(assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values())
-        return all(n * self.asked[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values())
+            self.requested_rows[source] = sum(
+                assume_large(piece.length) for cut in cuts for piece in _slices_read(cut).values()
+            )
+        return all(
+            n * self.requested_rows[source] <= assume_large(node_shape(source)[piece.dim]) for piece in pieces.values()
+        )
 
     def _extend_chain(self, chain: RowChain, cut: Node) -> RowChain | None:
         """Return the chain with the producer of the last input that may be recomputed, or None."""

@@ -104,10 +104,10 @@ def num_elements(value: torch.Tensor) -> int:
 def find_reductions(gm: GraphModule, group: str) -> list[Node]:
     """Return every all_reduce(sum) over the group whose only user is a wait."""
     found = gm.graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and wait_of(n) is not None]
+    return [n for n in found if exchange_group(n) == group and n.args[1] == "sum" and find_wait(n) is not None]
 
 
-def wait_of(node: Node) -> Node | None:
+def find_wait(node: Node) -> Node | None:
     """Return the wait that is the node's only user, or None."""
     users = list(node.users)
     alone = len(users) == 1 and users[0].target is c10d.wait_tensor.default

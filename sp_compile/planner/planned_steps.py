@@ -127,7 +127,7 @@ class _PeakMemory:
         for point in points:
             for whole in (False, True):
                 key = point.moment.where in lines, whole
-                found = point.nbytes if whole else step.held_in_shards(point, n), point.phase
+                found = point.nbytes if whole else step.sharded_bytes(point, n), point.phase
                 most[key] = max(most.get(key, found), found)
         nothing = 0.0, "forward"
         near, away = ((most.get((at, False), nothing), most.get((at, True), nothing)) for at in (True, False))
@@ -147,7 +147,7 @@ class _PeakMemory:
         (near, phase), away = self.near_attention[whole], self.away[whole]
         values, phase = max((near + more, phase), away)
         if not whole:
-            return self.step.peak_in_shards(int(values), n), phase
+            return self.step.sharded_peak(int(values), n), phase
         return self.step.state + max(values, self.step.weights.trainable), phase
 
 

@@ -77,17 +77,17 @@ class Unroll:
         """
         paths = [path for path, _ in _layer_starts(graph.forward)]
         back = _split_walk(graph.backward, paths) if graph.backward is not None else {}
-        made = (
+        gradient_bytes = (
             {path: _gradient_bytes(graph.backward, part) for path, part in back.items()}
             if graph.backward is not None
             else {}
         )
-        left = {held.name for _, held in (graph.hosted or graph).saved_bytes}
+        remaining = {held.name for _, held in (graph.hosted or graph).saved_bytes}
         layers = list[_RepeatedLayer]()
         for path in paths:
-            kept = [held for one, held in graph.saved_bytes if one == path]
-            may = frozenset(held.name for held in kept) - left
-            layers.append(_RepeatedLayer(path, kept, may, made.get(path, 0)))
+            saved = [held for one, held in graph.saved_bytes if one == path]
+            may = frozenset(held.name for held in saved) - remaining
+            layers.append(_RepeatedLayer(path, saved, may, gradient_bytes.get(path, 0)))
         rest = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
         shared = [path for path in order if path in paths]
         begin = min(map(paths.index, shared), default=len(paths))
@@ -165,24 +165,24 @@ class Unroll:
         If `is_backward`, it is the backward, which runs the layers in reverse order and creates gradients.
         """
         parts = _split_walk(walk, [layer.path for layer in self.layers])
-        leave = list(self._remaining_per_layer(sent))
-        kept, counts = [*chain(*leave)], [0, *accumulate(map(len, leave))]
-        more_kept = [0, *accumulate(map(_total_bytes, leave))]  # before each of all layers
-        own_kept = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
-        more_made = _suffix_sums([self.layers[i].gradients for i in self.order])
-        own_made = _suffix_sums([layer.gradients for layer in self.layers])
+        remaining = list(self._remaining_per_layer(sent))
+        saved, counts = [*chain(*remaining)], [0, *accumulate(map(len, remaining))]
+        saved_before = [0, *accumulate(map(_total_bytes, remaining))]  # before each of all layers
+        program_saved_before = [0, *accumulate(_total_bytes(layer.saved) for layer in self.layers)]  # of the program
+        grads_after = _suffix_sums([self.layers[i].gradients for i in self.order])
+        program_grads_after = _suffix_sums([layer.gradients for layer in self.layers])
         found = _Unrolled(walk=walk)
 
         def add(path: str, place: int, i: int, ended: int) -> None:
             """Add a part of layer i of the program at a place of the order; ended is 1 for a layer."""
-            made = more_made[place + ended] - own_made[i + ended] if is_backward else 0
-            extra = more_kept[place] - own_kept[i]
+            grad_bytes = grads_after[place + ended] - program_grads_after[i + ended] if is_backward else 0
+            extra = saved_before[place] - program_saved_before[i]
             self._add(
                 found,
                 parts[path],
                 extra,
-                made,
-                partial(_extra_values, kept, counts[place], self.layers[:i], made, is_backward),
+                grad_bytes,
+                partial(_extra_values, saved, counts[place], self.layers[:i], grad_bytes, is_backward),
             )
 
         last = len(self.order), len(self.layers)
@@ -191,9 +191,9 @@ class Unroll:
             if self.layers[i].path in parts:
                 add(self.layers[i].path, place, i, 1)
         add(AFTER_LAYERS, *((0, 0) if is_backward else last), 0)
-        of_all = more_kept[-1] - own_kept[-1]
+        of_all = saved_before[-1] - program_saved_before[-1]
         found.start = walk.start + (of_all if is_backward else 0)
-        found.end = walk.end + (more_made[0] - own_made[0] if is_backward else of_all)
+        found.end = walk.end + (grads_after[0] - program_grads_after[0] if is_backward else of_all)
         return found
 
     @staticmethod

@@ -21,7 +21,7 @@ from sp_compile.passes.graph.call import OpCall
 from sp_compile.passes.graph.closure import iterate_reachable
 from sp_compile.passes.graph.mutation import is_pure
 from sp_compile.passes.graph.sizes import as_size, current_bytes
-from sp_compile.passes.localize.balance_layout import KEPT_END_POSITIONS, balanced_inputs
+from sp_compile.passes.localize.balance_layout import FIXED_END_POSITIONS, balanced_inputs
 from sp_compile.passes.sharding.output_rules import gather_reason, output_options
 from sp_compile.passes.sharding.placement import PlacementPlan, Replicate, Shard
 
@@ -55,9 +55,9 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
             return [order]
     if asked is not None:
         return [CONTIGUOUS]
-    may = {"dealt": any(shape.documents for shape in shapes), "permuted": _is_permutable(plan, job)}
+    may = {"balanced": any(shape.documents for shape in shapes), "permuted": _is_permutable(plan, job)}
     return [
-        order for order in LAYOUTS.values() if order.is_in_order or may["dealt" if order.is_balanced else "permuted"]
+        order for order in LAYOUTS.values() if order.is_in_order or may["balanced" if order.is_balanced else "permuted"]
     ]
 
 
@@ -113,8 +113,8 @@ def balanced_layout_refusal(nodes: Iterable[Node], plan: PlacementPlan, job: Pas
         several = " and of ".join(map(str, lengths))
         return refuse("SP411", f"the program has sequences of {several} positions")
     ends = {as_size(end) for frame in frames for end in (frame.start, frame.size - frame.start - frame.length)}
-    if given and not all(isinstance(end, int) and end <= KEPT_END_POSITIONS for end in ends):
-        return refuse("SP411", f"more than {KEPT_END_POSITIONS} positions at an end of the sequence are removed")
+    if given and not all(isinstance(end, int) and end <= FIXED_END_POSITIONS for end in ends):
+        return refuse("SP411", f"more than {FIXED_END_POSITIONS} positions at an end of the sequence are removed")
     return None
 
 
