@@ -152,11 +152,11 @@ class Report:
 
     def _ranks(self) -> str:
         found = ", ".join(f"{name} dim {'/'.join(map(str, dims))}" for name, dims in self.inputs.items())
-        whole = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
+        text = f"{self.n} ranks; the sequence is {found or 'not an input dim'}"
         if not self.parallel:
-            return whole
+            return text
         groups = f"tensor-parallel groups of {' and '.join(map(str, self.parallel))} ranks"
-        return f"{whole}; {groups}" if found else f"{groups}; the sequence is not split"
+        return f"{text}; {groups}" if found else f"{groups}; the sequence is not split"
 
 
 def _group_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[Any, ...]]:

@@ -143,9 +143,9 @@ def run_pipeline(
 
 def _check_several_ranks(job: PassSettings) -> Iterator[Note]:
     """What was asked for and takes more than the one rank that there is: a script runs on a laptop as it is."""
-    for option, asked in (("attention", job.attention), ("layout", job.layout)):
-        if asked != "auto":
-            yield Note(NoteKind.DECLINED, asked, f"{option}={asked!r} has no effect on one rank")
+    for option, requested in (("attention", job.attention), ("layout", job.layout)):
+        if requested != "auto":
+            yield Note(NoteKind.DECLINED, requested, f"{option}={requested!r} has no effect on one rank")
 
 
 def parallelize(program: ExportedProgram | GraphModule, sp: int | None = None, **config: Any) -> GraphModule:

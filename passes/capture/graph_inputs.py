@@ -111,8 +111,8 @@ def _refuse_other_lengths(along: Sequence[tuple[Node, int]], axes: Axes) -> None
         if rows[0] != rows[1]:
             raise SpError(
                 "SP234",
-                f"inputs='local': expected equal numbers of rows in dim {at_other} of {argument_name(other)} and dim {dim} "
-                f"of {argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
+                f"inputs='local': expected equal numbers of rows in dim {at_other} of {argument_name(other)} and "
+                f"dim {dim} of {argument_name(node)}, which share a sequence, got {rows[0]} and {rows[1]}.",
             )
 
 

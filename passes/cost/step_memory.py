@@ -251,10 +251,10 @@ class StepMemory:
         state |= {"buffers": w.buffers, "inputs": self.inputs, "saved for the backward": self.saved}
         lines = [", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in state.items() if nbytes)]
         if (sent := self.offloaded) is not None:
-            kept = format_bytes(sent.nbytes + sent.kept)
-            amount = f"of {kept} saved, {format_bytes(sent.nbytes)} are copied to the host"
-            takes = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
-            lines.append(f"offload: {amount} ({sent.values} values); {takes}")
+            saved = format_bytes(sent.nbytes + sent.kept)
+            amount = f"of {saved} saved, {format_bytes(sent.nbytes)} are copied to the host"
+            timing = f"copies of {sent.seconds:.3g} s each way, {sent.waits:.3g} s of them not overlapped"
+            lines.append(f"offload: {amount} ({sent.values} values); {timing}")
         rows: list[tuple[str, ...]] = []
         for phase, point in self.peaks().items():
             live = self.peak_with(point)

@@ -58,10 +58,10 @@ def output_options(output: Node, outputs: str | Sequence[str]) -> dict[Node, lis
     return asked
 
 
-def gather_reason(value: torch.Tensor, reasons: Sequence[str]) -> str:
+def gather_reason(value: torch.Tensor, options: Sequence[str]) -> str:
     """Return the reason for which a sharded output is gathered; "" if it stays sharded."""
-    if "gather" in reasons:
+    if "gather" in options:
         return GATHER_REASON
-    if "local" in reasons:
+    if "local" in options:
         return ""
-    return SMALL_REASON if "lazy" not in reasons and current_bytes(value) < LARGE_OUTPUT else ""
+    return SMALL_REASON if "lazy" not in options and current_bytes(value) < LARGE_OUTPUT else ""

@@ -176,16 +176,16 @@ class HoistSlices(DemandPass):
 
     def _rebuild_chain(self, chain: RowChain, source: Node, piece: RowRequest, like: Node) -> Node:
         """Emit a slice of the source from slices of the inputs of the chain."""
-        made: dict[Node, Node] = {}
+        emitted: dict[Node, Node] = {}
         for x, rows in chain.inputs.items():
             with self.graph.inserting_before(chain.first_reader(x)):  # an input may be created after the first step
-                made[x] = self._slice_rows(x, rows, piece, like)
+                emitted[x] = self._slice_rows(x, rows, piece, like)
         for step in reversed(chain.steps):
-            made[step.node] = self._rebuild_step(step, made, piece)
+            emitted[step.node] = self._rebuild_step(step, emitted, piece)
         if piece.keeps_dim:
-            return made[source]
+            return emitted[source]
         with self.graph.inserting_before(like):
-            return self.compute(aten.select.int, (made[source], piece.dim, 0), like)
+            return self.compute(aten.select.int, (emitted[source], piece.dim, 0), like)
 
     def _slice_rows(self, x: Node, rows: RowsAt, piece: RowRequest, like: Node) -> Node:
         """Emit the rows of a slice."""

@@ -126,7 +126,7 @@ def _describe_candidates(gm: GraphModule) -> str:
         if name in NO_SEQUENCE_FIX or node_info(node).scanned is not None:
             why = NO_SEQUENCE_FIX.get(name, "whose dim is created inside the model")
             found.setdefault(f"{name} at {node_line(node)}", why)
-    each = "; ".join(f"{what}, {why}" for what, why in found.items())
+    each = "; ".join(f"{subject}, {why}" for subject, why in found.items())
     return f" (there is {each})" if each else ""
 
 
@@ -144,8 +144,8 @@ class PlaceOutputs(Pass):
         """Apply the pass to a graph and return the number of changes."""
         plan = job.plan(gm)
         _check_local_outputs(gm, plan, job)
-        for node, words in output_options(gm.graph.output_node(), job.outputs).items():
-            why = _gathered_reason(node, plan, words)
+        for node, options in output_options(gm.graph.output_node(), job.outputs).items():
+            why = _gathered_reason(node, plan, options)
             if why not in ("", GATHER_REASON):
                 self.note(node.all_input_nodes[0], why, node.all_input_nodes[0].name, NoteKind.UNSHARDED)
         job.constraints = _plan_constraints(gm, job.axes(gm), plan, job.ranks.n)
@@ -164,18 +164,18 @@ def _fix_short_lengths(gm: GraphModule, axes: Axes, n: int) -> bool:
     return fixed
 
 
-def _gathered_reason(node: Node, plan: PlacementPlan, reasons: list[str]) -> str:
+def _gathered_reason(node: Node, plan: PlacementPlan, options: list[str]) -> str:
     """Return the reason why a sharded result is gathered, "" for other results."""
     if node.target is not torch.ops.sp.unshard.default:
         return ""
     source = node.all_input_nodes[0]
     have = plan.of(source)
-    return gather_reason(source.meta["val"], reasons) if isinstance(have, Shard) else ""
+    return gather_reason(source.meta["val"], options) if isinstance(have, Shard) else ""
 
 
 def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext) -> None:
-    n, asked = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
-    for node in [node for node, words in asked.items() if "local" in words]:
+    n, requested = job.ranks.n, output_options(gm.graph.output_node(), job.outputs)
+    for node in [node for node, options in requested.items() if "local" in options]:
         have = plan.of(node)
         if isinstance(have, Shard) and not (have.frame.is_exact(n) or _guard_divisible(node, have, n)):
             raise SpError(

@@ -111,7 +111,7 @@ class RunInTiles(Pass):
             for one in region.nodes:
                 set_node_info(view.source[one], recomputed=True)
         of_tile = nbytes * length // total
-        made = TiledRegion(
+        tiled = TiledRegion(
             node.name,
             node_line(node),
             tiles,
@@ -123,7 +123,7 @@ class RunInTiles(Pass):
             recomputed,
             bool(region.shared),
         )
-        job.tiled_regions.append(made)
+        job.tiled_regions.append(tiled)
         view.source.update(replacements)  # the operands of the next regions
         return True
 
@@ -135,17 +135,17 @@ class RunInTiles(Pass):
         assert place is not None
         with self.graph.inserting_before(place.next):
             rows = [self._split_rows(view, x, last) for x in region.rows]
-            whole = [view.source[x] for x in region.replicated]
+            replicated = [view.source[x] for x in region.replicated]
             seed = self._emit_seed(last) if any(is_dropout(n) for n in region.nodes) else None
-            args = (rows, whole, tiles, program.name, seed)
+            args = (rows, replicated, tiles, program.name, seed)
             one = self.compute(sp.tiled.default, args, last)
-            made = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
+            merged = [self._merge_rows(view, x, one, i) for i, x in enumerate(region.results)]
         for node in reversed(late_nodes):
-            made[-1].append(node)
-        for x, fresh in zip(region.results, made):
+            merged[-1].append(node)
+        for x, fresh in zip(region.results, merged):
             inside = {view.source[n] for n in region.nodes}
             view.source[x].replace_all_uses_with(fresh, lambda user, inside=inside: user not in inside)
-        return dict(zip(region.results, made))
+        return dict(zip(region.results, merged))
 
     def _emit_seed(self, like: Node) -> Node:
         """Emit a seed that is drawn again in each call."""
@@ -162,8 +162,8 @@ class RunInTiles(Pass):
     def _merge_rows(self, view: TokenView, x: Node, one: Node, index: int) -> Node:
         """Return the result in the shape that its readers expect."""
         values = one.meta["val"]
-        made = self.emit(operator.getitem, (one, index), values[index], view.source[x])
-        return self.reshape(made, as_sizes(x.meta["val"].shape), view.source[x])
+        rows = self.emit(operator.getitem, (one, index), values[index], view.source[x])
+        return self.reshape(rows, as_sizes(x.meta["val"].shape), view.source[x])
 
     def _emit_flags(self, view: TokenView, x: Node, like: Node) -> Node:
         """Emit flags of the rows that a mask fills."""
@@ -192,8 +192,8 @@ def _refusal(view: TokenView, region: TileRegion) -> str | None:
     if has_symbols(view, region) and not SYMBOLIC_GRAPHS:
         return "a size is a symbol, which requires torch 2.13: compile with dynamic=False"
     thin = all(view.is_sum(x) or row_width(view, x) * MAX_THIN_WIDTH <= region.narrow for x in region.results)
-    made, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
-    if made < MIN_WIDENING * left or not (region.results and region.rows):
+    width, left = (sum(row_width(view, x) for x in nodes) for nodes in (region.seed_products, region.results))
+    if width < MIN_WIDENING * left or not (region.results and region.rows):
         return "its result has other readers"
     if region.shared and not thin:
         return f"{region.shared[0].name}, an intermediate value, has other readers"

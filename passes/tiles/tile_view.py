@@ -208,10 +208,10 @@ class _TokenViewBuilder:
         return graph.node_copy(node, self.copies.__getitem__)
 
     def _input(self, graph: Graph, node: Node, value: Any, placement: Placement) -> Node:
-        made = graph.placeholder(node.name)
-        made.meta.update(node.meta, val=value)
-        self.inputs[made] = placement
-        return made
+        created = graph.placeholder(node.name)
+        created.meta.update(node.meta, val=value)
+        self.inputs[created] = placement
+        return created
 
     def _can_be_inside(self, node: Node) -> bool:
         if node.op != "call_function" or node in self.rejected:
@@ -243,6 +243,6 @@ class _TokenViewBuilder:
         flags = self._input(graph, node, x.new_empty(shape, dtype=torch.bool), have)
         self.flags.add(flags)
         self.source[flags] = node
-        made = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
-        made.meta.update(node.meta)
-        return made
+        created = graph.call_function(aten.masked_fill.Scalar, (self.copies[node.args[0]], flags, call.get("value", 1)))
+        created.meta.update(node.meta)
+        return created

@@ -169,11 +169,11 @@ class AttentionCall(RankCall):
         chunks = LAYOUTS[given.layout].chunks
         if self.q.shape[2] % chunks or self.k.shape[2] % chunks:
             yield SpError("SP454", f"layout: expected even lengths for {given.layout!r}, got {self._shapes()}.")
-        for name, x, whole in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
+        for name, x, length in (("length", self.q, given.length), ("kv_length", self.k, given.kv_length)):
             rows = x.shape[2] * n
-            if whole is not None and not 0 < whole <= rows:
+            if length is not None and not 0 < length <= rows:
                 limits = f"1 to {rows}, the rows of all {n} ranks ({self._shapes()})"
-                yield SpError("SP507", f"{name}: expected {limits}, got {whole}.")
+                yield SpError("SP507", f"{name}: expected {limits}, got {length}.")
 
     def _wrong_heads(self) -> Iterator[SpError]:
         heads, kv_heads, n, width = self.q.shape[1], self.k.shape[1], self.ranks.n, self.width
@@ -191,20 +191,20 @@ class AttentionCall(RankCall):
             )
 
     def _wrong_masks(self) -> Iterator[SpError]:
-        options, whole = self.options, [length for _, _, _, length, *_ in self.frames()]
+        options, lengths = self.options, [length for _, _, _, length, *_ in self.frames()]
         if options.window is not None and (not isinstance(options.window, int) or options.window < 1):
-            what = "an int of at least 1, each query's own position"
-            yield SpError("SP507", f"window: expected {what}, got {options.window}.")
+            expected = "an int of at least 1, each query's own position"
+            yield SpError("SP507", f"window: expected {expected}, got {options.window}.")
         x = options.documents
-        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*whole} != {x.shape[1]}):
+        if x is not None and (x.ndim != 2 or x.shape[0] not in (1, self.q.shape[0]) or {*lengths} != {x.shape[1]}):
             yield SpError(
                 "SP504",
-                f"documents: expected (B|1, S) with S = {whole[0]} queries and {whole[1]} keys of all ranks, got "
+                f"documents: expected (B|1, S) with S = {lengths[0]} queries and {lengths[1]} keys of all ranks, got "
                 f"{list(x.shape)}.",
             )
         if x is not None and (x.is_floating_point() or x.is_complex()):
             yield SpError("SP505", f"documents: expected integers, got {x.dtype}.")
-        full, x = (*self.q.shape[:2], *whole), options.attn_mask
+        full, x = (*self.q.shape[:2], *lengths), options.attn_mask
         if x is None:
             return
         if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, full)):

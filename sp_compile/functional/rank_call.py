@@ -79,8 +79,8 @@ class RankCall(ABC):
 
 def shard_frame(rows: int, n: int, length: int | None, layout: str) -> list[int]:
     """Where the n ranks' shards of `rows` rows lie; `length` None if no row is padding."""
-    held, folds = rows * n, LAYOUTS[layout].folds
-    return [1, held, 0, held if length is None else length, *([folds] if folds > 1 else [])]
+    extent, folds = rows * n, LAYOUTS[layout].folds
+    return [1, extent, 0, extent if length is None else length, *([folds] if folds > 1 else [])]
 
 
 def op_or_body(op: Callable[..., Any], body: Callable[..., Any], *xs: Tensor | None) -> Callable[..., Any]:

@@ -127,13 +127,13 @@ class DryRun:
         kwargs = dict[str, Any]()
         for sp, options in self.configs:
             config, kwargs = split_kwargs(self.model, options)
-            given = SPConfig.of(config)
-            given.refuse(self.entry, **self.refused)
+            passed = SPConfig.of(config)
+            passed.refuse(self.entry, **self.refused)
             if sp is not None and (type(sp) is not int or sp < 1):
                 raise SpError("SP711", f"sp: expected a number of ranks, 1 or more, got {sp!r}.")
             step = StepMemory(weights, self.per_weight) if self.per_weight is not None else None
             report = Report(2 if sp is None else sp, step=step)
-            self.results.append(DryRunResult(given, sp, report, [] if self.keeps_steps else None))
+            self.results.append(DryRunResult(passed, sp, report, [] if self.keeps_steps else None))
         return kwargs
 
     def _trace(self, kwargs: Mapping[str, Any]) -> None:

@@ -385,8 +385,8 @@ def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant],
         if (step := seen.get(row.config)) is None:
             continue
         attend = next(one for one in planner.attention_choices(row.ranks) if one.key == row.config.key)
-        made = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
-        found.rows.append(made)
+        variant = _make_variant(planner, **planner.plan_row(step, attend, row.state, row.offload))
+        found.rows.append(variant)
         if row.offload and planner.shares and step.covers_any_share:
             least = planner.min_offload(step, attend, row.state)
             found.rows += [_make_variant(planner, **least)] if least and least["way"] != row.config else []
@@ -396,9 +396,9 @@ def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant],
                 for other in found.rows
                 if replace(other.config, offload=0.0) == _without_offload(row)
             }
-            if (share := _share_that_fits(planner, known, made, found.memory)) is not None:
-                host = made.host * share / made.offload
-                guess = replace(made, offload=share, host=host, is_measured=False, memory=found.memory)
+            if (share := _share_that_fits(planner, known, variant, found.memory)) is not None:
+                host = variant.host * share / variant.offload
+                guess = replace(variant, offload=share, host=host, is_measured=False, memory=found.memory)
                 found.rows += [replace(guess, fits=True)] if host <= planner.host else []
 
 

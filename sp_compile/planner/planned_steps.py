@@ -125,9 +125,9 @@ class _PeakMemory:
         lines = {point.moment.where for point in points if point.moment.attends} - {""}
         most: dict[tuple[bool, bool], LargestMoments] = {}
         for point in points:
-            for whole in (False, True):
-                key = point.moment.where in lines, whole
-                found = point.nbytes if whole else step.sharded_bytes(point, n), point.phase
+            for unsharded in (False, True):
+                key = point.moment.where in lines, unsharded
+                found = point.nbytes if unsharded else step.sharded_bytes(point, n), point.phase
                 most[key] = max(most.get(key, found), found)
         nothing = 0.0, "forward"
         near, away = ((most.get((at, False), nothing), most.get((at, True), nothing)) for at in (True, False))
@@ -136,17 +136,17 @@ class _PeakMemory:
     def with_offload(self, other: _PeakMemory, share: float) -> _PeakMemory:
         """Return the peaks with this share of the other step's values on the host."""
         near, away = (
-            tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(mine, others))
-            for mine, others in ((self.near_attention, other.near_attention), (self.away, other.away))
+            tuple((x[0] + share * (y[0] - x[0]), (x if share < 0.5 else y)[1]) for x, y in zip(ours, others))
+            for ours, others in ((self.near_attention, other.near_attention), (self.away, other.away))
         )
         return _PeakMemory(self.step, near, away, share * other.host)  # type: ignore[arg-type]
 
     def memory(self, state: str, n: int, more: float = 0.0) -> LargestMoments:
         """Return the peak of a rank and its phase, where attention needs `more` bytes."""
-        whole = state != SHARDED_STATE
-        (near, phase), away = self.near_attention[whole], self.away[whole]
+        unsharded = state != SHARDED_STATE
+        (near, phase), away = self.near_attention[unsharded], self.away[unsharded]
         values, phase = max((near + more, phase), away)
-        if not whole:
+        if not unsharded:
             return self.step.sharded_peak(int(values), n), phase
         return self.step.state + max(values, self.step.weights.trainable), phase
 
@@ -292,20 +292,22 @@ class StepPlanner:
             requested = [config for config in new if config.checkpoint == again]
             if not requested:
                 continue
-            given = [(config.ranks, self._make_dry_run(**config.options)) for config in requested]
+            dry_run_configs = [(config.ranks, self._make_dry_run(**config.options)) for config in requested]
             try:
                 with checkpoint_layers(self.blocks if again else []), _reduce_gc():
-                    looks = explain_configs(self.model, self.args, given, self.per_weight, depth, self._captured[again])
+                    dry_runs = explain_configs(
+                        self.model, self.args, dry_run_configs, self.per_weight, depth, self._captured[again]
+                    )
             except SpError as error:
                 if requested != list(configs) or self._steps:
                     self._problems |= {config.ranks: str(error) for config in requested}
                     continue
                 raise
-            for config, look in zip(requested, looks, strict=True):
-                if look.problem is None:
-                    self._steps[config] = PlannedStep(config, look, depth is not None)
+            for config, dry_run in zip(requested, dry_runs, strict=True):
+                if dry_run.problem is None:
+                    self._steps[config] = PlannedStep(config, dry_run, depth is not None)
                 else:
-                    self._problems[config.ranks] = str(look.problem)
+                    self._problems[config.ranks] = str(dry_run.problem)
         return [self._steps[config] for config in configs if config in self._steps]
 
     def _make_dry_run(self, **options: Any) -> dict[str, Any]:
@@ -315,10 +317,12 @@ class StepPlanner:
     def _shapes(self) -> list[tuple[AttentionShape, float]]:
         """Return each shape of attention and its count, from a strategy that splits all of them."""
         sampled = next(strategy.name for strategy in attention_strategies() if strategy.always)
-        given = self._make_dry_run(attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18})
+        sample_config = self._make_dry_run(
+            attention=sampled, layout="auto", cost={**self.options["cost"], "memory": 1e18}
+        )
         with _reduce_gc():
             found = find_attentions(
-                self.model, self.args, (SAMPLE_SHARE, given), similar_layers(self.model), self._captured[False]
+                self.model, self.args, (SAMPLE_SHARE, sample_config), similar_layers(self.model), self._captured[False]
             )
         count: dict[AttentionShape, float] = {}
         for decision in found:
@@ -396,9 +400,9 @@ class StepPlanner:
 
     def plan_row(self, step: PlannedStep, attend: AttentionChoice, state: str, share: float) -> dict[str, Any]:
         """Return the variant of these options."""
-        held, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
+        live, n, machine, weights = step.peak_memory(share), step.config.ranks, self.machine, self.weights
         other = attend.key != step.config.key
-        memory, phase = held.memory(state, n, attend.memory - step.attention if other else 0.0)
+        memory, phase = live.memory(state, n, attend.memory - step.attention if other else 0.0)
         seconds = step.seconds(step.actual_attention(attend), machine)
         shards = n if state == SHARDED_STATE else 1
         if shards > 1:
@@ -411,12 +415,12 @@ class StepPlanner:
         seconds += machine.copy(2 * trained / shards)
         return {
             "way": replace(step.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
-            "host": held.host,
+            "host": live.host,
             "memory": memory,
             "phase": phase,
             "kept": step.saved_bytes,
-            "seconds": machine.together(seconds, 2 * copy_seconds(held.host, machine)),
-            "fits": memory <= machine.memory and held.host <= self.host,
+            "seconds": machine.together(seconds, 2 * copy_seconds(live.host, machine)),
+            "fits": memory <= machine.memory and live.host <= self.host,
             "is_measured": step.is_exact(attend, state, share),
             "most_tiles": step.max_tiles,
         }

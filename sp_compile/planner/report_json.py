@@ -140,7 +140,7 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
             }
             for row in plan.rows
         ],
-        "changes": {str(ranks): words for ranks, words in plan.changes.items()},
+        "changes": {str(ranks): text for ranks, text in plan.changes.items()},
         "notes": plan.notes,
     }
 
@@ -162,8 +162,8 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
             if moment.where in begins:  # a region in tiles runs where it ends
                 lines.setdefault(begins[moment.where])
             lines.setdefault(moment.where)
-        for held in graph.backward.alive(0) if graph.backward is not None else []:
-            saved[held.where] += held.nbytes if held.origin == "saved" and held.where != TANGENTS_LINE else 0
+        for live in graph.backward.alive(0) if graph.backward is not None else []:
+            saved[live.where] += live.nbytes if live.origin == "saved" and live.where != TANGENTS_LINE else 0
     lines |= dict.fromkeys([*(one.where for one in report.exchanges), *(one.where for one in report.notes)])
     sent: Counter[str] = Counter()
     for e in report.exchanges:
@@ -171,10 +171,10 @@ def _line_blocks(report: Report) -> list[dict[str, Any]]:
     result: dict[str, list[str]] = {where: [] for where in lines}
     for note in report.notes:
         result[note.where].append(note.label)
-    whole, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
+    gathered, tiled = {note.where for note in report.fallbacks}, {one.where for one in report.tiled}
 
     def kind(where: str) -> str:
-        if where in whole:
+        if where in gathered:
             return "gathered"
         return "exchanged" if sent[where] else "tiled" if where in tiled else "sharded"
 

@@ -168,7 +168,7 @@ def test_a_whole_table_beside_shards(ranks: Ranks) -> None:
     """Its rows were taken for the first of so many a rank."""
     answers = ranks.run(2, whole_table)
     assert all(
-        "SP234" in told and "dim 1 of inputs[0] as in dim 1 of inputs[1]" in told and "got 6 and 20" in told
+        "SP234" in told and "dim 1 of inputs[0] and dim 1 of inputs[1]" in told and "got 6 and 20" in told
         for told, _ in answers
     )
     check([outcome for _, outcome in answers])

@@ -43,17 +43,17 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
     Returns:
         The orders.
     """
-    asked = LAYOUTS.get(job.layout)
+    requested = LAYOUTS.get(job.layout)
     if job.ranks.n == 1:
         return [CONTIGUOUS]
     if balanced_inputs(job):
         return [BALANCED]
-    if asked is not None and asked.is_balanced and shapes:
-        return [asked]
-    for order in (asked, row_order(job.folds)):
+    if requested is not None and requested.is_balanced and shapes:
+        return [requested]
+    for order in (requested, row_order(job.folds)):
         if order is not None and order.chunks > 1:
             return [order]
-    if asked is not None:
+    if requested is not None:
         return [CONTIGUOUS]
     may = {"balanced": any(shape.documents for shape in shapes), "permuted": _is_permutable(plan, job)}
     return [
@@ -63,8 +63,8 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
 
 def _is_permutable(plan: PlacementPlan, job: PassSettings) -> bool:
     """Return True if the program may keep its sequence in another order."""
-    given = not job.inputs and not _has_sharded_outputs(job)
-    return given and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
+    has_no_order = not job.inputs and not _has_sharded_outputs(job)
+    return has_no_order and not any(d.kind in ORDERED_ROWS and d.node.op != "output" for d in plan.demands)
 
 
 def _has_sharded_outputs(job: PassSettings) -> bool:
