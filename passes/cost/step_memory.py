@@ -269,7 +269,7 @@ class StepMemory:
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:
-            lines.append(f"peak of a rank {format_bytes(self.fsdp(self.shards))}, all state sharded")
+            lines.append(f"peak of a rank {format_bytes(self.fsdp(self.shards))}, with all state sharded")
         else:
             lines.append(
                 f"peak of a rank {format_bytes(self.peak)}; with FSDP over {n} ranks {format_bytes(self.fsdp(n))}"

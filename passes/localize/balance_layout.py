@@ -54,7 +54,7 @@ class BalanceLayout(Pass):
     """Pass that computes the balanced order and applies it to every balanced frame."""
 
     requires = frozenset({"validated"})
-    provides = frozenset({"balanced"})
+    provides = frozenset({"balanced rows"})
 
     @classmethod
     def of(cls, job: Any) -> Pass | None:

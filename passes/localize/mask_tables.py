@@ -30,7 +30,7 @@ sp = torch.ops.sp
 class HoistMaskTables(Pass):
     """Pass that adds the tables of its vectors to every attention."""
 
-    requires = frozenset({"balanced", "restored strides"})  # it moves vectors and their copies, and adds no copies
+    requires = frozenset({"balanced rows", "restored strides"})  # it moves vectors and their copies, and adds no copies
     provides = frozenset({"mask tables"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:

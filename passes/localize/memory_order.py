@@ -33,7 +33,7 @@ class RestoreStrides(Pass):
     single-device layout. A copy is added only where the layouts differ.
     """
 
-    requires = frozenset({"validated", "balanced"})  # reordered values are replicated, too
+    requires = frozenset({"validated", "balanced rows"})  # reordered values are replicated, too
     provides = frozenset({"restored strides"})
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:

@@ -219,11 +219,11 @@ def _differentiable_parts(tile: TileFunction, wanted: Sequence[int]) -> tuple[tu
     """
     with torch.enable_grad():
         leaves = _fresh_leaves(tile.inputs(), wanted)
-        traced = tile.results(*leaves)
-    found = tuple(i for i, x in enumerate(traced) if x.requires_grad)
+        outputs = tile.results(*leaves)
+    found = tuple(i for i, x in enumerate(outputs) if x.requires_grad)
     if not found:
         return (), ()
-    through = [traced[i] for i in found]
+    through = [outputs[i] for i in found]
     operands = _compute_gradients(
         through, [leaves[i] for i in wanted], [torch.ones_like(x) for x in through], allow_unused=True
     )

@@ -389,7 +389,7 @@ def _update_rows(planner: StepPlanner, found: StepPlan, rows: Sequence[Variant],
         found.rows.append(variant)
         if row.offload and planner.shares and step.covers_any_share:
             least = planner.min_offload(step, attend, row.state)
-            found.rows += [_make_variant(planner, **least)] if least and least["way"] != row.config else []
+            found.rows += [_make_variant(planner, **least)] if least and least["config"] != row.config else []
         elif refines and row.offload:
             known = {
                 other.config.offload: other

@@ -414,7 +414,7 @@ class StepPlanner:
         trained = weights.parameters + weights.trainable + self.per_weight * weights.trainable
         seconds += machine.copy(2 * trained / shards)
         return {
-            "way": replace(step.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
+            "config": replace(step.config, attention=attend.key[0], layout=attend.key[1], state=state, offload=share),
             "host": live.host,
             "memory": memory,
             "phase": phase,

@@ -24,7 +24,7 @@
 
 A block is a line of the user's program. Bytes are of one rank; sizes that are symbols are taken as 2**20. constant:
 bytes throughout the step: parameters and optimizer state in `shards` shards, buffers and inputs. values: all other
-values, with gradients and gathered weights. unit: that of the requested memory. looked: true if predicted with
+values, with gradients and gathered weights. unit: that of the requested memory. measured: true if predicted with
 exactly these options, false if estimated from others. error: the largest relative error; null if it is infinite.
 Options that are not JSON are stored as their text.
 """

@@ -187,7 +187,7 @@ REPORT = {
     "errors": dict.fromkeys(["name", "error"]),
 }
 WAY = """ranks attention layout checkpoint tiles offload host_bytes state memory_bytes phase kept_bytes seconds
-tokens_per_second fits looked most_tiles options""".split()
+tokens_per_second fits measured most_tiles options""".split()
 PLAN = {
     **dict.fromkeys(
         ["format", "version", "memory_bytes", "host_memory_bytes", "unit", "parameters_bytes", "best", "notes"]
@@ -295,7 +295,7 @@ def test_what_is_whole_is_marked_and_comes_first() -> None:
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", text.partition("Rewrites and refusals")[2].partition("</table>")[0])
     assert ["gathered" in row for row in rows[1:]] == [True, True, False, False]
     assert "<td>2</td>" in rows[2]
-    assert "heads for positions" in text
+    assert "heads exchanged for positions" in text
 
 
 def test_what_can_be_searched() -> None:

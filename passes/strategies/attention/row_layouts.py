@@ -55,10 +55,8 @@ def candidate_orders(shapes: Iterable[AttentionShape], plan: PlacementPlan, job:
             return [order]
     if requested is not None:
         return [CONTIGUOUS]
-    may = {"balanced": any(shape.documents for shape in shapes), "permuted": _is_permutable(plan, job)}
-    return [
-        order for order in LAYOUTS.values() if order.is_in_order or may["balanced" if order.is_balanced else "permuted"]
-    ]
+    supported = {True: any(shape.documents for shape in shapes), False: _is_permutable(plan, job)}
+    return [order for order in LAYOUTS.values() if order.is_in_order or supported[order.is_balanced]]
 
 
 def _is_permutable(plan: PlacementPlan, job: PassSettings) -> bool:
