@@ -481,5 +481,5 @@ def _node_step(
         return place_as_written(call, rule, have)
     if any(isinstance(p, Shard) for p in have):
         return through_factors(call, rule, have, n)
-    begun = None if keep_replicated else start_sharding(axes, call, rule, n, window)
-    return begun or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))
+    started = None if keep_replicated else start_sharding(axes, call, rule, n, window)
+    return started or NodeStep(None, (REPLICATE,) * max(1, len(call.results())))

@@ -83,10 +83,10 @@ def _attended_pairs(q: Tensor, k: Tensor, args: LocalArgs) -> int:
         return batch * heads * _mean_pairs(args.predicate, *spans, queries, keys, sizes)
     q_rows, k_rows = (local_valid_rows(s, length, args.group) for s, length in zip(spans, (queries, keys)))
     pieces = tuple(map(Pieces.of, args.make_pieces()))
-    looked_up = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
+    plan_args = args.predicate, q_rows, k_rows, sizes, pieces[: len(args.rows)], pieces[len(args.rows) :]
     if all(map(_has_known_table, pieces)):
-        return batch * heads * _count_known_pairs(*looked_up)
-    return heads * _count_rows(plan_blocks(*looked_up), looked_up, (args.rows, args.cols), batch, q.device)
+        return batch * heads * _count_known_pairs(*plan_args)
+    return heads * _count_rows(plan_blocks(*plan_args), plan_args, (args.rows, args.cols), batch, q.device)
 
 
 def _has_known_table(vector: Pieces) -> bool:

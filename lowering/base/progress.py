@@ -40,12 +40,12 @@ class ProgressLine:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.begun, self.hits = self.clock(), count_cache_hits()
+        self.started, self.hits = self.clock(), count_cache_hits()
 
     @property
     def seconds(self) -> float:
         """Return the seconds since the start of the work."""
-        return self.clock() - self.begun
+        return self.clock() - self.started
 
     def refresh(self) -> None:
         """Show the current step, if the work has run for `SHOW_AFTER` seconds."""

@@ -114,8 +114,8 @@ def _merge_continued(table: Ints) -> Ints:
     """Remove pieces that continue the line, or the bounds, of the previous piece."""
     starts, lows, highs, slopes = table
     rise = slopes[:-1] * np.diff(starts)
-    goes_on = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
-    return table[:, np.append(True, ~goes_on)]
+    continues = (lows[1:] == lows[:-1] + rise) & (highs[1:] == highs[:-1] + rise) & (slopes[1:] == slopes[:-1])
+    return table[:, np.append(True, ~continues)]
 
 
 def fake_orders(length: Any, n: int, device: torch.device) -> list[Tensor]:

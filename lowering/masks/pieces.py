@@ -61,9 +61,9 @@ class Pieces:
     @staticmethod
     def of(table: Tensor) -> Pieces:
         """Return the pieces of a table of ``sp::pieces`` without a copy."""
-        words = table.numpy()
-        count, batch, length, *digest = words[:_HEADER].tolist()
-        return Pieces((digest[0], digest[1]), batch, length, *words[_HEADER : _HEADER + 4 * count].reshape(4, count))
+        header = table.numpy()
+        count, batch, length, *digest = header[:_HEADER].tolist()
+        return Pieces((digest[0], digest[1]), batch, length, *header[_HEADER : _HEADER + 4 * count].reshape(4, count))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pieces) and self.digest == other.digest

@@ -170,15 +170,15 @@ def on_eager(
         before = dict(counters["unimplemented"])
         result = convert(self, frame, *args)
         ours = _backend_of(self) is backend
-        what = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
-        if ours and what is None and result.guarded_code is not None:
+        model = _entered_model(frame.f_code, sys._getframe(1)) if ours else None
+        if ours and model is None and result.guarded_code is not None:
             module = _compiled_module(sys._getframe(1))
             if module is not None:
                 warn_of_piece(module)
-        elif what is not None and result.guarded_code is None:
+        elif model is not None and result.guarded_code is None:
             reasons = [text for text, count in counters["unimplemented"].items() if count > before.get(text, 0)]
             reason = _shorten_reason(reasons[-1]) if reasons else getattr(result, "skip_reason", None) or ""
-            warn(what, frame.f_code, reason)
+            warn(model, frame.f_code, reason)
         return result
 
     CatchErrorsWrapper.__call__ = wrapped
@@ -203,8 +203,8 @@ def _compiled_module(frame: FrameType | None) -> torch.nn.Module | None:
     """Return the compiled module whose call contains this frame, or None for a function."""
     while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _COMPILED_CALL:
         frame = frame.f_back
-    what, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
-    return what if isinstance(what, torch.nn.Module) else None
+    model, _ = _describe_callee(frame.f_locals.get("fn")) if frame is not None else (None, None)
+    return model if isinstance(model, torch.nn.Module) else None
 
 
 _COMPILED_CALL = eval_frame.__file__, "compile_wrapper"

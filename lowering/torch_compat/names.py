@@ -94,10 +94,10 @@ def graph_break_reason(gm: GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    words, *parts = (line.strip() for line in reason.reason.splitlines())
-    words = UNKNOWN_BREAK.get(words, words)
+    text, *parts = (line.strip() for line in reason.reason.splitlines())
+    text = UNKNOWN_BREAK.get(text, text)
     explained = [part.removeprefix("Explanation: ") for part in parts if part.startswith("Explanation: ")]
-    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([words, *explained]).rstrip(".")
+    return "".join(StackSummary.from_list(reason.user_stack).format()), ". ".join([text, *explained]).rstrip(".")
 
 
 def _tracked_fields(value: Any, attributes: Any) -> Iterator[tuple[str, Any]]:

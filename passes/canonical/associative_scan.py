@@ -228,12 +228,12 @@ def operands_of(leaves: list[Node], dim: int = 0) -> _ScanOperands:
     out = _ScanOperands([value_origin(x) for x in leaves], dim)
     while len({(x.target, str(x.args[1:]), str(x.kwargs)) for x in out.leaves}) == 1:
         first = out.leaves[0]
-        came_from = _source_dim(first, out.dim)
-        if came_from is None:
+        source_dim = _source_dim(first, out.dim)
+        if source_dim is None:
             break
         out.moved_ops.append((first.target, tuple(first.args[1:])))
         out.reverse ^= first.target is aten.flip.default
-        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], came_from
+        out.leaves, out.dim = [value_origin(x.args[0]) for x in out.leaves], source_dim
     return out
 
 

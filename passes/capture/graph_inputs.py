@@ -367,13 +367,13 @@ def _result_options(
     if isinstance(outputs, str):
         return [outputs] * len(names)
     options = ["auto"] * len(names)
-    for key, word in outputs.items():
+    for key, option in outputs.items():
         found = [i for i, (name, one) in enumerate(zip(names, results)) if key == name != one]
         found = found or [i for i, one in enumerate(results) if key in (i, one, re.sub(r"_\d+$", "", one))]
         if not found and not fragment:
             raise SpError("SP237", f"outputs: expected a result of {names}, got {key!r}.")
         for i in found:
-            options[i] = word
+            options[i] = option
     return options
 
 

@@ -172,19 +172,19 @@ class GroupGrid:
     parallel: frozenset[str] = frozenset()  # groups whose ranks all have the same rank in this group
     enclosing: frozenset[str] = frozenset()  # groups that contain all ranks of this group
 
-    def placement_after(self, over: str, whole: bool) -> Placement | None:
+    def placement_after(self, over: str, is_full: bool) -> Placement | None:
         """Return the placement of the result of an exchange of equal values.
 
         Args:
             over: Group of the exchange.
-            whole: The results are equal on all ranks that take part.
+            is_full: The results are equal on all ranks that take part.
 
         Returns:
             The placement; None if the result has the placement of the operand, row by row.
         """
         if over in self.level and over in self.parallel:
             return None
-        return REPLICATE if whole and over in self.enclosing else VARYING
+        return REPLICATE if is_full and over in self.enclosing else VARYING
 
 
 def group_grids(groups: Sequence[Ranks], all_gather: GatherRanks) -> dict[str, GroupGrid]:

@@ -81,7 +81,9 @@ class GraphStep:
         saved = [n for n in read if not is_on_host(n) and others.isdisjoint(_memory_of([n]))]
         copied = [n for n in tangents if not all(map(_is_row_major, node_tensors(n)))]
         second = walk(backward, fused, [*saved, *tangents])
-        saved_bytes, given_to, copied_bytes = (sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied))
+        saved_bytes, tangent_bytes, copied_bytes = (
+            sum(_memory_of(nodes).values()) for nodes in (saved, tangents, copied)
+        )
         results_of = max(0, first.end - saved_bytes)
         layers = {n.name: node_layer(n) for n in forward.nodes}
         begins = next((layer for layer in layers.values() if layer), "")
@@ -89,7 +91,9 @@ class GraphStep:
             (layer if layers.get(live.name) or layer == begins else "", live)
             for layer, live in second.by_last_layer(saved)
         ]
-        return GraphStep(first, second, inputs, results_of, saved_bytes, given_to, copied_bytes, saved_bytes=by_layer)
+        return GraphStep(
+            first, second, inputs, results_of, saved_bytes, tangent_bytes, copied_bytes, saved_bytes=by_layer
+        )
 
 
 def _memory_of(nodes: Iterable[Node]) -> dict[PlaceKey, int]:
@@ -156,7 +160,7 @@ class StepMemory:
     @property
     def constant(self) -> int:
         """Return the constant bytes with the program's sharding of state."""
-        return self.state if self.shards == 1 else self.in_shards(self.shards)
+        return self.state if self.shards == 1 else self.sharded_state(self.shards)
 
     def peak_with(self, point: StepMoment) -> int:
         """Return the other bytes at a moment."""
@@ -234,9 +238,9 @@ class StepMemory:
 
     def sharded_peak(self, peak: int, n: int) -> int:
         """Return the peak bytes for a maximum of `peak`, or of the optimizer with sharded gradients."""
-        return self.in_shards(n) + max(peak, -(-self.weights.trainable // n))
+        return self.sharded_state(n) + max(peak, -(-self.weights.trainable // n))
 
-    def in_shards(self, n: int) -> int:
+    def sharded_state(self, n: int) -> int:
         """Return the constant bytes if n ranks shard parameters and state by layer."""
         return self.weights.shard_bytes(n, self.per_weight) + self.weights.buffers + self.inputs
 
@@ -264,8 +268,8 @@ class StepMemory:
         if self.graphs:
             top = max(self.peaks().values(), key=self.peak_with)
             rows = [
-                (format_bytes(nbytes), what, times, shorten_line(where))
-                for what, where, nbytes, times in self.summary(top)
+                (format_bytes(nbytes), origin, times, shorten_line(where))
+                for origin, where, nbytes, times in self.summary(top)
             ]
             lines.append(f"alive at the peak of {top.phase}:\n" + tabulate(rows, tablefmt="plain"))
         if self.shards > 1:

@@ -101,7 +101,7 @@ def state_per_weight(optimizer: Any = None) -> float:
             else _recreate_optimizer(optimizer, small)
         )
         one.step()
-        state = [x for held in one.state.values() for x in held.values() if isinstance(x, torch.Tensor)]
+        state = [x for stored in one.state.values() for x in stored.values() if isinstance(x, torch.Tensor)]
     except Exception as error:
         text = f"{' '.join(repr(optimizer).split()):.80}"
         raise SpError("SP704", f"optimizer: {text} failed in a trial step on a small matrix ({error}).") from error

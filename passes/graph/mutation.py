@@ -54,8 +54,8 @@ def _mutated_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     """Return the arguments that a call mutates according to its schema or to `SILENT_WRITERS`."""
     arguments = schema_of(op).arguments
     passed = {**{argument.name: x for argument, x in zip(arguments, args)}, **kwargs}
-    unsaid = ("running_mean", "running_var") if op in SILENT_WRITERS and passed[SILENT_WRITERS[op]] else ()
-    names = [a.name for a in arguments if a.is_write or a.name in unsaid]
+    undeclared = ("running_mean", "running_var") if op in SILENT_WRITERS and passed[SILENT_WRITERS[op]] else ()
+    names = [a.name for a in arguments if a.is_write or a.name in undeclared]
     return collect_nodes([passed.get(name) for name in names])
 
 

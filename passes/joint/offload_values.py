@@ -99,7 +99,7 @@ class OffloadValues(Pass):
         graph = GraphStep.of(forward, backward, self.fused, self.input_bytes)
         step = StepMemory(self.shards or ModelBytes(0, 0, 0, 0), graphs=[graph])
         if self.shards is not None:
-            always = step.in_shards(self.n)
+            always = step.sharded_state(self.n)
         else:
             arguments = (x for n in forward.find_nodes(op="placeholder") for x in node_tensors(n))
             always = sum({storage_of(x): nbytes_of(x) for x in arguments}.values())

@@ -41,9 +41,11 @@ class SaveAttentionInCheckpoints(Pass):
 
     def apply(self, gm: GraphModule, job: PassContext) -> int:
         """Apply the pass to a graph and return the number of changes."""
-        stays = {made for node in gm.graph.nodes for made in _forward_nodes(node) if is_saved(made)}
-        for made in stays:
-            mark_must_save(made)
+        stays = {
+            forward_node for node in gm.graph.nodes for forward_node in _forward_nodes(node) if is_saved(forward_node)
+        }
+        for forward_node in stays:
+            mark_must_save(forward_node)
         return len(stays)
 
 

@@ -77,10 +77,10 @@ def stops_gradient(node: Node) -> bool:
 
 def carries_gradient(node: Node) -> bool:
     """Return True if the value is computed from floats that may require a gradient."""
-    made_of = iterate_reachable(
+    ancestors = iterate_reachable(
         [node], lambda n: n.all_input_nodes if _has_float_result(n) and n.target not in DETACH_OPS else ()
     )
-    leaves = (n for n in made_of if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
+    leaves = (n for n in ancestors if n.op in ("placeholder", "get_attr") and is_tensor(n) and _has_float_result(n))
     return any(node_info(leaf).requires_grad is not False for leaf in leaves)
 
 

@@ -58,8 +58,8 @@ class GatherOperands(DemandPass):
         """Change a gather for a node on shards to one for a replicated node, which has the other backward."""
         gathered = demanded_operand(node, demand.operand)
         with self.insert_after(gathered):
-            whole = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
-        replace_operand(node, demand.operand, whole)
+            unsharded = self.emit(sp.unshard.default, gathered.args, gathered.meta["val"], node)
+        replace_operand(node, demand.operand, unsharded)
 
     def _gather_reason(self, demand: Demand) -> str:
         operand = demanded_operand(demand.node, demand.operand)

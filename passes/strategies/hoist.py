@@ -155,9 +155,9 @@ class HoistSlices(DemandPass):
             if step is None:
                 continue
             others = {x: rows for x, rows in chain.inputs.items() if x is not node}
-            made_of = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
-            if all(_is_same_slice(others.get(x, rows), rows) for x, rows in made_of.items()):
-                return RowChain({**others, **made_of}, (*chain.steps, step))
+            operand_rows = {OpCall(node).operands[i]: rows for i, rows in step.operands.items()}
+            if all(_is_same_slice(others.get(x, rows), rows) for x, rows in operand_rows.items()):
+                return RowChain({**others, **operand_rows}, (*chain.steps, step))
         return None
 
     def _can_recompute(self, node: Node, chain: RowChain, cut: Node) -> bool:

@@ -188,9 +188,9 @@ def _check_local_outputs(gm: GraphModule, plan: PlacementPlan, job: PassContext)
 def _guard_divisible(node: Node, have: Shard, n: int) -> bool:
     """Return True if n divides the length now. A symbolic length gets a guard."""
     length = node.meta["val"].shape[have.dim]
-    whole = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
+    covers_dim = is_same_size(have.frame.start, 0) and is_same_size(have.frame.length, have.frame.size)
     plain = is_same_size(have.outer, 1) and is_same_size(have.inner, 1)
-    return isinstance(length, torch.SymInt) and whole and plain and bool(length % n == 0)
+    return isinstance(length, torch.SymInt) and covers_dim and plain and bool(length % n == 0)
 
 
 def _plan_constraints(gm: GraphModule, axes: Axes, plan: PlacementPlan, n: int) -> list[str]:

@@ -40,8 +40,8 @@ class BucketReductions(Pass):
         assert job.input_placements is not None
         kinds: dict[tuple[Any, ...], list[Node]] = {}
         for node in gm.graph.find_nodes(op="call_function", target=sp.all_reduce.default):
-            made_from = node_info(node).origin
-            if made_from is None or not isinstance(job.input_placements.of(made_from.args[0]), Partial):
+            origin = node_info(node).origin
+            if origin is None or not isinstance(job.input_placements.of(origin.args[0]), Partial):
                 continue
             value = node.meta["val"]
             _, ends = _derived_nodes(node)

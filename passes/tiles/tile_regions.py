@@ -203,14 +203,14 @@ def _row_size(view: TokenView, node: Node) -> object:
 def _drop_unreachable(view: TokenView, nodes: set[Node]) -> set[Node]:
     """Remove nodes that need an outside value which depends on the others: a region runs as one op."""
     inside = {view.source[n]: n for n in nodes}
-    kept, dropped = set[Node](), set[Node]()
+    remaining, dropped = set[Node](), set[Node]()
     for node in view.local.nodes:
         before = node.all_input_nodes
         if node in inside and dropped.isdisjoint(before):
-            kept.add(node)
-        elif not kept.isdisjoint(before) or not dropped.isdisjoint(before):
+            remaining.add(node)
+        elif not remaining.isdisjoint(before) or not dropped.isdisjoint(before):
             dropped.add(node)
-    return {inside[n] for n in kept}
+    return {inside[n] for n in remaining}
 
 
 def outside_readers(view: TokenView, node: Node, nodes: Iterable[Node]) -> list[Node]:

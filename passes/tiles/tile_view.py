@@ -106,13 +106,13 @@ def token_view(local: GraphModule, planned: PlacementPlan, n: int, tiles: int) -
         tiles: The number of tiles.
     """
     off = no_grad_nodes(local.graph)
-    refused: set[Node] = set()
+    declined: set[Node] = set()
     while True:
-        view = _TokenViewBuilder(local, planned, n, refused).view(tiles, off)
+        view = _TokenViewBuilder(local, planned, n, declined).view(tiles, off)
         demanding = {view.source[d.node] for d in view.plan.demands if d.node.op != "output"}
         if not demanding:
             return view
-        refused |= demanding
+        declined |= demanding
 
 
 def is_finite_on_ones(window: Node) -> bool:

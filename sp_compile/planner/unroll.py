@@ -82,11 +82,11 @@ class Unroll:
             if graph.backward is not None
             else {}
         )
-        remaining = {held.name for _, held in (graph.hosted or graph).saved_bytes}
+        remaining = {value.name for _, value in (graph.hosted or graph).saved_bytes}
         layers = list[_RepeatedLayer]()
         for path in paths:
-            saved = [held for one, held in graph.saved_bytes if one == path]
-            may = frozenset(held.name for held in saved) - remaining
+            saved = [value for one, value in graph.saved_bytes if one == path]
+            may = frozenset(value.name for value in saved) - remaining
             layers.append(_RepeatedLayer(path, saved, may, gradient_bytes.get(path, 0)))
         rest = graph.saved - sum(_total_bytes(layer.saved) for layer in layers)
         shared = [path for path in order if path in paths]
@@ -107,11 +107,11 @@ class Unroll:
         for place, i in enumerate(self.order):
             layer, idle = self.layers[i], len(self.order) - place
             may = [
-                held
-                for held in layer.saved
-                if held.name in layer.can_offload and held.nbytes > MIN_OFFLOAD_BYTES * self.saved_bytes
+                value
+                for value in layer.saved
+                if value.name in layer.can_offload and value.nbytes > MIN_OFFLOAD_BYTES * self.saved_bytes
             ]
-            found += [((layer.path, held.name), held.nbytes, held.nbytes * idle) for held in may]
+            found += [((layer.path, value.name), value.nbytes, value.nbytes * idle) for value in may]
         return [(key, nbytes) for key, nbytes, _ in sorted(found, key=lambda one: -one[2])]
 
     def share(self, share: float) -> OffloadedBytes:
@@ -156,7 +156,7 @@ class Unroll:
         before = Counter[int]()
         for i in self.order:
             layer = self.layers[i]
-            yield [held for held in layer.saved if before[i] >= sent[layer.path, held.name]]
+            yield [value for value in layer.saved if before[i] >= sent[layer.path, value.name]]
             before[i] += 1
 
     def _walk(self, walk: LivenessWalk, sent: OffloadedBytes, is_backward: bool) -> _Unrolled:
@@ -224,8 +224,8 @@ def _extra_values(
 ) -> list[LiveValue]:
     """Return the first `count` saved values and gradients, without those of these layers."""
     origin = "saved" if is_backward else "result"
-    own = [replace(held, nbytes=-held.nbytes) for layer in layers for held in layer.saved]
-    found = [replace(held, origin=origin) for held in [*saved[:count], *own]]
+    own = [replace(value, nbytes=-value.nbytes) for layer in layers for value in layer.saved]
+    found = [replace(value, origin=origin) for value in [*saved[:count], *own]]
     return [*found, LiveValue("gradients", OTHER_LAYERS_ORIGIN, grad_bytes, "result")] if grad_bytes else found
 
 

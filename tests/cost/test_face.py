@@ -136,11 +136,11 @@ def test_what_lies_in_shards_is_drawn_so() -> None:
     assert report_json(made)["memory"]["constant_bytes"] == made.step.state
     made.step.shards = 8
     memory = report_json(made)["memory"]
-    assert memory["constant_bytes"] == made.step.in_shards(8) < made.step.state
+    assert memory["constant_bytes"] == made.step.sharded_state(8) < made.step.state
     assert memory["constant_bytes"] + max(p["values_bytes"] for p in memory["curve"]) == made.step.fsdp(8)
     assert memory["peak_with_fsdp_bytes"] == made.step.fsdp(8), "of its shards, whatever the ranks of the sequence"
     words = "8 shards of parameters and state of the optimizer, buffers, inputs"
-    assert f"{words}: {format_bytes(made.step.in_shards(8))}" in page(report_json(made))
+    assert f"{words}: {format_bytes(made.step.sharded_state(8))}" in page(report_json(made))
     assert f"peak of a rank {format_bytes(made.step.fsdp(8))}, with" in made.step.text(8)
 
 

@@ -230,8 +230,8 @@ def products_in_sums(graph: Graph) -> dict[Node, Node]:
     """
     found = dict[Node, Node]()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-        goes_on = is_on_gpu(node) and all(map(_is_elementwise, node.users))
-        pairs = [] if node.kwargs or goes_on else [node.args[::-1], node.args]  # of two products, the first one
+        fusible = is_on_gpu(node) and all(map(_is_elementwise, node.users))
+        pairs = [] if node.kwargs or fusible else [node.args[::-1], node.args]  # of two products, the first one
         found.update((node, product) for product, other in pairs if _can_fuse_addend(product, other))
     return found
 

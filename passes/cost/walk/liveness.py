@@ -245,13 +245,13 @@ def _workspace_bytes(node: Node, fused: bool) -> int:
     """Return the workspace of an op in bytes."""
     if node.target in TILE_LOOPS:
         return _TileLoop.of(node).inside(fused)
-    given = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
-    operands = [x for x in given if isinstance(x, torch.Tensor)]
+    values = [one.meta.get("val") if isinstance(one, Node) else one for one in node.args]
+    operands = [x for x in values if isinstance(x, torch.Tensor)]
     if node.target not in ATTENTIONS:
         tensors = [] if fused else node_tensors(node)
         return conversion_bytes(node.target, operands, tensors[0]) if tensors else 0
     workspace = op_workspace(node.target, operands)
-    return INTERNAL_OPS[node.target](workspace, *given) if node.target in INTERNAL_OPS else workspace
+    return INTERNAL_OPS[node.target](workspace, *values) if node.target in INTERNAL_OPS else workspace
 
 
 def _joined_results(graph: Graph) -> set[Node]:

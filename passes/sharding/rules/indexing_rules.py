@@ -162,9 +162,9 @@ def _gather_rule(call: OpCall) -> BoundRule | None:
         return None
     index, at = factor_names(call.ndim("index")), call.dim()
     pairs = enumerate(zip(call.shape("self"), call.shape("index"), strict=True))
-    apart = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != at]
-    x = replace_dims(index, [at, *apart], "x")
-    return BoundRule((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in apart))})
+    separate = [d for d, (a, b) in pairs if not is_same_size(a, b) and d != at]
+    x = replace_dims(index, [at, *separate], "x")
+    return BoundRule((x, index), (index,), {f: "whole" for f in (x[at], *(g[d] for g in (x, index) for d in separate))})
 
 
 @register_rule_function(
